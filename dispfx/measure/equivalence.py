@@ -1,0 +1,142 @@
+"""Are two forms of one decoder the same function?
+
+`require(compare("reloaded = lowered", expected, actual, tolerance))` is the whole use: `compare`
+measures, `require` stops the compilation.  The metric is the contract's: the largest absolute
+difference over the largest absolute value of the expected tensor, both over the whole tensor.
+
+Shape legend: B batch, T tokens, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dispfx.errors import VerificationError
+
+# (batch, tokens) at which every pair of forms is compared.  Neither is a size that a capture is traced
+# with, so that a graph which silently fixed its batch or its length is found out.
+SHAPES_BT = ((2, 9), (1, 17))
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How far two forms of a decoder are apart on one input.
+
+    Args:
+        name: which two forms, as in "reloaded = lowered".
+        shape: (batch, tokens) of the input ids.
+        max_abs_error: max|a - b|; infinite where either side is not finite.
+        max_rel_error: max|a - b| / max|b| with b the expected tensor; 0 where both are all zero.
+        tolerance: largest relative error that passes; 0.0 asks for equal bits.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    max_abs_error: float
+    max_rel_error: float
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the relative error is a number and within the tolerance."""
+        return self.max_rel_error <= self.tolerance
+
+
+def compare(
+    name: str, expected: Tensor, actual: Tensor, tolerance: float, *, shape: Sequence[int] | None = None
+) -> Verification:
+    """Measure how far `actual` is from `expected`.
+
+    NaN and infinity never hold, not even on both sides at the same place: a decoder that gives them
+    cannot be verified.
+
+    Args:
+        name: which two forms are compared.
+        expected: (B, T, V), the reference.
+        actual: (B, T, V), of the same shape and dtype.
+        tolerance: largest relative error that passes, at least 0.
+        shape: of the input ids, for the report; the first two sizes of `expected` where not given.
+
+    Raises:
+        VerificationError: if shape or dtype differ; there is no error to measure then.
+    """
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
+        raise VerificationError(
+            f"logits of shape {tuple(expected.shape)} and dtype {expected.dtype} were expected, "
+            f"{tuple(actual.shape)} and {actual.dtype} were found",
+            where=name,
+        )
+    shown = tuple(expected.shape[:2] if shape is None else shape)
+    max_abs_error, max_rel_error = _errors(expected.detach(), actual.detach())
+    return Verification(name, shown, max_abs_error, max_rel_error, tolerance)
+
+
+def require(*verifications: Verification) -> None:
+    """Pass if every comparison holds.
+
+    Raises:
+        VerificationError: naming the worst comparison that does not hold.
+    """
+    failed = [verification for verification in verifications if not verification.holds]
+    if not failed:
+        return
+    worst = max(failed, key=lambda verification: verification.max_rel_error)
+    others = f" ({len(failed)} of {len(verifications)} comparisons fail)" if len(failed) > 1 else ""
+    raise VerificationError(
+        f"{worst.name}: relative error {worst.max_rel_error:.3g} (absolute {worst.max_abs_error:.3g}) "
+        f"exceeds the tolerance of {worst.tolerance:.3g}{others}",
+        where=f"input of shape {worst.shape}",
+    )
+
+
+def compare_decoders(
+    name: str,
+    expected: Callable[[Tensor], Tensor],
+    actual: Callable[[Tensor], Tensor],
+    tolerance: float,
+    *,
+    vocabulary_size: int,
+    shapes: Sequence[tuple[int, int]] = SHAPES_BT,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> list[Verification]:
+    """Compare two decoders on random token ids, one `Verification` a shape.
+
+    Args:
+        expected: token ids (B, T) to logits (B, T, V), the reference.
+        actual: the same, the form under test; it may live on another device.
+        device: where the ids are put.
+
+    Raises:
+        VerificationError: if the logits differ in shape or dtype.
+    """
+    found = []
+    with torch.no_grad():
+        for shape in shapes:
+            ids_BT = random_token_ids(vocabulary_size, shape, seed=seed, device=device)
+            expected_BTV = expected(ids_BT)
+            actual_BTV = actual(ids_BT).to(expected_BTV.device)
+            found.append(compare(name, expected_BTV, actual_BTV, tolerance, shape=shape))
+    return found
+
+
+def random_token_ids(
+    vocabulary_size: int, shape: Sequence[int], *, seed: int = 0, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return uniform token ids, int64 of `shape`; the same seed and shape give the same ids anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocabulary_size, tuple(shape), generator=generator).to(device)
+
+
+def _errors(expected: Tensor, actual: Tensor) -> tuple[float, float]:
+    if not (bool(expected.isfinite().all()) and bool(actual.isfinite().all())):
+        return math.inf, math.inf
+    if expected.numel() == 0 or torch.equal(expected, actual):
+        return 0.0, 0.0
+    # float64, so that the difference of two bfloat16 numbers is not rounded to bfloat16 again.
+    difference = float((expected.double() - actual.double()).abs().max())
+    scale = float(expected.double().abs().max())
+    return difference, difference / scale if scale > 0.0 else math.inf
