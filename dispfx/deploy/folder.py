@@ -1,0 +1,88 @@
+"""An output folder that appears complete or not at all.
+
+    with new_folder(out) as partial:
+        ...                             # write, read back, verify: all inside `partial`
+    # only now does `out` exist
+
+The work happens in a sibling, `<out>.partial-<process>-<random>`, so that the last step is one rename on
+one file system.  Whatever goes wrong before it, an interrupt included, removes the sibling; a killed
+process leaves it behind, and its name says what it is.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dispfx.errors import OutputError
+
+
+def refuse_existing(out: str | os.PathLike[str]) -> Path:
+    """Return `out` as a path if nothing is there yet; to be called before any work.
+
+    Raises:
+        OutputError: if a file, a folder or a dangling link has that name.
+    """
+    path = Path(out)
+    if os.path.lexists(path):
+        raise OutputError(
+            "the output folder must not exist yet",
+            where=str(path),
+            hint="name another folder with --out, or remove this one",
+        )
+    return path
+
+
+@contextmanager
+def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield an empty folder that becomes `out` when the block ends without an error.
+
+    Everything in it reaches the disk before it gets its name.
+
+    Raises:
+        OutputError: if `out` exists or cannot be written.
+    """
+    path = refuse_existing(out)
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    try:
+        yield partial
+        _publish(partial, path)
+    finally:
+        # After the rename there is nothing left under this name.
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _publish(partial: Path, path: Path) -> None:
+    refuse_existing(path)
+    try:
+        for folder, _, files in os.walk(partial):
+            for name in files:
+                _flush(Path(folder, name))
+            _flush(Path(folder))
+        os.rename(partial, path)
+        _flush(path.parent)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cannot_write(path: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"the output folder cannot be written: {error.strerror}",
+        where=str(path),
+        hint="check its parent folder, its permissions and the space left",
+    )
