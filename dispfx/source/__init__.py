@@ -1,0 +1,18 @@
+"""Where a decoder, its tokenizer and its text come from.
+
+`load_source` turns MODEL into a `Source`; `read_tokens` turns text files into token ids.  This
+package and the checkpoint writer are the only code that knows transformers.
+
+    origin      which of the five forms of MODEL a word has
+    pretrained  folder, GGUF file, hub id → module, config and tokenizer
+    function    package.module:function → module
+    causality   a decoder predicts from the past alone; everything else is refused
+    text        text and token files → one tensor of token ids
+"""
+
+from dispfx.source.loading import load_source
+from dispfx.source.origin import Origin
+from dispfx.source.source import Source
+from dispfx.source.text import read_tokens
+
+__all__ = ["Origin", "Source", "load_source", "read_tokens"]

@@ -1,0 +1,60 @@
+"""A decoder predicts each token from the tokens before it; everything else is refused.
+
+Names prove nothing: an encoder's checkpoint loads into a causal class without a missing weight.  So
+the last token is changed, and the logits before it must stay.
+
+B batch, T tokens, V vocabulary
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dispfx.errors import SourceError
+
+# Two identical prefixes may round differently where experts are grouped by token, or in bfloat16;
+# a bidirectional model differs by orders of magnitude more.
+_TOLERANCE = 1e-2
+
+# Ids 0 and 1 exist in every vocabulary.  The last position differs.
+_IDS_BT = ((1, 0, 1, 1, 0, 1, 0, 1), (1, 0, 1, 1, 0, 1, 0, 0))
+
+
+def check_causal(model: nn.Module, name: str, device: torch.device) -> None:
+    """Check that `model` maps token ids to logits, each from the past alone.
+
+    Raises:
+        SourceError: if it cannot run, returns no logits, or looks at later tokens.
+    """
+    first_TV, second_TV = (_logits(model, torch.tensor([ids], device=device), name)[0] for ids in _IDS_BT)
+    before_TV = first_TV[:-1].float()
+    change = (before_TV - second_TV[:-1].float()).abs().max()
+    if bool(change > _TOLERANCE * before_TV.abs().max()):
+        raise SourceError(
+            "a decoder must predict each token from the tokens before it, "
+            "and this model's logits change with a later token",
+            where=name,
+            hint="encoders and models with bidirectional attention cannot be compiled",
+        )
+
+
+def _logits(model: nn.Module, ids_BT: Tensor, name: str) -> Tensor:
+    try:
+        with torch.no_grad():
+            output = model(ids_BT)
+    except Exception as error:
+        message = " ".join(str(error).split())[:300]
+        raise SourceError(
+            f"the model cannot run on token ids (batch, tokens): {type(error).__name__}: {message}",
+            where=name,
+            hint="its forward must take int64 token ids first and need nothing else",
+        ) from error
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != ids_BT.shape:
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
+        raise SourceError(
+            f"the model must return logits {(*ids_BT.shape, 'vocabulary')} for token ids "
+            f"{tuple(ids_BT.shape)} and returned {found}",
+            where=name,
+            hint="a decoder with a language-model head is needed",
+        )
+    return logits

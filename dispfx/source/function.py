@@ -1,0 +1,83 @@
+"""package.module:function → the module that the function returns."""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from dispfx.errors import SourceError
+
+
+def build_module(spec: str) -> tuple[nn.Module, None, Any | None]:
+    """Import and call the function that `spec` names, with the current directory importable.
+
+    Returns:
+        The module, no tokenizer, and the module's transformers config where it has one.
+
+    Raises:
+        SourceError: if the function cannot be found, raises, or returns something else.
+    """
+    with _current_directory_importable():
+        function = _find(spec)
+        try:
+            module = function()
+        except Exception as error:
+            raise SourceError(
+                f"MODEL's function raised {type(error).__name__}: {error}",
+                where=_line_of(error),
+                hint="it is called without arguments and must return an nn.Module",
+            ) from error
+    if not isinstance(module, nn.Module):
+        raise SourceError(
+            f"MODEL's function must return an nn.Module and returned {type(module).__name__}", where=spec
+        )
+    config = getattr(module, "config", None)
+    return module, None, config if hasattr(config, "model_type") else None
+
+
+def _find(spec: str) -> Callable[[], Any]:
+    module_name, _, path = spec.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        absent = isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or "?")
+        hint = f"it is looked for in {os.getcwd()} and among the installed packages" if absent else None
+        raise SourceError(
+            f"the module {module_name} cannot be imported: {type(error).__name__}: {error}",
+            where=spec if absent else _line_of(error),
+            hint=hint,
+        ) from error
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise SourceError(f"{module_name} has no {path}", where=spec)
+        found = getattr(found, name)
+    if not callable(found):
+        raise SourceError(f"{path} must be a function and is of type {type(found).__name__}", where=spec)
+    return found
+
+
+@contextmanager
+def _current_directory_importable() -> Iterator[None]:
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    # A file written a moment ago may be missing from the finder's cached listing of the folder.
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _line_of(error: Exception) -> str:
+    """Return the last line of the user's code that ran before `error`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame for frame in frames if frame.filename != __file__ and not frame.filename.startswith("<frozen")
+    ]
+    last = (own or frames)[-1]
+    return f"{last.filename}:{last.lineno}"

@@ -1,0 +1,90 @@
+"""Where transformers shall look for a checkpoint: a folder, a GGUF file, or the hub."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+from dispfx.errors import SourceError
+from dispfx.source.origin import FORMS
+
+_HUB_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where transformers shall look.
+
+    Args:
+        path: a folder, or a hub id.
+        revision: of the hub id; None for a folder.
+        gguf_file: name of the GGUF file in the folder.
+        hub: whether `path` is a hub id.
+        offline: whether only what an earlier run downloaded is used.
+    """
+
+    path: str
+    revision: str | None = None
+    gguf_file: str | None = None
+    hub: bool = False
+    offline: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments for from_pretrained."""
+        given = {"revision": self.revision, "gguf_file": self.gguf_file}
+        options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return {**options, "local_files_only": self.offline or not self.hub}
+
+
+def check_written_by_others(folder: Path) -> None:
+    """Refuse a folder without config.json, or one that dispfx itself wrote.
+
+    Raises:
+        SourceError: in both cases.
+    """
+    if not (folder / "config.json").is_file():
+        raise SourceError(
+            "the folder has no config.json, so it is no transformers checkpoint",
+            where=str(folder),
+            hint=FORMS,
+        )
+    if (folder / "plan.safetensors").is_file():
+        raise SourceError(
+            "the folder holds a decoder that dispfx has pruned already",
+            where=str(folder),
+            hint="compile the decoder that it was made from, with a higher ratio",
+        )
+
+
+def reach_hub(hub_id: str, revision: str | None) -> Location:
+    """Return where `hub_id` is loaded from: the hub, or what an earlier run downloaded.
+
+    Asked first, because the downloads themselves wait half a minute for a hub that is out of reach.
+
+    Raises:
+        SourceError: if the hub does not have it, or cannot be reached and it was never downloaded.
+    """
+    try:
+        HfApi().model_info(hub_id, revision=revision, timeout=_HUB_SECONDS)
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise SourceError(
+            "MODEL is no folder here, and the hub has no model of that name that you may read",
+            where=hub_id,
+            hint=f"check the spelling; {FORMS}",
+        ) from error
+    except RevisionNotFoundError as error:
+        raise SourceError(f"the model has no revision {revision}", where=hub_id) from error
+    except Exception as error:
+        # Proxies, DNS, time-outs, HF_HUB_OFFLINE: each client version has its own exceptions for them.
+        cached = try_to_load_from_cache(hub_id, "config.json", revision=revision)
+        if not isinstance(cached, str):
+            raise SourceError(
+                f"MODEL is no folder here, and the hub cannot be reached ({type(error).__name__})",
+                where=hub_id,
+                hint="check the path or the network, or download the model first",
+            ) from error
+        return Location(hub_id, revision, hub=True, offline=True)
+    return Location(hub_id, revision, hub=True)

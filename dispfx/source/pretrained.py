@@ -1,0 +1,133 @@
+"""Folder, GGUF file or hub id → a transformers decoder with its config and tokenizer.
+
+transformers fills whatever a checkpoint lacks with random numbers and a warning; here everything that
+would end in a decoder with random weights, or in another kind of model, is refused instead.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from dispfx.errors import SourceError
+from dispfx.source.location import Location
+from dispfx.source.origin import Origin
+from dispfx.source.quiet import quiet, short
+from dispfx.source.source import Source
+from dispfx.source.tokenizer import load_tokenizer
+
+
+def load_pretrained(
+    location: Location, spec: str, origin: Origin, dtype: torch.dtype | None, trust_remote_code: bool
+) -> Source:
+    """Load a causal language model whose every weight comes from the checkpoint.
+
+    Raises:
+        SourceError: if files are missing or broken, the architecture is unknown or no decoder, or a
+            weight would be made up.
+    """
+    with quiet(location):
+        config = _config(location, spec, trust_remote_code)
+        model = _model(location, spec, config, dtype, trust_remote_code)
+        tokenizer, files = load_tokenizer(location, trust_remote_code)
+    generation_config = getattr(model, "generation_config", None)
+    return Source(model, tokenizer, model.config, spec, origin, generation_config, files)
+
+
+def _config(location: Location, spec: str, trust_remote_code: bool) -> Any:
+    raw = _raw_config(location, spec)
+    own_code = raw.get("auto_map") or {}
+    try:
+        config = AutoConfig.from_pretrained(
+            location.path, trust_remote_code=trust_remote_code, **location.options
+        )
+    except Exception as error:
+        if own_code and not trust_remote_code:
+            raise SourceError(
+                f"the architecture {raw.get('model_type')!r} needs code that comes with the checkpoint",
+                where=spec,
+                hint="read that code, then allow it with --trust-remote-code",
+            ) from error
+        raise SourceError(f"config.json cannot be used: {short(error)}", where=spec) from error
+    _check_decoder(config, spec, "AutoModelForCausalLM" in own_code and trust_remote_code)
+    return config
+
+
+def _raw_config(location: Location, spec: str) -> dict[str, Any]:
+    if location.gguf_file:
+        return {}
+    if not location.hub:
+        try:
+            raw = json.loads((Path(location.path) / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SourceError(f"config.json is not readable JSON: {error}", where=spec) from error
+        if not isinstance(raw, dict):
+            raise SourceError("config.json must hold an object", where=spec)
+        return raw
+    try:
+        return PretrainedConfig.get_config_dict(location.path, **location.options)[0]
+    except Exception as error:
+        raise SourceError(f"config.json cannot be had: {short(error)}", where=spec) from error
+
+
+def _check_decoder(config: Any, spec: str, own_class: bool) -> None:
+    if own_class:
+        return
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise SourceError(
+            f"transformers has no causal language model of type {config.model_type!r}",
+            where=spec,
+            hint="encoders and encoder-decoders cannot be compiled",
+        )
+    named = list(getattr(config, "architectures", None) or [])
+    if named and not _causal_classes().intersection(named):
+        raise SourceError(
+            f"its config names {named[0]}, which is no causal language model",
+            where=spec,
+            hint="encoders, encoder-decoders and models without a language-model head cannot be compiled",
+        )
+
+
+def _causal_classes() -> set[str]:
+    classes: set[str] = set()
+    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        classes.update((names,) if isinstance(names, str) else names)
+    return classes
+
+
+def _model(
+    location: Location, spec: str, config: Any, dtype: torch.dtype | None, trust_remote_code: bool
+) -> Any:
+    # Quantised GGUF weights have no dtype of their own; float32 loses nothing of them.
+    kept = torch.float32 if location.gguf_file else "auto"
+    options = {"config": config} if not location.gguf_file else {}
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            location.path,
+            dtype=dtype or kept,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **options,
+            **location.options,
+        )
+    except Exception as error:
+        raise SourceError(
+            f"the weights cannot be loaded: {short(error)}",
+            where=spec,
+            hint="the folder must hold every weight file, whole",
+        ) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        raise SourceError(
+            f"{len(missing)} weight(s) are not in the checkpoint and would be random: {shown}",
+            where=spec,
+            hint="a decoder with a language-model head and all its weights is needed",
+        )
+    return model

@@ -1,0 +1,41 @@
+"""transformers without its warnings and progress bars, and its errors in one line."""
+
+import contextlib
+import io
+import sys
+import warnings
+from collections.abc import Iterator
+
+from huggingface_hub.utils import enable_progress_bars
+from transformers.utils import logging as transformers_logging
+
+from dispfx.source.location import Location
+
+
+@contextlib.contextmanager
+def quiet(location: Location) -> Iterator[None]:
+    """Silence transformers' warnings and bars, and leave its settings as they were.
+
+    Only a download keeps its bar, on a terminal.
+    """
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    # The bar of GGUF dequantisation obeys no setting.
+    hidden = contextlib.redirect_stderr(io.StringIO()) if location.gguf_file else contextlib.nullcontext()
+    try:
+        if location.hub and sys.stderr.isatty():
+            enable_progress_bars()
+        with warnings.catch_warnings(), hidden:
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def short(error: Exception) -> str:
+    """Return the message in one line that fits a terminal."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]

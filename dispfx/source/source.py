@@ -1,0 +1,33 @@
+"""What is known about a decoder before it is captured."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dispfx.source.origin import Origin
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A decoder in eval mode and what belongs to it.
+
+    Args:
+        model: the decoder, from token ids (B, T) to logits (B, T, V) or an output with `.logits`.
+        tokenizer: its transformers tokenizer, or None where there is none.
+        config: its transformers config, or None for a module that transformers does not know.
+        name: MODEL as the user wrote it.
+        origin: which form of MODEL that is.
+        generation_config: its transformers generation config, or None.
+        tokenizer_files: the tokenizer's own files on disk, to be copied as they are; empty where the
+            tokenizer was built from something else (a GGUF file), and is to be saved instead.
+    """
+
+    model: nn.Module
+    tokenizer: Any | None
+    config: Any | None
+    name: str
+    origin: Origin
+    generation_config: Any | None = None
+    tokenizer_files: tuple[Path, ...] = ()

@@ -1,0 +1,60 @@
+"""A checkpoint's tokenizer and the files it is made of."""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoTokenizer
+
+from dispfx.errors import SourceError
+from dispfx.source.location import Location
+from dispfx.source.quiet import quiet, short
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+)
+
+
+def load_tokenizer(location: Location, trust_remote_code: bool) -> tuple[Any | None, tuple[Path, ...]]:
+    """Return the tokenizer at `location` and its files, or (None, ()) where there is none.
+
+    Raises:
+        SourceError: if there is one and it cannot be read.
+    """
+    with quiet(location):
+        files = () if location.gguf_file else _tokenizer_files(location)
+        if not files and not location.gguf_file and not location.hub:
+            return None, ()
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                location.path, trust_remote_code=trust_remote_code, **location.options
+            )
+        except Exception as error:
+            if location.hub and not _tokenizer_files(location):
+                return None, ()
+            raise SourceError(
+                f"the tokenizer cannot be read: {short(error)}",
+                where=location.path,
+                hint="name another one with --tokenizer",
+            ) from error
+        return tokenizer, files or (() if location.gguf_file else _tokenizer_files(location))
+
+
+def _tokenizer_files(location: Location) -> tuple[Path, ...]:
+    if not location.hub:
+        paths = [Path(location.path) / name for name in _TOKENIZER_FILES]
+        return tuple(path for path in paths if path.is_file())
+    cached = [
+        try_to_load_from_cache(location.path, name, revision=location.revision) for name in _TOKENIZER_FILES
+    ]
+    return tuple(Path(path) for path in cached if isinstance(path, str))
