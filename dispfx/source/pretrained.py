@@ -108,7 +108,7 @@ def _model(
     kept = torch.float32 if location.gguf_file else "auto"
     options = {"config": config} if not location.gguf_file else {}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             location.path,
             dtype=dtype or kept,
             trust_remote_code=trust_remote_code,
@@ -122,6 +122,7 @@ def _model(
             where=spec,
             hint="the folder must hold every weight file, whole",
         ) from error
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")

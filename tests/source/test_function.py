@@ -1,0 +1,105 @@
+"""package.module:function, from the current directory and wrong in every way."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dispfx.errors import SourceError
+from dispfx.source import load_source
+
+DECODER = """
+import torch
+from torch import nn
+
+class Bigram(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8, 8)
+
+    def forward(self, ids):
+        return self.table(ids)
+
+class Lookahead(Bigram):
+    def forward(self, ids):
+        return self.table(ids).flip(1)
+
+class Pooled(Bigram):
+    def forward(self, ids):
+        return self.table(ids).mean(1)
+
+class Lost(Bigram):
+    def forward(self, ids, mask):
+        return self.table(ids)
+
+class Lying(Bigram):
+    def forward(self, ids):
+        return {"scores": self.table(ids)}
+
+def broken():
+    raise ValueError("no weights here")
+
+def nothing():
+    return None
+
+number = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"decoders_of_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(DECODER)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def test_a_function_is_found_in_the_current_directory(module: str):
+    before = list(sys.path)
+    source = load_source(f"{module}:Bigram", dtype="bfloat16")
+
+    assert source.origin == "function" and source.tokenizer is None and source.config is None
+    assert not source.model.training
+    assert source.model(torch.tensor([[1, 2]])).dtype == torch.bfloat16
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("absent", "has no absent"),
+        ("number", "must be a function"),
+        ("broken", "raised ValueError: no weights here"),
+        ("nothing", "returned NoneType"),
+        ("Lookahead", "change with a later token"),
+        ("Pooled", r"must return logits .* and returned \(1, 8\)"),
+        ("Lying", "returned dict"),
+        ("Lost", "cannot run on token ids"),
+    ],
+)
+def test_a_function_that_gives_no_decoder_is_refused(module: str, name: str, reason: str):
+    with pytest.raises(SourceError, match=reason):
+        load_source(f"{module}:{name}")
+
+
+def test_a_function_that_raises_is_named_by_its_line(module: str):
+    with pytest.raises(SourceError) as refusal:
+        load_source(f"{module}:broken")
+    line = DECODER.splitlines().index('    raise ValueError("no weights here")') + 1
+    assert (refusal.value.where or "").endswith(f"{module}.py:{line}")
+
+
+def test_a_missing_module_is_refused_with_the_folder_it_was_looked_for_in(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError) as refusal:
+        load_source("absent_module:function")
+    assert str(tmp_path) in (refusal.value.hint or "")
+
+
+def test_a_module_that_fails_on_import_is_refused(tmp_path: Path, monkeypatch):
+    (tmp_path / "fails_on_import.py").write_text("import math\nmath.absent\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError, match="AttributeError") as refusal:
+        load_source("fails_on_import:function")
+    assert (refusal.value.where or "").endswith("fails_on_import.py:2")
