@@ -1,0 +1,171 @@
+"""How many parameters are left when every site keeps a part of its features.
+
+    T(s) = Σ over parameters of Π over axes of (positions kept on that axis)
+
+(arXiv 2410.11988, section 3; the count follows from the slices, so grouped-query attention, fused
+projections and stacked experts need no case of their own.)  `ParameterCount.of_sites` reads the
+slices once; `count` is then a fixed handful of tensor operations, whatever the number of sites.
+
+How a position on an axis is counted:
+
+1. A position that no slice labels is always kept.
+2. A position labelled by one feature is kept when that feature is.
+3. A position labelled by several features (several slices on one axis) is kept when all of them are.
+
+Features that every axis counts alike, usually all features of a site, form an *atom*: the masks
+are first summed per atom, then a small linear map gives the size of every axis.
+
+Shapes: N features of all sites, A atoms, X distinct axis sizes, E terms of the linear map,
+O positions with several features, P products (parameters with equal cut axes merged),
+J cut axes in a product.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from dispfx.errors import BudgetError
+from dispfx.ir.axes import AxisSize, Features, axis_sizes
+from dispfx.ir.plan import BudgetOf
+from dispfx.ir.sites import Site
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterCount:
+    """The parameter count of one decoder as a function of its masks.
+
+    Args:
+        dense: counted parameters when everything is kept.
+        of: `blocks` counts parameters that some site cuts; `total` counts all of them.
+        parameters: paths of the counted parameters that some site cuts.
+        features: N, the length of the flat mask vector.
+        fixed: counted parameters that no site cuts.
+    """
+
+    dense: int
+    of: BudgetOf
+    parameters: tuple[str, ...]
+    features: int
+    fixed: int
+    _by_atom_N: Tensor | None  # order in which the features of an atom are neighbours; None: already so
+    _atom_bounds: Tensor  # (A + 1,)
+    _term_axis_E: Tensor
+    _term_atom_E: Tensor
+    _term_weight_E: Tensor
+    _untouched_X: Tensor
+    _joint_axis_O: Tensor
+    _joint_features: Tensor  # (O, features of a position), padded with N
+    _product_axes_PJ: Tensor  # padded with X
+    _product_weight_P: Tensor
+
+    @staticmethod
+    def of_sites(
+        sites: Sequence[Site], shapes: Mapping[str, tuple[int, ...]], budget_of: BudgetOf = "blocks"
+    ) -> "ParameterCount":
+        """Return the count of a decoder.
+
+        Args:
+            sites: in the order of the flat mask vector.
+            shapes: of every parameter by path; tied ones once.
+
+        Raises:
+            BudgetError: if no site cuts a parameter.
+            PassError: if a slice does not fit its parameter.
+        """
+        features = Features.of_sites(sites)
+        sizes = axis_sizes(sites, shapes, features)
+        if not sizes:
+            raise BudgetError(
+                "a ratio needs parameters that some site cuts, and there are none",
+                hint="`dispfx inspect` shows why every branch was left dense",
+            )
+        cut = {path for path, _ in sizes}
+        counted = cut if budget_of == "blocks" else set(shapes)
+        dense = sum(prod(shapes[path]) for path in counted)
+        fixed = dense - sum(prod(shapes[path]) for path in cut)
+        rows = list(dict.fromkeys(sizes.values()))
+        atoms = features.atoms(rows)
+        products = _products(sizes, shapes, rows)
+        return ParameterCount(
+            dense,
+            budget_of,
+            tuple(sorted(cut)),
+            features.total,
+            fixed,
+            atoms.order,
+            atoms.bounds,
+            *atoms.linear_map(rows),
+            torch.tensor([row.untouched for row in rows], dtype=torch.float64),
+            *_joint_positions(rows, features.total),
+            *products,
+        )
+
+    def to(self, device: torch.device | str) -> "ParameterCount":
+        """Return the same count with its tables on `device`."""
+        tables = {
+            entry.name: value.to(device)
+            for entry in fields(self)
+            if isinstance(value := getattr(self, entry.name), Tensor)
+        }
+        return replace(self, **tables)
+
+    def count(self, masks_N: Tensor) -> Tensor:
+        """Return T(s) as a float64 scalar, differentiable in the masks.
+
+        Exact for masks of zeros and ones: every intermediate is an integer below 2^53.
+
+        Args:
+            masks_N: one value in [0, 1] a feature, all sites in order.
+        """
+        masks_N = masks_N.to(torch.float64)
+        ordered_N = masks_N if self._by_atom_N is None else masks_N[self._by_atom_N]
+        atoms_A = torch.segment_reduce(ordered_N, "sum", offsets=self._atom_bounds, unsafe=True)
+        terms_E = self._term_weight_E * atoms_A[self._term_atom_E]
+        sizes_X = self._untouched_X.index_add(0, self._term_axis_E, terms_E)
+        one = masks_N.new_ones(1)
+        if len(self._joint_axis_O):
+            kept_O = torch.cat((masks_N, one))[self._joint_features].prod(1)
+            sizes_X = sizes_X.index_add(0, self._joint_axis_O, kept_O)
+        sizes_X = torch.cat((sizes_X, one))
+        product_P = self._product_weight_P
+        for axis_P in self._product_axes_PJ.unbind(1):
+            product_P = product_P * sizes_X[axis_P]
+        return product_P.sum() + self.fixed
+
+    def count_kept(self, masks_N: Tensor) -> int:
+        """Return T(s) as an exact integer for hard masks (bool, or 0 and 1 in any type)."""
+        return round(float(self.count(masks_N.detach())))
+
+
+def _products(
+    sizes: Mapping[tuple[str, int], AxisSize],
+    shapes: Mapping[str, tuple[int, ...]],
+    rows: Sequence[AxisSize],
+) -> tuple[Tensor, Tensor]:
+    """Return (P, J) axis sizes that are multiplied and (P,) weights, the product of all other axes."""
+    row_of = {row: index for index, row in enumerate(rows)}
+    cut_axes: dict[str, dict[int, int]] = {}
+    for (path, axis), size in sizes.items():
+        cut_axes.setdefault(path, {})[axis] = row_of[size]
+    merged: dict[tuple[int, ...], int] = {}
+    for path, cut in cut_axes.items():
+        uncut = prod(size for axis, size in enumerate(shapes[path]) if axis not in cut)
+        key = tuple(sorted(cut.values()))
+        merged[key] = merged.get(key, 0) + uncut
+    longest = max(len(axes) for axes in merged)
+    padded = [[*axes, *[len(rows)] * (longest - len(axes))] for axes in merged]
+    return torch.tensor(padded), torch.tensor(list(merged.values()), dtype=torch.float64)
+
+
+def _joint_positions(rows: Sequence[AxisSize], features: int) -> tuple[Tensor, Tensor]:
+    """Return (O,) axes and (O, longest) features of the positions that follow several features."""
+    axes, positions = [], []
+    for index, row in enumerate(rows):
+        axes += [index] * len(row.joint)
+        positions += row.joint
+    longest = max((len(position) for position in positions), default=0)
+    padded = [[*position, *[features] * (longest - len(position))] for position in positions]
+    return torch.tensor(axes, dtype=torch.int64), torch.tensor(padded, dtype=torch.int64)

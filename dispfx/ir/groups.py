@@ -1,0 +1,83 @@
+"""Which sites share one selection.
+
+Without a constraint every site is a group of its own.  In the paper's constrained variant
+(S1 = S2 = S3 = S5 everywhere, arXiv 2410.11988, table of ablations) all read and write sites are
+one group and the inner sites stay alone.  Logits and samples exist once a group; `expand` repeats
+them for the sites.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dispfx.errors import PassError
+from dispfx.ir.sites import Site
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """A partition of the sites.
+
+    Args:
+        of_site: the group of every site.
+        sizes: number of features of every group.
+        names: a name for every group, for messages: that of its first site.
+    """
+
+    of_site: tuple[int, ...]
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
+    _features: Tensor | None  # for every feature of every site the group's feature; None: the same
+
+    @staticmethod
+    def of(sites: Sequence[Site], keys: Sequence[object]) -> "Groups":
+        """Group the sites that have equal keys; groups are numbered by their first site.
+
+        Raises:
+            PassError: if sites of unlike size would share a selection.
+        """
+        numbers: dict[object, int] = {}
+        of_site = tuple(numbers.setdefault(key, len(numbers)) for key in keys)
+        first: dict[int, Site] = {}
+        for site, group in zip(sites, of_site, strict=True):
+            other = first.setdefault(group, site)
+            if other.size != site.size:
+                raise PassError(
+                    f"sites that share a selection have one size; {other.name} has {other.size} features "
+                    f"and this one {site.size}",
+                    where=site.name,
+                )
+        sizes = tuple(site.size for site in first.values())
+        features = None
+        if len(sizes) < len(sites):
+            ranges = torch.arange(sum(sizes)).split(list(sizes))
+            features = torch.cat([ranges[group] for group in of_site])
+        return Groups(of_site, sizes, tuple(site.name for site in first.values()), features)
+
+    @staticmethod
+    def alone(sites: Sequence[Site]) -> "Groups":
+        """Give every site a selection of its own."""
+        return Groups.of(sites, range(len(sites)))
+
+    @staticmethod
+    def constrained(sites: Sequence[Site]) -> "Groups":
+        """Give all read and write sites of one width one selection, and every inner site its own."""
+        return Groups.of(
+            sites,
+            [index if site.kind == "inner" else ("stream", site.size) for index, site in enumerate(sites)],
+        )
+
+    @property
+    def features(self) -> int:
+        """Length of a flat vector over all groups."""
+        return sum(self.sizes)
+
+    def expand(self, values: Tensor) -> Tensor:
+        """Turn a flat vector over all groups into one over all sites; differentiable."""
+        return values if self._features is None else values[self._features]
+
+    def to(self, device: torch.device | str) -> "Groups":
+        """Return the same groups with their table on `device`."""
+        return self if self._features is None else replace(self, _features=self._features.to(device))

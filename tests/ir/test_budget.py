@@ -1,0 +1,209 @@
+"""Hardening meets the budget with the best features, deterministically."""
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from dispfx.errors import BudgetError, PassError
+from dispfx.ir.budget import CLOSE, LIMIT, Groups, ParameterCount, hard_masks, harden
+from dispfx.ir.plan import Budget
+from dispfx.ir.sites import Slice
+from tests.ir.site_strategies import decoder_sites, decoders, site, sliced_count
+
+
+def random_logits(features: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(features, generator=torch.Generator().manual_seed(seed))
+
+
+def achieved(sites, count, kept) -> float:
+    return 1.0 - count.count_kept(hard_masks(sites, kept)) / count.dense
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    ratio=st.floats(0.0, 0.9),
+    align=st.sampled_from([1, 2, 8, 16]),
+    of=st.sampled_from(["blocks", "total"]),
+    constrained=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_the_asked_ratio_is_met(ratio, align, of, constrained, seed):
+    sites, shapes = decoder_sites(4, 64, 168, key_width=32)
+    count = ParameterCount.of_sites(sites, shapes, of)
+    groups = Groups.constrained(sites) if constrained else Groups.alone(sites)
+    logits = random_logits(groups.features, seed)
+    try:
+        kept = harden(logits, sites, count, Budget(ratio, of, align), groups=groups)
+    except BudgetError:
+        # Only where the least widths that alignment allows still leave too much.
+        least = [torch.arange(min(align, one.size)) for one in sites]
+        assert achieved(sites, count, least) < ratio - LIMIT
+        return
+    masks = [hard_masks([one], [indices]) for one, indices in zip(sites, kept, strict=True)]
+    exact = 1.0 - sliced_count(sites, shapes, masks, of) / count.dense
+    assert abs(exact - ratio) <= (0.001 if align == 1 else LIMIT + 0.5 * align / 64)
+    for one, indices in zip(sites, kept, strict=True):
+        assert indices.dtype == torch.int32
+        assert len(indices) % align == 0 or len(indices) == one.size
+        assert len(indices) >= 1
+    if constrained:
+        shared = [indices for one, indices in zip(sites, kept, strict=True) if one.kind != "inner"]
+        assert all(torch.equal(shared[0], other) for other in shared)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(decoders(), st.floats(0.0, 0.95), st.sampled_from([1, 2, 3]), st.integers(0, 1000))
+def test_a_plan_keeps_the_best_features_and_no_single_step_would_be_closer(decoder, ratio, align, seed):
+    sites, shapes = decoder
+    count = ParameterCount.of_sites(sites, shapes)
+    logits = random_logits(count.features, seed)
+    try:
+        kept = harden(logits, sites, count, Budget(ratio, "blocks", align))
+    except BudgetError:
+        assume(False)
+        return
+    error = abs(achieved(sites, count, kept) - ratio)
+    orders = [part.argsort(descending=True) for part in logits.split([one.size for one in sites])]
+    for one, order, indices in zip(sites, orders, kept, strict=True):
+        assert indices.tolist() == sorted(order[: len(indices)].tolist())
+        assert len(indices) % align == 0 or len(indices) == one.size
+    if error <= CLOSE:
+        return
+    for index, one in enumerate(sites):
+        allowed = [width for width in range(1, one.size + 1) if width % align == 0 or width == one.size]
+        here = allowed.index(len(kept[index]))
+        for width in allowed[max(here - 1, 0) : here + 2]:
+            moved = [*kept[:index], orders[index][:width], *kept[index + 1 :]]
+            assert abs(achieved(sites, count, moved) - ratio) >= error - 1e-12
+
+
+def test_without_alignment_one_threshold_separates_all_sites():
+    sites, shapes = decoder_sites(6, 96, 256)
+    count = ParameterCount.of_sites(sites, shapes)
+    logits = random_logits(count.features)
+    kept = harden(logits, sites, count, Budget(0.4))
+    masks = hard_masks(sites, kept).bool()
+    # Every site has many features here, so the rule that keeps one a site changes nothing.
+    assert float(logits[masks].min()) > float(logits[~masks].max())
+    # One feature more or less would not be closer: the threshold is exact to a flip.
+    error = abs(achieved(sites, count, kept) - 0.4)
+    for flip in (
+        logits.masked_fill(~masks, torch.inf).argmin(),
+        logits.masked_fill(masks, -torch.inf).argmax(),
+    ):
+        flipped = masks.clone()
+        flipped[flip] = ~flipped[flip]
+        assert abs(1.0 - count.count_kept(flipped) / count.dense - 0.4) >= error
+
+
+def test_ratio_zero_keeps_everything():
+    sites, shapes = decoder_sites(2, 12, 20)
+    count = ParameterCount.of_sites(sites, shapes)
+    kept = harden(random_logits(count.features), sites, count, Budget(0.0, align=8))
+    assert [len(indices) for indices in kept] == [one.size for one in sites]
+
+
+def test_the_same_logits_give_the_same_selections_even_with_ties():
+    sites, shapes = decoder_sites(2, 32, 64)
+    count = ParameterCount.of_sites(sites, shapes)
+    ties = torch.zeros(count.features)
+    first, second = (harden(ties, sites, count, Budget(0.5)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert abs(achieved(sites, count, first) - 0.5) <= 0.001
+
+
+def test_a_site_without_any_good_feature_keeps_its_best_one():
+    sites, shapes = decoder_sites(2, 32, 64)
+    count = ParameterCount.of_sites(sites, shapes)
+    logits = random_logits(count.features)
+    logits[:32] -= 100.0
+    kept = harden(logits, sites, count, Budget(0.3))
+    assert kept[0].tolist() == [int(logits[:32].argmax())]
+    assert abs(achieved(sites, count, kept) - 0.3) <= 0.001
+
+
+def test_a_full_width_is_allowed_when_it_is_no_multiple():
+    sites, shapes = decoder_sites(2, 20, 50)
+    count = ParameterCount.of_sites(sites, shapes)
+    logits = random_logits(count.features)
+    logits[:20] += 100.0
+    kept = harden(logits, sites, count, Budget(0.3, align=8))
+    assert len(kept[0]) == 20
+    assert all(
+        len(indices) % 8 == 0 or len(indices) == one.size for one, indices in zip(sites, kept, strict=True)
+    )
+
+
+def test_repair_gives_up_the_least_logit_margin_a_parameter():
+    # Two sites of equal cost.  The budget allows 12 of 16 features, alignment 4 gives widths (8, 8) or
+    # (4, 8) or (8, 4); the features of site b that would go have the smaller logits.
+    sites = [site("a", 8, Slice("a.w", 0)), site("b", 8, Slice("b.w", 0))]
+    count = ParameterCount.of_sites(sites, {"a.w": (8, 10), "b.w": (8, 10)})
+    logits = torch.cat((torch.linspace(2.0, 1.0, 8), torch.linspace(2.0, 0.9, 8)))
+    kept = harden(logits, sites, count, Budget(0.25, align=4))
+    assert [len(indices) for indices in kept] == [8, 4]
+
+
+def test_a_pair_of_steps_meets_a_budget_that_single_steps_cannot():
+    # 73 of 100 parameters is 1 coarse and 8 fine features and nothing else.  The threshold gives 75 (3
+    # and 6), from where every single step leads further away.
+    sites = [site("coarse", 4, Slice("c", 0)), site("fine", 8, Slice("f", 0))]
+    count = ParameterCount.of_sites(sites, {"c": (4, 9), "f": (8, 8)})
+    logits = torch.tensor([5.0, 5, 5, -5, 5, 5, 5, 5, 5, 4, -4, -5])
+    kept = harden(logits, sites, count, Budget(0.27))
+    assert [len(indices) for indices in kept] == [1, 8]
+    with pytest.raises(BudgetError, match=r"ratio 0\.2400 .* remove 0\.2500"):
+        # Alone, the fine site can remove 0.25 and nothing nearer.
+        harden(logits[4:], sites[1:], ParameterCount.of_sites(sites[1:], {"f": (8, 8)}), Budget(0.24))
+
+
+def test_a_ratio_beyond_the_sites_is_a_budget_error_with_numbers():
+    sites, shapes = decoder_sites(2, 16, 16)
+    count = ParameterCount.of_sites(sites, shapes, "total")
+    with pytest.raises(BudgetError, match=r"ratio 0\.9500 of the total .* at most 0\.\d+ at widths .* of 8"):
+        harden(random_logits(count.features), sites, count, Budget(0.95, "total", 8))
+
+
+@pytest.mark.parametrize(
+    ("logits", "budget", "message"),
+    [
+        (torch.zeros(3), Budget(0.3), "128 logits were expected"),
+        (torch.full((128,), torch.nan), Budget(0.3), "finite"),
+        (torch.zeros(128), Budget(0.3, "total"), "counts total"),
+    ],
+)
+def test_logits_that_do_not_fit_are_a_pass_error(logits, budget, message):
+    sites, shapes = decoder_sites(1, 16, 64)
+    count = ParameterCount.of_sites(sites, shapes)
+    with pytest.raises(PassError, match=message):
+        harden(logits, sites, count, budget)
+
+
+@pytest.mark.parametrize("budget", [Budget(1.0), Budget(-0.1), Budget(float("nan")), Budget(0.3, align=0)])
+def test_an_impossible_budget_is_a_budget_error(budget):
+    sites, shapes = decoder_sites(1, 16, 64)
+    count = ParameterCount.of_sites(sites, shapes)
+    with pytest.raises(BudgetError, match="a ratio in"):
+        harden(torch.zeros(count.features), sites, count, budget)
+
+
+def test_hard_masks_hold_one_where_a_feature_is_kept():
+    sites = [site("a", 3), site("b", 2)]
+    masks = hard_masks(sites, [torch.tensor([0, 2], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)])
+    assert masks.tolist() == [1.0, 0.0, 1.0, 0.0, 1.0]
+    assert masks.dtype == torch.float32
+
+
+def test_groups_repeat_the_values_of_a_shared_selection():
+    sites = [site("a", 2, kind="read"), site("b", 3), site("c", 2, kind="write")]
+    groups = Groups.constrained(sites)
+    assert groups.of_site == (0, 1, 0) and groups.sizes == (2, 3) and groups.names == ("a", "b")
+    assert groups.expand(torch.tensor([1, 2, 3, 4, 5])).tolist() == [1, 2, 3, 4, 5, 1, 2]
+    values = torch.arange(7)
+    assert Groups.alone(sites).expand(values) is values
+
+
+def test_sites_of_unlike_size_cannot_share_a_selection():
+    with pytest.raises(PassError, match="one size"):
+        Groups.of([site("a", 2), site("b", 3)], ["same", "same"])

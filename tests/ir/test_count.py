@@ -1,0 +1,123 @@
+"""T(s) equals the number of elements of really sliced tensors, whatever the labels."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dispfx.errors import BudgetError, PassError
+from dispfx.ir.budget import ParameterCount, hard_masks
+from dispfx.ir.sites import Slice
+from tests.ir.site_strategies import decoder_sites, decoders, site, sliced_count
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(decoders(), st.sampled_from(["blocks", "total"]), st.integers(0, 2**31))
+def test_the_count_equals_the_elements_of_sliced_tensors(decoder, of, seed):
+    sites, shapes = decoder
+    count = ParameterCount.of_sites(sites, shapes, of)
+    generator = torch.Generator().manual_seed(seed)
+    for keep in (0.0, 0.3, 0.8, 1.0):
+        masks = [torch.rand(one.size, generator=generator) < keep for one in sites]
+        flat = torch.cat(masks)
+        expected = sliced_count(sites, shapes, masks, of)
+        assert count.count_kept(flat) == expected
+        assert float(count.count(flat.float())) == expected
+    assert count.dense == sliced_count(sites, shapes, [torch.ones(one.size) for one in sites], of)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(decoders(), st.integers(0, 2**31))
+def test_a_gradient_is_what_one_feature_adds(decoder, seed):
+    sites, shapes = decoder
+    count = ParameterCount.of_sites(sites, shapes, "total")
+    generator = torch.Generator().manual_seed(seed)
+    masks = (torch.rand(sum(one.size for one in sites), generator=generator) < 0.7).double()
+    # The exact derivative of a polynomial: the count has degree 3 in a feature at most, so a central
+    # difference of order 4 has no truncation error.
+    masks.requires_grad_()
+    count.count(masks).backward()
+    assert masks.grad is not None
+    with torch.no_grad():
+        for feature in range(len(masks)):
+            values = []
+            for shift in (-2.0, -1.0, 1.0, 2.0):
+                moved = masks.clone()
+                moved[feature] += shift
+                values.append(float(count.count(moved)))
+            difference = (values[0] - 8 * values[1] + 8 * values[2] - values[3]) / 12
+            assert math.isclose(float(masks.grad[feature]), difference, rel_tol=1e-9, abs_tol=1e-6)
+
+
+def test_grouped_query_attention_is_counted_as_it_is_sliced():
+    sites, shapes = decoder_sites(2, 12, 20, key_width=4)
+    count = ParameterCount.of_sites(sites, shapes)
+    widths = [5, 7, 3, 11, 2, 12, 1, 4, 20, 9]
+    kept = [torch.arange(width, dtype=torch.int32) for width in widths]
+    by_hand = sum(
+        attention_read * (12 + 4 + 4) + attention_write * 12 + 2 * mlp_read * inner + inner * mlp_write
+        for attention_read, attention_write, mlp_read, inner, mlp_write in (widths[:5], widths[5:])
+    )
+    assert count.count_kept(hard_masks(sites, kept)) == by_hand
+    assert count.dense == 2 * (12 * 20 + 12 * 12 + 3 * 12 * 20)
+    assert "embed" not in count.parameters and "layers.0.norm" not in count.parameters
+
+
+def test_total_adds_the_parameters_that_no_site_cuts():
+    sites, shapes = decoder_sites(1, 8, 16)
+    total = ParameterCount.of_sites(sites, shapes, "total")
+    blocks = ParameterCount.of_sites(sites, shapes, "blocks")
+    assert total.dense - blocks.dense == 4 * 8 * 8 + 8 + 8
+    nothing = torch.zeros(total.features)
+    assert total.count_kept(nothing) == total.dense - blocks.dense
+
+
+def test_a_fused_weight_counts_both_halves_of_every_feature():
+    labels = (*range(3), *range(3), -1)
+    sites = [site("inner", 3, Slice("fused", 0, labels), Slice("bias", 0, labels))]
+    count = ParameterCount.of_sites(sites, {"fused": (7, 5), "bias": (7,)})
+    assert count.count_kept(torch.tensor([1, 0, 0])) == (1 + 1 + 1) * 5 + 3
+
+
+def test_two_sites_on_one_axis_keep_a_position_only_together():
+    sites = [site("a", 2, Slice("w", 0, (0, 1, -1))), site("b", 1, Slice("w", 0, (-1, 0, 0)))]
+    count = ParameterCount.of_sites(sites, {"w": (3, 2)})
+    assert count.count_kept(torch.tensor([1, 1, 1])) == 6
+    assert count.count_kept(torch.tensor([1, 1, 0])) == 2
+    assert count.count_kept(torch.tensor([0, 1, 1])) == 4
+
+
+def test_the_count_is_the_same_in_the_parts_of_a_soft_mask():
+    sites, shapes = decoder_sites(1, 8, 16)
+    count = ParameterCount.of_sites(sites, shapes)
+    assert float(count.count(torch.full((count.features,), 0.5))) == pytest.approx(
+        0.5 * (4 * 64) + 0.25 * (3 * 8 * 16)
+    )
+
+
+def test_tables_move_with_the_count():
+    sites, shapes = decoder_sites(1, 8, 16)
+    moved = ParameterCount.of_sites(sites, shapes).to("cpu")
+    assert moved.count_kept(torch.ones(moved.features)) == moved.dense
+
+
+def test_no_cut_parameter_is_a_budget_error():
+    with pytest.raises(BudgetError, match="there are none"):
+        ParameterCount.of_sites([site("a", 2)], {"w": (2, 2)})
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (Slice("missing", 0), "existing axis"),
+        (Slice("w", 2), "existing axis"),
+        (Slice("w", 0), "3 positions, and 2 are labelled"),
+        (Slice("w", 0, (0, 1)), "3 positions, and 2 are labelled"),
+        (Slice("w", 0, (0, 1, 2)), r"labels must lie in \[-1, 2\)"),
+    ],
+)
+def test_a_slice_that_does_not_fit_is_a_pass_error(cut, message):
+    with pytest.raises(PassError, match=message):
+        ParameterCount.of_sites([site("a", 2, cut)], {"w": (3, 4)})
