@@ -1,0 +1,79 @@
+"""Every error that dispfx raises on purpose, and whose fault each one is.
+
+`DispfxError` is the base.  `PassError` and `VerificationError` are our fault (exit code 1); every
+other one says that the input cannot be used as it is (exit code 2).
+
+A message answers four questions: what was required, what was found, where in the user's model or
+file, and what to do next.
+"""
+
+EXIT_DONE = 0
+EXIT_OUR_FAULT = 1
+EXIT_INPUT_FAULT = 2
+EXIT_INTERRUPTED = 130
+
+
+class DispfxError(Exception):
+    """Base of every error raised on purpose.
+
+    Args:
+        problem: what was required and what was found instead.
+        where: the parameter, module path, file or source line concerned.
+        hint: what the user can do next.
+    """
+
+    exit_code = EXIT_INPUT_FAULT
+
+    def __init__(self, problem: str, *, where: str | None = None, hint: str | None = None):
+        super().__init__(problem)
+        self.problem = problem
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        lines = [self.problem]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.hint:
+            lines.append(f"  try:   {self.hint}")
+        return "\n".join(lines)
+
+
+class SourceError(DispfxError):
+    """MODEL cannot be found, read or built."""
+
+
+class CaptureError(DispfxError):
+    """torch.export cannot turn the module into a graph, or the graph is fixed to one shape."""
+
+
+class UnsupportedGraphError(DispfxError):
+    """The graph has no residual stream or nothing in it can be pruned."""
+
+
+class PlanMismatchError(DispfxError):
+    """A plan was made for another decoder than the one it is applied to."""
+
+
+class BudgetError(DispfxError):
+    """The asked ratio cannot be met by the sites that exist."""
+
+
+class DataError(DispfxError):
+    """The text or token file is missing, empty, too short or unreadable."""
+
+
+class OutputError(DispfxError):
+    """The output folder exists, cannot be written, or is not a dispfx folder."""
+
+
+class PassError(DispfxError):
+    """A pass broke a rule of the compiler; the message names it and the passes that ran before."""
+
+    exit_code = EXIT_OUR_FAULT
+
+
+class VerificationError(DispfxError):
+    """Two forms of the same pruned decoder disagree by more than their tolerance."""
+
+    exit_code = EXIT_OUR_FAULT

@@ -1,0 +1,224 @@
+"""The one propagation rule: what must be cut together with a dimension.
+
+Entry point: `close`.  Starting from labelled dimensions (position i of this dimension is feature
+`labels[i]` of the site), labels spread along the connections of `dispfx.ir.links` in both directions
+until nothing changes.  The labelled axes of parameters are the site's slices.
+
+1. A link carries labels from either side to the other.
+2. A product that contracts a labelled dimension gets a gate on its activation, and the weight's
+   axis is labelled; so a value that feeds two products gates both.
+3. A mean over a labelled dimension gets a gate on its operand, and divides by the full size.
+4. A gate hides what follows it: labels do not cross a gated edge.
+5. Two labels for one position, an operation without a rule, a softmax or norm over a labelled
+   dimension, a product of two labelled activations, or the residual stream itself refuse the site.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import fx
+
+from dispfx.ir import ops
+from dispfx.ir.links import Alternatives, Connection, Contraction, Dimension, Link, Mixing, links
+from dispfx.ir.sites import UNTOUCHED
+
+Edge = tuple[fx.Node, int, fx.Node]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Why something does not fit.
+
+    Args:
+        reason: what was required and what was found.
+        node: the graph node where it was found.
+    """
+
+    reason: str
+    node: fx.Node | None = None
+
+
+@dataclass
+class Closure:
+    """A site in the making: labels by dimension, and the edges that carry its gate."""
+
+    labels: dict[Dimension, np.ndarray] = field(default_factory=dict)
+    gates: dict[Edge, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a closure may not cross.
+
+    Args:
+        dependent: nodes that depend on the token ids; the others are weights or constants.
+        stream: the residual stream's values.
+        writes: (top, addition) edges where a branch writes; a write gate stands there.
+    """
+
+    dependent: frozenset[fx.Node]
+    stream: frozenset[fx.Node]
+    writes: frozenset[tuple[fx.Node, fx.Node]]
+
+
+class _Refused(Exception):
+    def __init__(self, mismatch: Mismatch):
+        super().__init__(mismatch.reason)
+        self.mismatch = mismatch
+
+
+def close(
+    seeds: list[tuple[Dimension, np.ndarray]],
+    surroundings: Surroundings,
+    *,
+    crosses_products: bool = True,
+) -> Closure | Mismatch:
+    """Spread labels from the seeds until nothing changes.
+
+    Args:
+        seeds: dimensions and their labels.
+        surroundings: what the labels may not cross.
+        crosses_products: whether a product may consume a labelled activation; not for writes.
+    """
+    walk = _Walk(surroundings, crosses_products)
+    try:
+        for dimension, labels in seeds:
+            walk.join(dimension, labels)
+        walk.run()
+    except _Refused as refused:
+        return refused.mismatch
+    return walk.closure
+
+
+class _Walk:
+    """The state of one closure."""
+
+    def __init__(self, surroundings: Surroundings, crosses_products: bool):
+        self.closure = Closure()
+        self._around = surroundings
+        self._cuts: set[tuple[fx.Node, fx.Node]] = set()
+        self._crosses_products = crosses_products
+        self._pending: list[Dimension] = []
+
+    def join(self, dimension: Dimension, labels: np.ndarray) -> None:
+        """Add labels to a dimension; refuse where they disagree with what is there."""
+        node, dim = dimension
+        if node in self._around.stream:
+            raise _Refused(Mismatch("the features reach the residual stream itself", node))
+        if ops.is_dynamic(node, dim):
+            raise _Refused(Mismatch("the features reach a dimension whose size changes between runs", node))
+        known = self.closure.labels.get(dimension)
+        if known is None:
+            known = np.full(len(labels), UNTOUCHED, dtype=np.int32)
+        merged = np.where(labels == UNTOUCHED, known, labels)
+        if np.any((known != UNTOUCHED) & (merged != known)):
+            raise _Refused(Mismatch("one position would follow two features", node))
+        if dimension not in self.closure.labels or not np.array_equal(merged, known):
+            self.closure.labels[dimension] = merged
+            self._pending.append(dimension)
+
+    def run(self) -> None:
+        while self._pending:
+            dimension = self._pending.pop()
+            node = dimension[0]
+            for place in (node, *ops.consumers(node)):
+                self._spread(dimension, place)
+
+    def _spread(self, dimension: Dimension, place: fx.Node) -> None:
+        value, dim = dimension
+        if value is not place and (value, place) in self._around.writes and dim == ops.rank(value) - 1:
+            self._gate(dimension, place)
+            return
+        if place.op == "output":
+            raise _Refused(Mismatch("the features reach the decoder's output", place))
+        if ops.is_product(place) or ops.packet(place) in ops.ATTENTION:
+            if len(ops.activations(place, self._around.dependent)) > 1:
+                raise _Refused(Mismatch("the features enter a product of two activations", place))
+        connections = links(place)
+        if connections is None:
+            raise _Refused(Mismatch(f"no rule is known for {ops.packet(place)}", place))
+        for connection in connections:
+            self._follow(connection, dimension, place)
+
+    def _follow(self, connection: Connection, dimension: Dimension, place: fx.Node) -> None:
+        match connection:
+            case Link():
+                if dimension in (connection.a, connection.b) and not self._cut(connection, place):
+                    self._carry(connection, dimension)
+            case Alternatives(whole=whole, factors=factors):
+                if dimension == whole:
+                    self._split(dimension, factors)
+                for factor in factors:
+                    if dimension == factor.b:
+                        self._carry(factor, dimension)
+            case Contraction(a=a, b=b):
+                if dimension in (a, b):
+                    self._contract(dimension, b if dimension == a else a, place)
+            case Mixing(operand=operand, average=average):
+                if dimension == operand:
+                    self._mix(dimension, place, average)
+
+    def _cut(self, link: Link, place: fx.Node) -> bool:
+        """Whether the link runs over an edge that carries the gate."""
+        return any((end[0], place) in self._cuts for end in (link.a, link.b) if end[0] is not place)
+
+    def _carry(self, link: Link, dimension: Dimension) -> None:
+        forward = dimension == link.a
+        here, there = (link.a_positions, link.b_positions) if forward else (link.b_positions, link.a_positions)
+        target = link.b if forward else link.a
+        labels = self.closure.labels[dimension]
+        if here is None or there is None:
+            self.join(target, labels)
+            return
+        carried = _carried(labels, here, there, ops.shape_of(target[0])[target[1]])
+        if carried is None:
+            raise _Refused(Mismatch("one position would follow two features", target[0]))
+        if np.any(carried != UNTOUCHED):
+            self.join(target, carried)
+
+    def _split(self, whole: Dimension, factors: tuple[Link, ...]) -> None:
+        """Labels of a dimension that a reshape splits must vary along one factor only."""
+        labels = self.closure.labels[whole]
+        for factor in factors:
+            size = ops.shape_of(factor.b[0])[factor.b[1]]
+            assert factor.a_positions is not None and factor.b_positions is not None
+            carried = _carried(labels, factor.a_positions, factor.b_positions, size)
+            if carried is not None:
+                self.join(factor.b, carried)
+                return
+        raise _Refused(Mismatch("a reshape splits the features into groups", factors[0].b[0]))
+
+    def _contract(self, labelled: Dimension, other: Dimension, product: fx.Node) -> None:
+        labels = self.closure.labels[labelled]
+        if self._is_activation(labelled[0]):
+            if not self._crosses_products:
+                raise _Refused(Mismatch("a written value also feeds a product", product))
+            self._gate(labelled, product)
+            self.join(other, labels)
+        elif self._is_activation(other[0]):
+            self.closure.gates[(other[0], other[1], product)] = labels
+            self._cuts.add((other[0], product))
+        else:
+            raise _Refused(Mismatch("two weights are multiplied along the features", product))
+
+    def _is_activation(self, node: fx.Node) -> bool:
+        return node in self._around.dependent and ops.weight_of(node) is None
+
+    def _mix(self, dimension: Dimension, place: fx.Node, average: bool) -> None:
+        if not average:
+            raise _Refused(Mismatch(f"{ops.packet(place)} combines all features", place))
+        self._gate(dimension, place)
+
+    def _gate(self, dimension: Dimension, user: fx.Node) -> None:
+        self.closure.gates[(*dimension, user)] = self.closure.labels[dimension]
+        self._cuts.add((dimension[0], user))
+
+
+def _carried(labels: np.ndarray, here: np.ndarray, there: np.ndarray, size: int) -> np.ndarray | None:
+    """Return the labels of the other dimension, or None where one of its positions gets two."""
+    carried = np.full(size, UNTOUCHED, dtype=np.int32)
+    np.maximum.at(carried, there, labels[here])
+    arrived = labels[here]
+    consistent = (arrived == UNTOUCHED) | (arrived == carried[there])
+    return carried if bool(consistent.all()) else None
+

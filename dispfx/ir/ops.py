@@ -1,0 +1,155 @@
+"""What the compiler knows about operations, by the role they play and not by model.
+
+Every table holds `torch.ops` packets; `role` questions take a node.  An operation that no table names
+is opaque: the analysis stops there and says so.
+"""
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, fx
+
+from dispfx.ir.gate import GATE
+
+aten = torch.ops.aten
+
+def _packets(names: str) -> frozenset[object]:
+    """Return the named aten operations, those that this torch does not have left out."""
+    return frozenset(getattr(aten, name) for name in names.split() if hasattr(aten, name))
+
+
+CASTS = _packets("to _to_copy type_as")
+COPIES = _packets("clone contiguous alias detach dropout lift_fresh_copy")
+VIEWS = _packets("view reshape _unsafe_view flatten unflatten unsqueeze squeeze")
+MULTIPLE = _packets("split split_with_sizes chunk unbind unsafe_chunk unsafe_split")
+SHAPE_OPS = VIEWS | MULTIPLE | _packets(
+    "transpose permute t expand slice select cat stack movedim narrow swapaxes numpy_T"
+)  # fmt: skip
+PRODUCTS = _packets("linear addmm mm bmm baddbmm matmul einsum mv dot _grouped_mm conv1d convolution")
+ATTENTION = _packets("scaled_dot_product_attention")
+SOFTMAX = _packets("softmax _softmax _safe_softmax")
+MIXERS = _packets("conv1d convolution conv2d cumsum cumprod pad constant_pad_nd roll flip fft_fft logcumsumexp")
+NORMS = _packets("layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm")
+AVERAGES = _packets("mean sum")
+REDUCTIONS = AVERAGES | _packets(
+    "amax amin max min var var_mean std norm linalg_vector_norm argmax prod all any logsumexp"
+)  # fmt: skip
+ORDERED = SOFTMAX | _packets("topk sort argsort cumsum cumprod log_softmax")
+GATHERS = _packets("index index_select")
+METADATA_ONLY = _packets(
+    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty sym_size sym_numel sym_stride"
+)  # fmt: skip
+# Pointwise by definition, though torch does not tag them so.
+UNTAGGED_POINTWISE = _packets("hardswish log_sigmoid multiply masked_fill __and__ __or__ logaddexp")
+
+
+def packet(node: fx.Node) -> object:
+    """Return the operation without its overload, or the Python function, or None."""
+    if node.op != "call_function":
+        return None
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether position i of the result depends on position i of each operand only."""
+    if packet(node) in CASTS | COPIES | UNTAGGED_POINTWISE:
+        return True
+    tags = getattr(node.target, "tags", ())
+    return node.op == "call_function" and torch.Tag.pointwise in tags
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether the node contracts a dimension of two operands."""
+    return packet(node) in PRODUCTS
+
+
+def is_gate(node: fx.Node) -> bool:
+    """Whether the node is a gate."""
+    return node.target is GATE
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the value of the node is one tensor."""
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """Return a dimension's size, or the traced size where it is dynamic."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return int(hint) if hint is not None else -1
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Return the traced shape of a tensor value."""
+    return tuple(size_hint(size) for size in node.meta["val"].shape)
+
+
+def is_dynamic(node: fx.Node, dim: int) -> bool:
+    """Whether a dimension's size may change between runs."""
+    return not isinstance(node.meta["val"].shape[dim], int)
+
+
+def rank(node: fx.Node) -> int:
+    """Return the number of dimensions of a tensor value."""
+    return node.meta["val"].dim()
+
+
+def argument(node: fx.Node, index: int, name: str, default: object = None) -> object:
+    """Return an argument by position or keyword."""
+    if len(node.args) > index:
+        return node.args[index]
+    return node.kwargs.get(name, default)
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """Return the tensor values the node computes with, those it only asks for a shape left out."""
+    if packet(node) in METADATA_ONLY:
+        return []
+    inputs = [value for value in node.all_input_nodes if not _is_symbolic(value)]
+    return inputs[:1] if packet(node) is aten.type_as else inputs
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def consumers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the users of a value; where a user returns several tensors, each of them instead."""
+    for user in node.users:
+        if isinstance(user.meta.get("val"), list | tuple):
+            yield from (item for item in user.users if item.target is operator.getitem)
+        else:
+            yield user
+
+
+def weight_of(node: fx.Node) -> str | None:
+    """Return the path of the parameter or buffer that a value is a view or a gather of, or None."""
+    through = CASTS | COPIES | SHAPE_OPS | GATHERS
+    while packet(node) in through and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return str(node.target) if node.op == "get_attr" else None
+
+
+def tensors_read(node: fx.Node) -> list[str]:
+    """Return the paths of the parameters and buffers that a node's operands are views of."""
+    paths = [weight_of(value) for value in operands(node)]
+    return [path for path in paths if path is not None]
+
+
+def activations(node: fx.Node, dependent: frozenset[fx.Node]) -> list[fx.Node]:
+    """Return the operands that depend on token ids and are no weight, gathered or not."""
+    return [value for value in operands(node) if value in dependent and weight_of(value) is None]
+
+
+def source_line(node: fx.Node) -> str | None:
+    """Return the line of the user's model that the node comes from, as `file:line`."""
+    trace = node.meta.get("stack_trace")
+    lines = [line.strip() for line in (trace or "").splitlines() if line.strip().startswith("File ")]
+    if not lines:
+        return None
+    parts = lines[-1].split(",")
+    return f"{parts[0].removeprefix('File ').strip(chr(34))}:{parts[1].removeprefix(' line ')}"

@@ -1,0 +1,248 @@
+"""The plan: which features every site keeps.  Plan + original checkpoint = pruned decoder.
+
+A plan file is one safetensors file with a sorted int32 tensor a site and a JSON header, so reading
+one runs no code.  `Plan.load` trusts nothing in the file: sizes, order, range and type of every
+selection are checked before a plan exists.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dispfx.errors import DataError, PlanMismatchError
+from dispfx.ir.sites import Site
+
+if TYPE_CHECKING:
+    from dispfx.ir.program import Program
+
+SCHEMA_VERSION = 1
+BudgetOf = Literal["blocks", "total"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much may stay.
+
+    Args:
+        ratio: share of the counted parameters to remove, in [0, 1).
+        of: `blocks` counts parameters that some site cuts; `total` counts all of them.
+        align: widths become multiples of this, or the full width.
+    """
+
+    ratio: float
+    of: BudgetOf = "blocks"
+    align: int = 1
+
+    @property
+    def keep(self) -> float:
+        """Share of the counted parameters that stays."""
+        return 1.0 - self.ratio
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The features one site keeps.
+
+    Args:
+        site: name of the site.
+        size: number of features of the dense site.
+        kept: sorted, distinct int32 indices in [0, size), shape (K,) with K >= 1.
+        keys: "parameter.path:axis" of every slice, by which a plan finds its site in another capture.
+    """
+
+    site: str
+    size: int
+    kept: Tensor
+    keys: tuple[str, ...]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Selection):
+            return NotImplemented
+        same_name = (self.site, self.size, self.keys) == (other.site, other.size, other.keys)
+        return same_name and torch.equal(self.kept, other.kept)
+
+    @property
+    def full(self) -> bool:
+        """Whether every feature is kept."""
+        return len(self.kept) == self.size
+
+
+def site_keys(site: Site) -> tuple[str, ...]:
+    """Name the parameter axes that a site cuts, sorted."""
+    return tuple(sorted(f"{cut.parameter}:{cut.axis}" for cut in site.slices))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every site keeps, for one decoder.
+
+    Args:
+        fingerprint: of the decoder the plan was made for.
+        budget: what was asked.
+        selections: one a site, in the order of the decoder's sites.
+        achieved: share of the counted parameters that the selections remove.
+        seed: of the random numbers that led to the plan.
+        versions: of the libraries that made it, for the record.
+        schema_version: of the file format.
+    """
+
+    fingerprint: str
+    budget: Budget
+    selections: tuple[Selection, ...]
+    achieved: float
+    seed: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """Kept indices by site name."""
+        return {selection.site: selection.kept for selection in self.selections}
+
+    @staticmethod
+    def random(
+        program: "Program", ratio: float, seed: int, *, of: BudgetOf = "blocks", align: int = 1
+    ) -> "Plan":
+        """Return a plan of random selections and random widths that meets the ratio.
+
+        Args:
+            ratio: in [0, 1); 0.0 keeps everything.
+            seed: the same seed gives the same plan.
+
+        Raises:
+            BudgetError: if the sites cannot give up that much.
+        """
+        from dispfx.ir.budget import ParameterCount, harden
+
+        budget = Budget(ratio, of, align)
+        count = ParameterCount.of_sites(program.sites, program.shapes, of)
+        generator = torch.Generator().manual_seed(seed)
+        logits = [
+            torch.randn(site.size, generator=generator, dtype=torch.float64)
+            + 0.5 * torch.randn((), generator=generator, dtype=torch.float64)
+            for site in program.sites
+        ]
+        kept = harden(torch.cat(logits), program.sites, count, budget)
+        return Plan.of(program, budget, kept, seed)
+
+    @staticmethod
+    def of(program: "Program", budget: Budget, kept: list[Tensor], seed: int) -> "Plan":
+        """Return the plan that keeps `kept[i]` at site i of `program`."""
+        from dispfx.ir.budget import ParameterCount, hard_masks
+
+        count = ParameterCount.of_sites(program.sites, program.shapes, budget.of)
+        left = count.count_kept(hard_masks(program.sites, kept))
+        selections = tuple(
+            Selection(site.name, site.size, indices.to(torch.int32).cpu(), site_keys(site))
+            for site, indices in zip(program.sites, kept, strict=True)
+        )
+        versions = {"torch": torch.__version__}
+        return Plan(program.fingerprint, budget, selections, 1.0 - left / count.dense, seed, versions)
+
+    def for_sites(self, sites: tuple[Site, ...]) -> list[Tensor]:
+        """Return the kept indices in the order of `sites`, found by the parameter axes they cut.
+
+        Raises:
+            PlanMismatchError: if a site has no selection, another size, or a selection has no site.
+        """
+        by_keys = {selection.keys: selection for selection in self.selections}
+        found = []
+        for site in sites:
+            selection = by_keys.pop(site_keys(site), None)
+            if selection is None or selection.size != site.size:
+                arrived = "none" if selection is None else f"one for {selection.size} features"
+                raise PlanMismatchError(
+                    f"the decoder has a site of {site.size} features and the plan has {arrived}",
+                    where=site.name,
+                    hint="apply the plan to the decoder it was learned on",
+                )
+            found.append(selection.kept)
+        if by_keys:
+            extra = next(iter(by_keys.values()))
+            raise PlanMismatchError(
+                f"the plan prunes {len(by_keys)} site(s) that the decoder does not have",
+                where=extra.site,
+                hint="apply the plan to the decoder it was learned on",
+            )
+        return found
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to `path`; the file appears whole or not at all."""
+        target = Path(path)
+        header = {
+            "schema_version": self.schema_version,
+            "fingerprint": self.fingerprint,
+            "budget": {"ratio": self.budget.ratio, "of": self.budget.of, "align": self.budget.align},
+            "achieved": self.achieved,
+            "seed": self.seed,
+            "versions": dict(self.versions),
+            "sites": [
+                {"name": selection.site, "size": selection.size, "keys": list(selection.keys)}
+                for selection in self.selections
+            ],
+        }
+        tensors = {selection.site: selection.kept.contiguous() for selection in self.selections}
+        partial = target.with_name(f".{target.name}.partial")
+        try:
+            save_file(tensors, partial, metadata={"dispfx": json.dumps(header)})
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "Plan":
+        """Read a plan file.
+
+        Raises:
+            DataError: if the file is missing, is no plan, or holds an impossible selection.
+        """
+        if not Path(path).is_file():
+            raise DataError("a plan file was expected and there is none", where=str(path))
+        try:
+            with safe_open(path, framework="pt") as file:
+                header = json.loads((file.metadata() or {})["dispfx"])
+                return _plan_of_header(header, {name: file.get_tensor(name) for name in file.keys()})
+        except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(
+                f"this file is not a plan: {error}", where=str(path), hint="pass a plan.safetensors"
+            ) from error
+
+
+def _plan_of_header(header: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
+    if header["schema_version"] != SCHEMA_VERSION:
+        raise ValueError(f"its format is version {header['schema_version']}, this program reads {SCHEMA_VERSION}")
+    budget = Budget(float(header["budget"]["ratio"]), header["budget"]["of"], int(header["budget"]["align"]))
+    if not 0.0 <= budget.ratio < 1.0 or budget.of not in ("blocks", "total") or budget.align < 1:
+        raise ValueError(f"its budget is impossible: {budget}")
+    names = [entry["name"] for entry in header["sites"]]
+    if sorted(names) != sorted(tensors):
+        raise ValueError("its header and its tensors name different sites")
+    selections = tuple(
+        Selection(
+            str(entry["name"]),
+            int(entry["size"]),
+            _checked_kept(entry["name"], int(entry["size"]), tensors[entry["name"]]),
+            tuple(str(key) for key in entry["keys"]),
+        )
+        for entry in header["sites"]
+    )
+    versions = {str(name): str(version) for name, version in header["versions"].items()}
+    return Plan(
+        str(header["fingerprint"]), budget, selections, float(header["achieved"]), int(header["seed"]), versions
+    )
+
+
+def _checked_kept(name: str, size: int, kept: Tensor) -> Tensor:
+    if kept.dtype != torch.int32 or kept.dim() != 1 or not 1 <= len(kept) <= size:
+        raise ValueError(f"site {name}: {tuple(kept.shape)} {kept.dtype} indices for {size} features")
+    if int(kept[0]) < 0 or int(kept[-1]) >= size or not bool((kept[1:] > kept[:-1]).all()):
+        raise ValueError(f"site {name}: indices must rise strictly inside [0, {size})")
+    return kept

@@ -1,0 +1,165 @@
+"""The program being compiled: one torch.fx graph, its tensors, and what is known about it.
+
+`Program` is the compiler's only mutable object.  The graph takes token ids first and returns
+logits; its tensors are `get_attr` nodes whose targets are the decoder's own parameter paths.  The
+facts (`stream`, `branches`, `sites`, …) are frozen and hold names, so they stay true for a copy.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from dispfx.ir.sites import Branch, Refusal, ResidualStream, Site
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One written operand of the residual stream, before it has sites.
+
+    Args:
+        branch: name of the branch.
+        kind: attention, mlp or mixer.
+        top: name of the value that is written.
+        user: name of the addition that takes it.
+        nodes: names of the nodes between the stream and `top`, `top` included.
+        entry: name of the stream value that it reads.
+    """
+
+    branch: str
+    kind: str
+    top: str
+    user: str
+    nodes: frozenset[str]
+    entry: str
+
+
+@dataclass
+class Program:
+    """A decoder on its way through the compiler.
+
+    Args:
+        graph_module: forward(input_ids (B, T) int64, …) -> logits (B, T, V).
+        model_class: qualified class name of the captured module.
+        fingerprint: identifies the decoder's structure and weights.
+        stage: captured, canonical, gated or lowered; `dispfx.ir.spec` says what each allows.
+        stream: the residual stream, once found.
+        leaves: what writes into the stream, once found.
+        branches: the branches with at least one site, once found.
+        sites: what can be pruned, in the order of the stream.
+        refused: what is left dense, and why.
+        closures: by site, the labels of every (value, dimension) that is cut with it.
+        identity: the largest relative difference to the captured module, by shape.
+        ties: path of every tied parameter -> the path under which its tensor is kept.
+        unused: tensors of the decoder that the graph does not read, by path.
+    """
+
+    graph_module: fx.GraphModule
+    model_class: str
+    fingerprint: str
+    stage: str = "captured"
+    stream: ResidualStream | None = None
+    leaves: tuple[Leaf, ...] = ()
+    branches: tuple[Branch, ...] = ()
+    sites: tuple[Site, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    closures: Mapping[str, Mapping[tuple[str, int], np.ndarray]] = field(default_factory=dict)
+    identity: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)
+    unused: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph."""
+        return self.graph_module.graph
+
+    def node(self, name: str) -> fx.Node:
+        """Return the node of that name; KeyError if there is none."""
+        for node in self.graph.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(name)
+
+    @property
+    def nodes(self) -> dict[str, fx.Node]:
+        """All nodes by name."""
+        return {node.name: node for node in self.graph.nodes}
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Every parameter by its path; a tied one appears once, under its first path."""
+        return dict(self.graph_module.named_parameters())
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter by its path."""
+        return {path: tuple(tensor.shape) for path, tensor in self.parameters.items()}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the decoder was captured."""
+        return next(self.tensors())[1].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most parameters."""
+        counts: dict[torch.dtype, int] = {}
+        for tensor in self.parameters.values():
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
+        return max(counts, key=lambda dtype: counts[dtype])
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Width of the logits."""
+        output = self.graph.output_node().args[0]
+        return int(output.meta["val"].shape[-1])  # type: ignore[union-attr]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters and buffers by path."""
+        yield from self.graph_module.named_parameters()
+        yield from self.graph_module.named_buffers()
+
+    def site(self, name: str) -> Site:
+        """Return the site of that name; KeyError if there is none."""
+        for site in self.sites:
+            if site.name == name:
+                return site
+        raise KeyError(name)
+
+    def clone(self) -> "Program":
+        """Return a copy whose graph can be rewritten; tensors are shared until one is replaced."""
+        graph = copy.deepcopy(self.graph)
+        twin = copy.copy(self)
+        twin.graph_module = with_tensors(graph, dict(self.tensors()))
+        return twin
+
+    def rebuild(self, tensors: Mapping[str, Tensor]) -> None:
+        """Erase values that nobody uses and own the tensors that are left, taken from `tensors`."""
+        for node in reversed(list(self.graph.nodes)):
+            if not node.users and node.op not in ("placeholder", "output"):
+                self.graph.erase_node(node)
+        self.graph_module = with_tensors(self.graph, tensors)
+
+
+def with_tensors(graph: fx.Graph, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
+    """Return a module of `graph` that owns, at their dotted paths, the tensors that it reads.
+
+    The modules on the way are fresh containers, so replacing a tensor never reaches the decoder
+    that was captured.  Parameters stay parameters; other tensors become buffers.
+    """
+    root = nn.Module()
+    for path, tensor in tensors.items():
+        *parents, name = path.split(".")
+        owner = root
+        for parent in parents:
+            if parent not in owner._modules:
+                owner.add_module(parent, nn.Module())
+            owner = owner.get_submodule(parent)
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(name, tensor)
+        else:
+            owner.register_buffer(name, tensor)
+    return fx.GraphModule(root, graph, "Decoder")

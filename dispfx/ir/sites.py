@@ -1,0 +1,135 @@
+"""What can be pruned: the residual stream, its branches, and their sites.
+
+The paper's five selections per decoder layer (arXiv 2410.11988, section 3) are sites here:
+
+    S1  attention read     S2  attention write
+    S3  MLP read           S4  MLP inner          S5  MLP write
+
+All types are frozen and hold names (of graph values) and paths (of parameters), never nodes, so
+they can be saved, compared and carried from one capture of a decoder to another.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+BranchKind = Literal["attention", "mlp", "mixer"]
+SiteKind = Literal["read", "inner", "write"]
+
+UNTOUCHED = -1
+
+_SYMBOLS = {
+    ("attention", "read"): "S1",
+    ("attention", "write"): "S2",
+    ("mlp", "read"): "S3",
+    ("mlp", "inner"): "S4",
+    ("mlp", "write"): "S5",
+}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One axis of one parameter that follows a site.
+
+    Args:
+        parameter: path of the parameter in the decoder, as in its state dict.
+        axis: the axis that is cut.
+        labels: for each position of the axis the site's feature that it follows, or `UNTOUCHED`;
+            None where position i follows feature i (the usual case).
+    """
+
+    parameter: str
+    axis: int
+    labels: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class GatePoint:
+    """Where a site's gate stands in the canonical graph.
+
+    Args:
+        value: name of the gated value.
+        dim: its gated dimension, counted from the front.
+        users: names of the nodes that take the gated value instead of the plain one.
+        labels: as in `Slice`, for the positions of the gated dimension.
+    """
+
+    value: str
+    dim: int
+    users: tuple[str, ...]
+    labels: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Site:
+    """A dimension of `size` features of which a selection may be kept.
+
+    Args:
+        name: unique in a decoder and the same in every capture of it.
+        branch: name of the branch it belongs to.
+        branch_kind: kind of that branch.
+        kind: read, inner or write.
+        size: number of features, all kept in the dense decoder.
+        slices: the parameter axes that follow the selection.
+        gates: where the mask multiplies activations.
+    """
+
+    name: str
+    branch: str
+    branch_kind: BranchKind
+    kind: SiteKind
+    size: int
+    slices: tuple[Slice, ...]
+    gates: tuple[GatePoint, ...] = field(default=(), compare=False)
+
+    @property
+    def symbol(self) -> str:
+        """The paper's name of this selection, S1 … S5, or "" where the paper has none."""
+        return _SYMBOLS.get((self.branch_kind, self.kind), "")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One attention, MLP or other residual branch; `reads`, `inner` and `writes` name its sites."""
+
+    name: str
+    kind: BranchKind
+    reads: tuple[str, ...]
+    inner: tuple[str, ...]
+    writes: tuple[str, ...]
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Names of all sites, reads first."""
+        return self.reads + self.inner + self.writes
+
+
+@dataclass(frozen=True)
+class ResidualStream:
+    """The full-width value that every branch reads and writes.
+
+    Args:
+        width: number of features.
+        values: names of the graph values that are the stream, in order, the embedding first.
+        writes: names of the additions that write into it, in order.
+    """
+
+    width: int
+    values: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A branch or site that is left dense, and why.
+
+    Args:
+        name: the branch or site.
+        reason: what was required and what was found.
+        parameter: path of a parameter concerned, where there is one.
+        source: the line of the user's model that it comes from, where known.
+    """
+
+    name: str
+    reason: str
+    parameter: str | None = None
+    source: str | None = None

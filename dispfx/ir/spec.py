@@ -1,0 +1,85 @@
+"""What a valid program is at each stage.
+
+captured   one input that matters (token ids), one output (logits), every tensor read exists
+canonical  and: no in-place operation, no operation that does nothing, one read a tensor
+gated      and: one mask input a site after the ids, every gate multiplies an activation by one
+lowered    canonical again, no gate left, all index tensors inside their dimension
+"""
+
+from torch import fx
+
+from dispfx.ir import ops
+from dispfx.ir.program import Program
+
+STAGES = ("captured", "canonical", "gated", "lowered")
+
+
+def verify_program(program: Program) -> str | None:
+    """Return what is wrong with the program at its stage, or None."""
+    if program.stage not in STAGES:
+        return f"{program.stage!r} is no stage; they are {', '.join(STAGES)}"
+    try:
+        program.graph.lint()
+    except (RuntimeError, AttributeError) as error:
+        return f"the graph is broken: {error}"
+    problems = (_shape_of_program(program), _missing_tensor(program))
+    if program.stage != "captured":
+        problems += (_not_canonical(program.graph), _stale_fact(program))
+    problems += (_gates(program),)
+    return next((problem for problem in problems if problem), None)
+
+
+def _shape_of_program(program: Program) -> str | None:
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
+    expected = 1 + (len(program.sites) if program.stage == "gated" else 0)
+    if len(inputs) != expected:
+        return f"a {program.stage} program has {expected} input(s), this one has {len(inputs)}"
+    output = program.graph.output_node().args[0]
+    return None if isinstance(output, fx.Node) else "a program returns one tensor"
+
+
+def _missing_tensor(program: Program) -> str | None:
+    known = {path for path, _ in program.tensors()}
+    for node in program.graph.nodes:
+        if node.op == "get_attr" and node.target not in known:
+            return f"{node.name} reads {node.target}, which does not exist"
+    return None
+
+
+def _not_canonical(graph: fx.Graph) -> str | None:
+    read: set[object] = set()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op == "call_function" and schema is not None and schema.is_mutable:
+            return f"{node.name} changes its operand in place"
+        if node.op == "get_attr" and node.target in read:
+            return f"{node.target} is read by two nodes"
+        if node.op == "get_attr":
+            read.add(node.target)
+    return None
+
+
+def _stale_fact(program: Program) -> str | None:
+    """Facts about the stream and gate points name values of the canonical graph."""
+    if program.stage == "lowered" or program.stream is None:
+        return None
+    names = {node.name for node in program.graph.nodes}
+    facts = {*program.stream.values, *program.stream.writes}
+    facts |= {point.value for site in program.sites for point in site.gates}
+    missing = facts - names
+    return f"a fact names {sorted(missing)[0]}, which is not in the graph" if missing else None
+
+
+def _gates(program: Program) -> str | None:
+    gates = [node for node in program.graph.nodes if ops.is_gate(node)]
+    if program.stage != "gated":
+        return f"{gates[0].name} is a gate in a {program.stage} program" if gates else None
+    if len(gates) != sum(len(site.gates) for site in program.sites):
+        return f"{sum(len(site.gates) for site in program.sites)} gates were expected, {len(gates)} are there"
+    for gate in gates:
+        value, _, dim = gate.args
+        if not isinstance(value, fx.Node) or value.op == "get_attr":
+            return f"{gate.name} does not stand on an activation"
+        if not isinstance(dim, int) or not 0 <= dim < ops.rank(value):
+            return f"{gate.name} gates dimension {dim} of {value.name}"
+    return None

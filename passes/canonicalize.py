@@ -1,0 +1,118 @@
+"""Give every operation one spelling and erase what does nothing.
+
+    b = to(a, float32)      # a is float32 already
+    c = slice(b, 1, 0, max)
+    d = mul(c, 2)               →   d = mul(a, 2)
+
+Rules:
+1. Assertions about metadata are erased: they hold at every shape that was traced.
+2. A cast to the dtype and device a value has, a slice of everything, dropout in evaluation mode,
+   `alias`, `detach` and `lift_fresh_copy` give their operand, so users take that.
+3. `view` and `_unsafe_view` become `reshape`, which is the same where the operand is contiguous and
+   also holds where slicing made it not so.
+4. A parameter or buffer is read by one node.
+5. Values that nobody uses are erased.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from dispfx.ir import ops
+from dispfx.ir.ops import aten, argument, packet
+from dispfx.ir.program import Program
+from dispfx.pipeline import PassResult
+
+_ASSERTIONS = ops._packets("_assert_tensor_metadata _assert_async _assert_scalar sym_constrain_range_for_size")
+_NO_OPS = ops._packets("alias detach lift_fresh_copy")
+_END = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Canonicalize:
+    """Erase no-ops and spell what is left in one way."""
+
+    name = "canonicalize"
+    requires = "captured"
+    ensures = "canonical"
+
+    def run(self, program: Program) -> PassResult:
+        """Rewrite the graph in place."""
+        before = len(program.graph.nodes)
+        changed = False
+        for step in (_erase_no_ops, _spell_reshapes, _merge_reads):
+            changed = step(program.graph) or changed
+        program.rebuild(dict(program.tensors()))
+        erased = before - len(program.graph.nodes)
+        return PassResult(changed or erased > 0, f"{erased} of {before} values erased")
+
+
+def _erase_no_ops(graph: fx.Graph) -> bool:
+    changed = False
+    for node in list(graph.nodes):
+        if packet(node) in _ASSERTIONS:
+            graph.erase_node(node)
+            changed = True
+        elif _does_nothing(node):
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            graph.erase_node(node)
+            changed = True
+    return changed
+
+
+def _does_nothing(node: fx.Node) -> bool:
+    test = _TESTS.get(packet(node))
+    operand = node.args[0] if node.args else None
+    if test is None or not isinstance(operand, fx.Node) or not ops.is_tensor(operand):
+        return False
+    return test(node, operand)
+
+
+def _always(node: fx.Node, operand: fx.Node) -> bool:
+    return True
+
+
+def _same_type(node: fx.Node, operand: fx.Node) -> bool:
+    result, value = node.meta["val"], operand.meta["val"]
+    formats = (node.kwargs.get("memory_format"), node.kwargs.get("layout"))
+    plain = formats[0] in (None, torch.preserve_format) and formats[1] in (None, torch.strided)
+    return plain and (result.dtype, result.device) == (value.dtype, value.device)
+
+
+def _whole_slice(node: fx.Node, operand: fx.Node) -> bool:
+    start, stop, step = argument(node, 2, "start"), argument(node, 3, "end"), argument(node, 4, "step", 1)
+    return start in (None, 0) and stop in (None, _END) and step == 1
+
+
+def _evaluation_dropout(node: fx.Node, operand: fx.Node) -> bool:
+    return argument(node, 2, "train") is False or argument(node, 1, "p") == 0.0
+
+
+_TESTS: dict[object, Callable[[fx.Node, fx.Node], bool]] = {
+    **dict.fromkeys(_NO_OPS, _always),
+    **dict.fromkeys(ops._packets("to _to_copy type_as"), _same_type),
+    aten.slice: _whole_slice,
+    aten.dropout: _evaluation_dropout,
+}
+
+
+def _spell_reshapes(graph: fx.Graph) -> bool:
+    changed = False
+    for node in graph.nodes:
+        if packet(node) in (aten.view, aten._unsafe_view) and node.target is not aten.view.dtype:
+            node.target = aten.reshape.default
+            changed = True
+    return changed
+
+
+def _merge_reads(graph: fx.Graph) -> bool:
+    first: dict[object, fx.Node] = {}
+    changed = False
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and first.setdefault(node.target, node) is not node:
+            node.replace_all_uses_with(first[node.target])
+            graph.erase_node(node)
+            changed = True
+    return changed

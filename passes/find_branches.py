@@ -1,0 +1,176 @@
+"""Find what writes into the residual stream: attention, MLP and other branches.
+
+    h = add(x, add(attention(x), mlp(x)))     →   leaves: attention, mlp, both reading x
+
+Rules:
+1. The written operand of each residual addition is computed from one version of the stream; the
+   nodes between are its cone.  A cone that reads several versions is refused.
+2. The operand is split at additions whose two operands both hold a product.
+3. A leaf is attention if it holds scaled dot-product attention, or a product of two activations with
+   a softmax behind one of them; it is a mixer if it holds a convolution, a scan, or any other product
+   of two activations; otherwise it is an MLP.
+4. Leaves of one kind under one addition, such as routed and shared experts, are one leaf.
+5. A branch is named after the module that holds its weights, with its kind where that is not unique.
+"""
+
+import os.path
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from dispfx.ir import ops
+from dispfx.ir.flow import Flow
+from dispfx.ir.program import Leaf, Program
+from dispfx.ir.sites import Refusal, ResidualStream
+from dispfx.pipeline import PassResult
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A leaf by its nodes."""
+
+    top: fx.Node
+    user: fx.Node
+    nodes: frozenset[fx.Node]
+    entry: fx.Node
+    kind: str
+
+
+@dataclass(frozen=True)
+class FindBranches:
+    """Find the leaves that write into the stream, and name them."""
+
+    name = "find-branches"
+    requires = "canonical"
+    ensures = "canonical"
+
+    def run(self, program: Program) -> PassResult:
+        """Set `program.leaves`; add a refusal for each write that is none."""
+        assert program.stream is not None
+        flow = Flow.of(program.graph)
+        found: list[_Found] = []
+        refused: list[Refusal] = []
+        for write, operand in _written(program, program.stream):
+            leaves = _leaves(write, operand, program.stream, flow)
+            if isinstance(leaves, Refusal):
+                refused.append(leaves)
+            else:
+                found += leaves
+        leaves = tuple(_named(found))
+        changed = leaves != program.leaves or bool(refused)
+        program.leaves = leaves
+        program.refused += tuple(refused)
+        return PassResult(changed, f"{len(leaves)} branches, {len(refused)} refused")
+
+
+def _written(program: Program, stream: ResidualStream) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield each residual addition and the operand that is not the stream."""
+    nodes = program.nodes
+    values = set(stream.values)
+    for name in stream.writes:
+        write = nodes[name]
+        a, b = write.args[0], write.args[1]
+        assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+        yield (write, b) if a.name in values else (write, a)
+
+
+def _leaves(write: fx.Node, operand: fx.Node, stream: ResidualStream, flow: Flow) -> list[_Found] | Refusal:
+    values = set(stream.values)
+    nodes, entries = flow.cone(operand, stop=lambda node: node.name in values)
+    if len(entries) != 1:
+        return Refusal(
+            name=operand.name,
+            reason=f"a branch must read one version of the residual stream, this one reads {len(entries)}",
+            parameter=_first_parameter(nodes),
+            source=ops.source_line(operand),
+        )
+    holding = _holding_products(nodes, flow)
+    if operand not in holding:
+        return Refusal(operand.name, "a branch without a matrix product", source=ops.source_line(operand))
+    entry = entries.pop()
+    leaves = []
+    for top, user in _split(operand, write, holding, flow):
+        inside, _ = flow.cone(top, stop=lambda node: node.name in values)
+        leaves.append(_Found(top, user, frozenset(inside), entry, _kind(inside, flow)))
+    return _merged(leaves, operand, write, nodes)
+
+
+def _holding_products(nodes: set[fx.Node], flow: Flow) -> set[fx.Node]:
+    """Return the nodes that have a product at or below them within the cone."""
+    holding: set[fx.Node] = set()
+    for node in sorted(nodes, key=lambda item: flow.order[item]):
+        if ops.is_product(node) or any(value in holding for value in flow.inputs(node)):
+            holding.add(node)
+    return holding
+
+
+def _split(
+    top: fx.Node, user: fx.Node, holding: set[fx.Node], flow: Flow
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the parts of a written operand and who takes each (rule 2)."""
+    root = flow.root(top)
+    parts = [value for value in flow.inputs(root) if value in holding]
+    if ops.packet(root) is ops.aten.add and len(parts) == 2 and len(root.users) == 1:
+        for part in parts:
+            yield from _split(part, root, holding, flow)
+    else:
+        yield top, user
+
+
+def _merged(leaves: list[_Found], operand: fx.Node, write: fx.Node, nodes: set[fx.Node]) -> list[_Found]:
+    """Make one leaf of several of one kind (rule 4)."""
+    kinds = [leaf.kind for leaf in leaves]
+    if len(leaves) > 1 and len(set(kinds)) == 1:
+        return [_Found(operand, write, frozenset(nodes), leaves[0].entry, kinds[0])]
+    return leaves
+
+
+def _kind(nodes: set[fx.Node], flow: Flow) -> str:
+    packets = {ops.packet(node) for node in nodes}
+    if packets & ops.ATTENTION:
+        return "attention"
+    between_activations = [node for node in nodes if ops.is_product(node) and len(ops.activations(node, flow.dependent)) > 1]
+    if any(_behind_softmax(node, nodes, flow) for node in between_activations):
+        return "attention"
+    return "mixer" if between_activations or packets & ops.MIXERS else "mlp"
+
+
+def _behind_softmax(product: fx.Node, nodes: set[fx.Node], flow: Flow) -> bool:
+    """Whether an operand of the product is a softmax of another product, with no product between."""
+    for operand in flow.inputs(product):
+        inside, met = flow.cone(operand, stop=lambda node: node not in nodes or ops.is_product(node))
+        if met & nodes and any(ops.packet(node) in ops.SOFTMAX for node in inside):
+            return True
+    return False
+
+
+def _named(leaves: list[_Found]) -> Iterator[Leaf]:
+    prefixes = [_module_path(leaf) for leaf in leaves]
+    names = [
+        f"{prefix}.{leaf.kind}" if prefixes.count(prefix) > 1 else prefix
+        for prefix, leaf in zip(prefixes, leaves, strict=True)
+    ]
+    for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+        earlier = names[:index].count(name)
+        yield Leaf(
+            branch=f"{name}.{earlier + 1}" if names.count(name) > 1 else name,
+            kind=leaf.kind,
+            top=leaf.top.name,
+            user=leaf.user.name,
+            nodes=frozenset(node.name for node in leaf.nodes),
+            entry=leaf.entry.name,
+        )
+
+
+def _module_path(leaf: _Found) -> str:
+    """Return the path of the module that holds the weights of the leaf's products."""
+    weights = [path for node in leaf.nodes if ops.is_product(node) for path in ops.tensors_read(node)]
+    paths = [path.split(".")[:-1] for path in sorted(set(weights))]
+    shared = os.path.commonprefix(paths) if paths else []
+    return ".".join(shared) or leaf.top.name
+
+
+def _first_parameter(nodes: set[fx.Node]) -> str | None:
+    paths = sorted(path for node in nodes for path in ops.tensors_read(node))
+    return paths[0] if paths else None

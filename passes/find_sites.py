@@ -1,0 +1,247 @@
+"""Find the dimensions of every branch that can be pruned, and everything cut with them.
+
+Rules (each closure follows `dispfx.ir.closure`):
+1. Read: the products of a branch that no other product feeds share one selection of their input's
+   features (S1, S3).  The gate stands on the edges from value to product, so a norm is computed at
+   full width and then selected from.
+2. Inner: the contracted features of every other product of a branch, where their closure is complete
+   (S4 in an MLP; latents in an attention).  Heads are not pruned: an attention's output projection
+   contracts over heads, and no site is made there.
+3. Write: the features of the value that is written (S2, S5).
+4. A weight that several products use, or that two branches read, belongs to one site.
+5. A site that does not fit is refused with its reason; the other sites of the branch stay.
+"""
+
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import fx
+
+from dispfx.errors import UnsupportedGraphError
+from dispfx.ir import ops
+from dispfx.ir.closure import Closure, Mismatch, Surroundings, close
+from dispfx.ir.flow import Flow
+from dispfx.ir.links import Contraction, Dimension, links
+from dispfx.ir.program import Leaf, Program
+from dispfx.ir.sites import UNTOUCHED, Branch, GatePoint, Refusal, Site, SiteKind, Slice
+from dispfx.pipeline import PassResult
+
+
+@dataclass(frozen=True)
+class FindSites:
+    """Find the sites of every branch.
+
+    Args:
+        skip: patterns (as of a shell) of branch names to leave dense.
+    """
+
+    skip: tuple[str, ...] = ()
+
+    name = "find-sites"
+    requires = "canonical"
+    ensures = "canonical"
+
+    def run(self, program: Program) -> PassResult:
+        """Set `program.sites`, `program.branches` and `program.closures`; add refusals.
+
+        Raises:
+            UnsupportedGraphError: if no site is left.
+        """
+        before = (program.sites, program.branches, program.refused)
+        search = _Search(program)
+        for leaf in program.leaves:
+            if not any(fnmatch.fnmatch(leaf.branch, pattern) for pattern in self.skip):
+                search.leaf(leaf)
+        program.sites, program.branches = tuple(search.sites), tuple(search.branches)
+        program.closures = search.closures
+        program.refused = tuple(dict.fromkeys((*program.refused, *search.refused)))
+        if not program.sites:
+            raise _nothing_left(program, self.skip)
+        note = f"{len(program.sites)} sites, {len(search.refused)} refused"
+        return PassResult(before != (program.sites, program.branches, program.refused), note)
+
+
+@dataclass(frozen=True)
+class _WeightProduct:
+    """A product of one activation and one weight, and the dimension it sums over in each."""
+
+    node: fx.Node
+    activation: Dimension
+    weight: Dimension
+    first: bool
+
+    @property
+    def size(self) -> int:
+        return ops.shape_of(self.weight[0])[self.weight[1]]
+
+
+@dataclass
+class _Search:
+    """Sites found so far, and who owns which axis of which parameter."""
+
+    program: Program
+    sites: list[Site] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+    closures: dict[str, dict[tuple[str, int], np.ndarray]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        stream = self.program.stream
+        assert stream is not None
+        self.nodes = self.program.nodes
+        self.flow = Flow.of(self.program.graph)
+        self.around = Surroundings(
+            self.flow.dependent,
+            frozenset(self.nodes[name] for name in stream.values),
+            frozenset((self.nodes[leaf.top], self.nodes[leaf.user]) for leaf in self.program.leaves),
+        )
+        self.owner: dict[Dimension, np.ndarray] = {}
+
+    def leaf(self, leaf: Leaf) -> None:
+        """Find the read, inner and write sites of one leaf."""
+        products = list(self._weight_products(leaf))
+        reads = self._reads(leaf, [product for product in products if product.first])
+        inner = self._inner(leaf, [product for product in products if not product.first])
+        writes = self._writes(leaf)
+        if reads or inner or writes:
+            self.branches.append(Branch(leaf.branch, leaf.kind, reads, inner, writes))  # type: ignore[arg-type]
+
+    def _weight_products(self, leaf: Leaf) -> Iterator[_WeightProduct]:
+        fed: set[fx.Node] = set()
+        for node in sorted((self.nodes[name] for name in leaf.nodes), key=lambda item: self.flow.order[item]):
+            product = _weight_product(node, self.flow, fed)
+            if product is not None:
+                yield product
+            is_product = ops.is_product(node) or ops.packet(node) in ops.ATTENTION
+            if is_product or any(value in fed for value in self.flow.inputs(node)):
+                fed.add(node)
+
+    def _reads(self, leaf: Leaf, products: list[_WeightProduct]) -> tuple[str, ...]:
+        names = []
+        for size in sorted({product.size for product in products}, key=lambda size: -size):
+            seeds = [product.weight for product in products if product.size == size]
+            names += self._site(leaf, "read", seeds, size)
+        return tuple(dict.fromkeys(names))
+
+    def _inner(self, leaf: Leaf, products: list[_WeightProduct]) -> tuple[str, ...]:
+        names = []
+        for product in products:
+            names += self._site(leaf, "inner", [product.activation], product.size, owned=product.weight)
+        return tuple(dict.fromkeys(names))
+
+    def _writes(self, leaf: Leaf) -> tuple[str, ...]:
+        top = self.nodes[leaf.top]
+        last = ops.rank(top) - 1
+        return tuple(self._site(leaf, "write", [(top, last)], ops.shape_of(top)[last]))
+
+    def _site(
+        self, leaf: Leaf, kind: SiteKind, seeds: list[Dimension], size: int, owned: Dimension | None = None
+    ) -> list[str]:
+        """Make a site of the seeds; return its name, or the names of those that own the seeds."""
+        owners = [self._owner_of(seed if owned is None else owned) for seed in seeds]
+        free = [seed for seed, owner in zip(seeds, owners, strict=True) if owner is None]
+        names = [owner for owner in owners if owner is not None]
+        if not free:
+            return names
+        labels = np.arange(size, dtype=np.int32)
+        found = close([(seed, labels) for seed in free], self.around, crosses_products=kind != "write")
+        if isinstance(found, Closure):
+            found = self._conflict(found) or found
+        if isinstance(found, Mismatch):
+            self._refuse(leaf, kind, found, free[0])
+            return names
+        if not any(node.op == "get_attr" for node, _ in found.labels):
+            return names
+        return [*names, self._add(leaf, kind, size, found)]
+
+    def _owner_of(self, dimension: Dimension) -> str | None:
+        owner = self.owner.get(dimension)
+        return self.sites[int(owner.max())].name if owner is not None else None
+
+    def _conflict(self, closure: Closure) -> Mismatch | None:
+        """Two sites may share a dimension only at different positions."""
+        gated = {(value, dim): labels for (value, dim, _), labels in closure.gates.items()}
+        for dimension, labels in {**gated, **closure.labels}.items():
+            owner = self.owner.get(dimension)
+            if owner is not None and np.any((owner != UNTOUCHED) & (labels != UNTOUCHED)):
+                other = self.sites[int(owner.max())].name
+                if dimension in closure.labels or dimension in self._labelled_by(other):
+                    return Mismatch(f"the features already belong to {other}", dimension[0])
+        return None
+
+    def _labelled_by(self, site: str) -> set[Dimension]:
+        return {(self.nodes[name], dim) for name, dim in self.closures[site]}
+
+    def _add(self, leaf: Leaf, kind: SiteKind, size: int, closure: Closure) -> str:
+        index = len(self.sites)
+        base = f"{leaf.branch}.{kind}"
+        taken = sum(site.name == base or site.name.startswith(f"{base}.") for site in self.sites)
+        name = base if taken == 0 else f"{base}.{taken + 1}"
+        for dimension, labels in closure.labels.items():
+            owner = self.owner.setdefault(dimension, np.full(len(labels), UNTOUCHED, dtype=np.int32))
+            owner[labels != UNTOUCHED] = index
+        site = Site(name, leaf.branch, leaf.kind, kind, size, _slices(closure, size), _gates(closure, size))  # type: ignore[arg-type]
+        self.sites.append(site)
+        self.closures[name] = {(node.name, dim): labels for (node, dim), labels in closure.labels.items()}
+        return name
+
+    def _refuse(self, leaf: Leaf, kind: SiteKind, mismatch: Mismatch, seed: Dimension) -> None:
+        """Record a refusal, but for features of an attention or mixer that are heads by design."""
+        if kind == "inner" and leaf.kind != "mlp":
+            return
+        paths = ops.tensors_read(seed[0]) if seed[0].op != "get_attr" else [str(seed[0].target)]
+        source = ops.source_line(mismatch.node) if mismatch.node is not None else None
+        where = paths[0] if paths else None
+        self.refused.append(Refusal(f"{leaf.branch}.{kind}", mismatch.reason, where, source))
+
+
+def _weight_product(node: fx.Node, flow: Flow, fed: set[fx.Node]) -> _WeightProduct | None:
+    if not ops.is_product(node):
+        return None
+    sums = [link for link in links(node) or () if isinstance(link, Contraction)]
+    if len(sums) != 1:
+        return None
+    activations = ops.activations(node, flow.dependent)
+    for activation, weight in ((sums[0].a, sums[0].b), (sums[0].b, sums[0].a)):
+        if activation[0] in activations and ops.weight_of(weight[0]) is not None:
+            return _WeightProduct(node, activation, weight, activation[0] not in fed)
+    return None
+
+
+def _slices(closure: Closure, size: int) -> tuple[Slice, ...]:
+    cut = [
+        Slice(str(node.target), dim, _compact(labels, size))
+        for (node, dim), labels in closure.labels.items()
+        if node.op == "get_attr"
+    ]
+    return tuple(sorted(cut, key=lambda item: (item.parameter, item.axis)))
+
+
+def _gates(closure: Closure, size: int) -> tuple[GatePoint, ...]:
+    users: dict[tuple[str, int], list[str]] = {}
+    labels: dict[tuple[str, int], tuple[int, ...] | None] = {}
+    for (value, dim, user), positions in closure.gates.items():
+        users.setdefault((value.name, dim), []).append(user.name)
+        labels[value.name, dim] = _compact(positions, size)
+    return tuple(
+        GatePoint(value, dim, tuple(sorted(names)), labels[value, dim]) for (value, dim), names in users.items()
+    )
+
+
+def _compact(labels: np.ndarray, size: int) -> tuple[int, ...] | None:
+    """Return labels as a tuple, or None where position i follows feature i."""
+    if len(labels) == size and np.array_equal(labels, np.arange(size)):
+        return None
+    return tuple(int(label) for label in labels)
+
+
+def _nothing_left(program: Program, skip: tuple[str, ...]) -> UnsupportedGraphError:
+    reasons = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in program.refused[:4])
+    hint = f"--skip leaves out {', '.join(skip)}" if skip else "dispfx inspect shows every refusal"
+    return UnsupportedGraphError(
+        f"a decoder needs at least one branch that can be pruned; all were refused ({reasons or 'none found'})",
+        where=program.model_class,
+        hint=hint,
+    )

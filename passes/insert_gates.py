@@ -1,0 +1,83 @@
+"""Insert the gate of every site, with its mask as an input of the graph.
+
+    y = linear(x, w)     →     g = gate(x, mask_0, 2)
+                               y = linear(g, w)
+
+Rules:
+1. Site i gets the input `mask_i`, shape (size,), in the order of `program.sites`.
+2. At each gate point the named users take the gated value; every other user keeps the plain one.
+3. Where positions do not follow features one to one, the mask is first gathered by their labels;
+   positions that follow none are multiplied by one.
+With masks of ones no bit of the output changes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from dispfx.ir.gate import GATE
+from dispfx.ir.ops import aten
+from dispfx.ir.program import Program
+from dispfx.ir.sites import UNTOUCHED, GatePoint
+from dispfx.pipeline import PassResult
+
+
+@dataclass(frozen=True)
+class InsertGates:
+    """Insert gates at every site."""
+
+    name = "insert-gates"
+    requires = "canonical"
+    ensures = "gated"
+
+    def run(self, program: Program) -> PassResult:
+        """Rewrite the graph in place."""
+        tensors = dict(program.tensors())
+        ids = next(node for node in program.graph.nodes if node.op == "placeholder")
+        nodes, last = program.nodes, ids
+        for index, site in enumerate(program.sites):
+            with program.graph.inserting_after(last):
+                last = program.graph.placeholder(f"mask_{index}")
+            last.meta["val"] = torch.empty(site.size, device="meta")
+            for at, point in enumerate(site.gates):
+                _insert(program.graph, nodes, point, last, f"gate_{index}_{at}", tensors)
+        program.rebuild(tensors)
+        return PassResult(True, f"{sum(len(site.gates) for site in program.sites)} gates")
+
+
+def _insert(
+    graph: fx.Graph,
+    nodes: dict[str, fx.Node],
+    point: GatePoint,
+    mask: fx.Node,
+    name: str,
+    tensors: dict[str, torch.Tensor],
+) -> None:
+    value = nodes[point.value]
+    with graph.inserting_after(value):
+        gate = graph.create_node("call_function", GATE, (value, mask, point.dim), name=name)
+    gate.meta["val"] = value.meta["val"]
+    for user in point.users:
+        nodes[user].replace_input_with(value, gate)
+    if point.labels is not None:
+        with graph.inserting_before(gate):
+            gate.update_arg(1, _by_label(graph, point.labels, mask, name, tensors))
+
+
+def _by_label(
+    graph: fx.Graph,
+    labels: tuple[int, ...],
+    mask: fx.Node,
+    name: str,
+    tensors: dict[str, torch.Tensor],
+) -> fx.Node:
+    """Return mask[labels], with ones where a position follows no feature."""
+    path = f"dispfx_labels.{name}"
+    size = mask.meta["val"].shape[0]
+    device = next(iter(tensors.values())).device
+    tensors[path] = torch.tensor([size if label == UNTOUCHED else label for label in labels], device=device)
+    index = graph.get_attr(path)
+    one = graph.call_function(aten.new_ones.default, (mask, [1]))
+    padded = graph.call_function(aten.cat.default, ([mask, one],))
+    return graph.call_function(aten.index_select.default, (padded, 0, index))

@@ -1,0 +1,314 @@
+"""Lower gates to index operations on sliced weights.
+
+    g = gate(norm, mask_0, 2)               s = index_select(norm, 2, index)
+    y = linear(g, w)                    →   y = linear(s, w')            w' = w[:, kept]
+    u = linear(a, v)                        u = linear(a, v')            v' = v[kept, :]
+    h = add(x, gate(u, mask_1, 2))          h = index_add(x, 2, index, u)
+
+Rules:
+1. A site that keeps everything lowers to nothing: its gates vanish.
+2. A gate on a value that is cut itself vanishes: its features are gone (inner and mean gates).
+3. A gate on a full-width value is a read and becomes `index_select`, one a value and site.
+4. A write gate becomes `index_add` into the residual stream where its only user is the residual
+   addition; otherwise `index_add` into zeros, which keeps the order of the user's own additions.
+5. A parameter axis keeps position p if every site that labels p keeps its feature.
+6. Sizes written into the graph on cut dimensions (reshape, expand, split, slice) are counted anew.
+   A mean over a cut dimension becomes a sum divided by the full size, as in the gated graph.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from dispfx.errors import PassError
+from dispfx.ir import ops
+from dispfx.ir.links import slice_positions
+from dispfx.ir.ops import aten, argument, packet
+from dispfx.ir.program import Program
+from dispfx.ir.sites import UNTOUCHED, GatePoint, Site
+from dispfx.pipeline import PassResult
+
+INDEX_PREFIX = "dispfx_index"
+Cut = dict[tuple[str, int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class LowerGates:
+    """Lower every gate for given selections.
+
+    Args:
+        kept: sorted kept indices by site name.
+    """
+
+    kept: Mapping[str, Tensor] = field(repr=False)
+
+    name = "lower-gates"
+    requires = "gated"
+    ensures = "lowered"
+
+    def run(self, program: Program) -> PassResult:
+        """Rewrite the graph and slice the tensors of this program.
+
+        Raises:
+            PassError: if a size in the graph cannot be counted anew.
+        """
+        masks = {site.name: _mask(site, self.kept[site.name]) for site in program.sites}
+        cut = _cut_dimensions(program, masks)
+        lowering = _Lowering(program, masks, cut)
+        for index, site in enumerate(program.sites):
+            for at, point in enumerate(site.gates):
+                lowering.gate(site, point, f"gate_{index}_{at}")
+        _count_sizes(program, cut)
+        for node in list(program.graph.nodes):
+            if node.op == "placeholder" and node.name.startswith("mask_"):
+                _erase_with_users(program.graph, node)
+        tensors = lowering.tensors | _sliced_tensors(program, cut)
+        program.rebuild(tensors)
+        narrowed = sum(not bool(mask.all()) for mask in masks.values())
+        return PassResult(True, f"{narrowed} of {len(masks)} sites narrowed")
+
+
+def _mask(site: Site, kept: Tensor) -> np.ndarray:
+    mask = np.zeros(site.size, dtype=bool)
+    mask[kept.numpy()] = True
+    return mask
+
+
+def _kept_positions(labels: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return for each position whether it stays: it follows no feature, or a kept one."""
+    return (labels == UNTOUCHED) | mask[np.maximum(labels, 0)]
+
+
+def _cut_dimensions(program: Program, masks: Mapping[str, np.ndarray]) -> Cut:
+    """Return which positions stay of every dimension that some site cuts (rule 5)."""
+    cut: Cut = {}
+    for site in program.sites:
+        if masks[site.name].all():
+            continue
+        for dimension, labels in program.closures[site.name].items():
+            stays = _kept_positions(labels, masks[site.name])
+            cut[dimension] = cut[dimension] & stays if dimension in cut else stays
+    return cut
+
+
+@dataclass
+class _Lowering:
+    """Gates being lowered, with the index tensors that they need."""
+
+    program: Program
+    masks: Mapping[str, np.ndarray]
+    cut: Cut
+
+    def __post_init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {
+            path: tensor for path, tensor in self.program.tensors() if not path.startswith("dispfx_labels.")
+        }
+        self.nodes = self.program.nodes
+        self.device = self.program.device
+        self.writes = set(self.program.stream.writes) if self.program.stream else set()
+
+    def gate(self, site: Site, point: GatePoint, name: str) -> None:
+        """Replace one gate by what it means for the kept features."""
+        gate = self.nodes[name]
+        value = gate.args[0]
+        assert isinstance(value, fx.Node)
+        narrow = (point.value, point.dim) in self.program.closures[site.name]
+        if self.masks[site.name].all():
+            gate.replace_all_uses_with(value)
+        elif not narrow:
+            gate.replace_all_uses_with(self._read(site, point, value))
+        elif self._is_write(site, point):
+            self._write(site, point, gate, value)
+        else:
+            gate.replace_all_uses_with(value)
+        self.program.graph.erase_node(gate)
+
+    def _is_write(self, site: Site, point: GatePoint) -> bool:
+        tops = {(leaf.top, leaf.user) for leaf in self.program.leaves}
+        return any((point.value, user) in tops for user in point.users)
+
+    def _index(self, site: Site, point: GatePoint) -> fx.Node:
+        """Return the node of the kept positions of a gate's dimension."""
+        path = f"{INDEX_PREFIX}.{site.name}"
+        mask = self.masks[site.name]
+        positions = np.flatnonzero(mask)
+        if point.labels is not None:
+            path = f"{path}_at_{point.value}"
+            positions = np.flatnonzero(_kept_positions(np.array(point.labels), mask))
+        if path not in self.tensors:
+            self.tensors[path] = torch.from_numpy(positions.astype(np.int32)).to(self.device)
+        name = path.replace(".", "_")
+        if name in self.nodes:
+            return self.nodes[name]
+        first = next(iter(self.program.graph.nodes))
+        with self.program.graph.inserting_after(first):
+            node = self.program.graph.create_node("get_attr", path, name=name)
+        node.meta["val"] = torch.empty(len(positions), dtype=torch.int32, device="meta")
+        self.nodes[name] = node
+        return node
+
+    def _read(self, site: Site, point: GatePoint, value: fx.Node) -> fx.Node:
+        index = self._index(site, point)
+        with self.program.graph.inserting_after(value):
+            read = self.program.graph.call_function(aten.index_select.default, (value, point.dim, index))
+        read.meta["val"] = value.meta["val"].narrow(point.dim, 0, index.meta["val"].shape[0])
+        return read
+
+    def _write(self, site: Site, point: GatePoint, gate: fx.Node, value: fx.Node) -> None:
+        index = self._index(site, point)
+        for user in list(gate.users):
+            base = _residual_base(user, gate) if user.name in self.writes else None
+            with self.program.graph.inserting_before(user):
+                if base is None:
+                    user.replace_input_with(gate, self._into_zeros(point, gate, value, index))
+                    continue
+                small = _with_dtype(self.program.graph, value, base)
+                add = self.program.graph.create_node(
+                    "call_function", aten.index_add.default, (base, point.dim, index, small), name=f"{user.name}_into"
+                )
+            add.meta = dict(user.meta)
+            self._rename_write(user, add)
+
+    def _rename_write(self, user: fx.Node, add: fx.Node) -> None:
+        """Let the index_add take the place, and the name, of the residual addition."""
+        name = user.name
+        user.replace_all_uses_with(add)
+        self.program.graph.erase_node(user)
+        self.nodes[name] = add
+
+    def _into_zeros(self, point: GatePoint, gate: fx.Node, value: fx.Node, index: fx.Node) -> fx.Node:
+        entry = next(self.nodes[leaf.entry] for leaf in self.program.leaves if leaf.top == point.value)
+        dtype = value.meta["val"].dtype
+        graph = self.program.graph
+        zeros = graph.call_function(aten.zeros_like.default, (entry,), {"dtype": dtype})
+        full = graph.call_function(aten.index_add.default, (zeros, point.dim, index, value))
+        zeros.meta["val"] = full.meta["val"] = gate.meta["val"]
+        return full
+
+
+def _residual_base(user: fx.Node, gate: fx.Node) -> fx.Node | None:
+    """Return what the gated value is added to, or None where the addition scales its operand."""
+    if packet(user) is not aten.add or user.kwargs.get("alpha", 1) != 1:
+        return None
+    others = [value for value in user.args if value is not gate]
+    base = others[0] if len(others) == 1 else None
+    if not isinstance(base, fx.Node) or base.meta["val"].dtype != user.meta["val"].dtype:
+        return None
+    return base
+
+
+def _with_dtype(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
+    dtype = like.meta["val"].dtype
+    if value.meta["val"].dtype == dtype:
+        return value
+    cast = graph.call_function(aten.to.dtype, (value, dtype))
+    cast.meta["val"] = value.meta["val"].to(dtype)
+    return cast
+
+
+def _erase_with_users(graph: fx.Graph, node: fx.Node) -> None:
+    for user in list(node.users):
+        _erase_with_users(graph, user)
+    graph.erase_node(node)
+
+
+def _sliced_tensors(program: Program, cut: Cut) -> dict[str, Tensor]:
+    """Return the tensors that some site cuts, cut."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "get_attr"}
+    tensors = dict(program.tensors())
+    sliced: dict[str, Tensor] = {}
+    for (name, dim), stays in cut.items():
+        if name not in nodes or stays.all():
+            continue
+        path = str(nodes[name].target)
+        tensor = sliced.get(path, tensors[path])
+        index = torch.from_numpy(np.flatnonzero(stays)).to(tensor.device)
+        narrowed = tensor.detach().index_select(dim, index)
+        is_parameter = isinstance(tensors[path], torch.nn.Parameter)
+        sliced[path] = torch.nn.Parameter(narrowed, requires_grad=False) if is_parameter else narrowed
+    return sliced
+
+
+def _count_sizes(program: Program, cut: Cut) -> None:
+    """Rewrite the sizes that the graph spells out on cut dimensions (rule 6)."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    for node in list(nodes.values()):
+        rewrite = _REWRITES.get(packet(node))
+        if rewrite is not None:
+            rewrite(program.graph, node, cut)
+    for (name, dim), stays in cut.items():
+        if name in nodes and not stays.all():
+            value = nodes[name].meta["val"]
+            nodes[name].meta["val"] = value.narrow(dim, 0, int(stays.sum()))
+
+
+def _count_shape(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+    sizes = list(node.args[1])  # type: ignore[arg-type]
+    for dim, size in enumerate(sizes):
+        stays = cut.get((node.name, dim))
+        if stays is not None and isinstance(size, int) and size != -1:
+            sizes[dim] = int(stays.sum())
+    node.update_arg(1, sizes)
+
+
+def _count_parts(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+    value = node.args[0]
+    assert isinstance(value, fx.Node)
+    dim = argument(node, 2, "dim", 0) % ops.rank(value)  # type: ignore[operator]
+    stays = cut.get((value.name, dim))
+    if stays is None:
+        return
+    sizes = [ops.size_hint(part.shape[dim]) for part in node.meta["val"]]
+    ends = np.cumsum(sizes)
+    counted = [int(stays[end - size : end].sum()) for size, end in zip(sizes, ends, strict=True)]
+    node.target = aten.split_with_sizes.default
+    node.args, node.kwargs = (value, counted, dim), {}
+
+
+def _count_bounds(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+    value = node.args[0]
+    assert isinstance(value, fx.Node)
+    dim = argument(node, 1, "dim", 0) % ops.rank(value)  # type: ignore[operator]
+    stays = cut.get((value.name, dim))
+    if stays is None:
+        return
+    renumbered = np.cumsum(stays) - 1
+    taken = [int(renumbered[position]) for position in slice_positions(node) if stays[position]]
+    steps = set(np.diff(taken).tolist())
+    if len(steps) > 1 or not taken:
+        raise PassError(
+            f"the kept features of slice {node.name} do not lie at equal distances",
+            where=ops.source_line(node),
+            hint="leave this branch dense with --skip",
+        )
+    node.args, node.kwargs = (value, dim, taken[0], taken[-1] + 1, steps.pop() if steps else 1), {}
+
+
+def _keep_divisor(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+    """A mean over a cut dimension is a sum over the kept features divided by the full size."""
+    value = node.args[0]
+    assert isinstance(value, fx.Node)
+    dims = argument(node, 1, "dim")
+    reduced = [dim % ops.rank(value) for dim in (dims if isinstance(dims, list | tuple) else [dims])]  # type: ignore[operator]
+    if not any((value.name, dim) in cut for dim in reduced):
+        return
+    size = 1
+    for dim in reduced:
+        size *= ops.shape_of(value)[dim]
+    with graph.inserting_after(node):
+        divided = graph.call_function(aten.div.Tensor, (node, size))
+    divided.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(divided, delete_user_cb=lambda user: user is not divided)
+    node.target = aten.sum.dim_IntList
+    node.args, node.kwargs = (value, reduced, argument(node, 2, "keepdim", False)), {}
+
+
+_REWRITES = {
+    **dict.fromkeys(ops._packets("reshape view expand unflatten"), _count_shape),
+    **dict.fromkeys(ops._packets("split split_with_sizes chunk unsafe_split unsafe_chunk"), _count_parts),
+    aten.slice: _count_bounds,
+    aten.mean: _keep_divisor,
+}
