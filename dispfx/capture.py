@@ -14,17 +14,21 @@ How a decoder becomes a graph:
 
 import hashlib
 import inspect
+import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from dispfx.errors import CaptureError
+from dispfx.ir.inline import inline_modes
+from dispfx.ir.ops import source_line
 from dispfx.ir.program import Program, with_tensors
 
 TRACED_SHAPE = (3, 13)
@@ -72,9 +76,7 @@ def export_program(module: fx.GraphModule, ids: Tensor) -> ExportedProgram:
     """
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.export.export(
-            module, (ids,), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO},), strict=False
-        )
+        return torch.export.export(module, (ids,), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO},), strict=False)
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -146,7 +148,7 @@ def _run(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> Any:
 
 def _logits_of(output: Any, ids: Tensor) -> Tensor:
     """Return the logits in a module's output: its first float tensor of shape (B, T, V)."""
-    leaves = torch.utils._pytree.tree_leaves(output)
+    leaves = pytree.tree_leaves(output)
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:-1] == ids.shape:
             return leaf
@@ -228,6 +230,7 @@ def _paths_read(graph: fx.Graph) -> list[str]:
 def _unlifted(exported: ExportedProgram, ties: Mapping[str, str], vocabulary: int) -> fx.Graph:
     """Return a graph from token ids to logits in which tensors are `get_attr` nodes by path."""
     source = exported.graph
+    inline_modes(source, exported.graph_module)
     specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     graph, copies, reads = fx.Graph(), {}, {}
     ids = next(name for name, spec in specs.items() if spec.kind == InputKind.USER_INPUT)
@@ -237,6 +240,7 @@ def _unlifted(exported: ExportedProgram, ties: Mapping[str, str], vocabulary: in
         if node.op == "placeholder" and node.name != ids:
             spec = specs[node.name]
             if spec.kind in _TENSOR_KINDS:
+                assert spec.target is not None
                 path = ties.get(spec.target, spec.target)
                 copies[node] = reads.get(path) or _read(graph, path, node)
                 reads[path] = copies[node]
@@ -244,7 +248,7 @@ def _unlifted(exported: ExportedProgram, ties: Mapping[str, str], vocabulary: in
         if node.op == "get_attr":
             raise CaptureError(
                 f"a higher-order operation reads the sub-graph {node.target}",
-                where=_source_line(node),
+                where=source_line(node),
                 hint="control flow that depends on data cannot be pruned",
             )
         copies[node] = graph.node_copy(node, lambda old: copies[old])
@@ -303,17 +307,6 @@ def _first_line(error: Exception) -> str:
 
 def _user_frame(error: Exception) -> str | None:
     """Return the innermost frame outside torch, as file:line."""
-    import traceback
-
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "/torch/" not in f.filename and not f.filename.endswith("dispfx/capture.py")]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else None
-
-
-def _source_line(node: fx.Node) -> str | None:
-    trace = node.meta.get("stack_trace")
-    lines = [line.strip() for line in (trace or "").splitlines() if line.strip().startswith("File ")]
-    return lines[-1] if lines else None
-
-
-Run = Callable[[Tensor], Tensor]

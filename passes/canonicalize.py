@@ -21,12 +21,12 @@ import torch
 from torch import fx
 
 from dispfx.ir import ops
-from dispfx.ir.ops import aten, argument, packet
+from dispfx.ir.ops import argument, aten, packet
 from dispfx.ir.program import Program
 from dispfx.pipeline import PassResult
 
-_ASSERTIONS = ops._packets("_assert_tensor_metadata _assert_async _assert_scalar sym_constrain_range_for_size")
-_NO_OPS = ops._packets("alias detach lift_fresh_copy")
+_ASSERTIONS = ops.packets("_assert_tensor_metadata _assert_async _assert_scalar sym_constrain_range_for_size")
+_NO_OPS = ops.packets("alias detach lift_fresh_copy")
 _END = 2**63 - 1
 
 
@@ -92,7 +92,7 @@ def _evaluation_dropout(node: fx.Node, operand: fx.Node) -> bool:
 
 _TESTS: dict[object, Callable[[fx.Node, fx.Node], bool]] = {
     **dict.fromkeys(_NO_OPS, _always),
-    **dict.fromkeys(ops._packets("to _to_copy type_as"), _same_type),
+    **dict.fromkeys(ops.packets("to _to_copy type_as"), _same_type),
     aten.slice: _whole_slice,
     aten.dropout: _evaluation_dropout,
 }

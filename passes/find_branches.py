@@ -13,7 +13,6 @@ Rules:
 5. A branch is named after the module that holds its weights, with its kind where that is not unique.
 """
 
-import os.path
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -130,7 +129,9 @@ def _kind(nodes: set[fx.Node], flow: Flow) -> str:
     packets = {ops.packet(node) for node in nodes}
     if packets & ops.ATTENTION:
         return "attention"
-    between_activations = [node for node in nodes if ops.is_product(node) and len(ops.activations(node, flow.dependent)) > 1]
+    between_activations = [
+        node for node in nodes if ops.is_product(node) and len(ops.activations(node, flow.dependent)) > 1
+    ]
     if any(_behind_softmax(node, nodes, flow) for node in between_activations):
         return "attention"
     return "mixer" if between_activations or packets & ops.MIXERS else "mlp"
@@ -167,7 +168,11 @@ def _module_path(leaf: _Found) -> str:
     """Return the path of the module that holds the weights of the leaf's products."""
     weights = [path for node in leaf.nodes if ops.is_product(node) for path in ops.tensors_read(node)]
     paths = [path.split(".")[:-1] for path in sorted(set(weights))]
-    shared = os.path.commonprefix(paths) if paths else []
+    shared: list[str] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
     return ".".join(shared) or leaf.top.name
 
 

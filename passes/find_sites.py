@@ -226,7 +226,8 @@ def _gates(closure: Closure, size: int) -> tuple[GatePoint, ...]:
         users.setdefault((value.name, dim), []).append(user.name)
         labels[value.name, dim] = _compact(positions, size)
     return tuple(
-        GatePoint(value, dim, tuple(sorted(names)), labels[value, dim]) for (value, dim), names in users.items()
+        GatePoint(value, dim, tuple(sorted(names)), labels[value, dim])
+        for (value, dim), names in users.items()
     )
 
 
@@ -241,7 +242,7 @@ def _nothing_left(program: Program, skip: tuple[str, ...]) -> UnsupportedGraphEr
     reasons = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in program.refused[:4])
     hint = f"--skip leaves out {', '.join(skip)}" if skip else "dispfx inspect shows every refusal"
     return UnsupportedGraphError(
-        f"a decoder needs at least one branch that can be pruned; all were refused ({reasons or 'none found'})",
+        f"at least one branch must be prunable; all were refused ({reasons or 'none found'})",
         where=program.model_class,
         hint=hint,
     )

@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from dispfx.ir import ops
 from dispfx.ir.ops import aten, packet
 from dispfx.ir.program import Program
-from dispfx.pipeline import PassResult
 from dispfx.passes.lower_gates import INDEX_PREFIX
+from dispfx.pipeline import PassResult
 
 INVERSE_PREFIX = "dispfx_inverse"
 

@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from dispfx.errors import PassError
 from dispfx.ir import ops
 from dispfx.ir.links import slice_positions
-from dispfx.ir.ops import aten, argument, packet
+from dispfx.ir.ops import argument, aten, packet
 from dispfx.ir.program import Program
 from dispfx.ir.sites import UNTOUCHED, GatePoint, Site
 from dispfx.pipeline import PassResult
@@ -167,7 +167,10 @@ class _Lowering:
                     continue
                 small = _with_dtype(self.program.graph, value, base)
                 add = self.program.graph.create_node(
-                    "call_function", aten.index_add.default, (base, point.dim, index, small), name=f"{user.name}_into"
+                    "call_function",
+                    aten.index_add.default,
+                    (base, point.dim, index, small),
+                    name=f"{user.name}_into",
                 )
             add.meta = dict(user.meta)
             self._rename_write(user, add)
@@ -303,12 +306,12 @@ def _keep_divisor(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
     divided.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(divided, delete_user_cb=lambda user: user is not divided)
     node.target = aten.sum.dim_IntList
-    node.args, node.kwargs = (value, reduced, argument(node, 2, "keepdim", False)), {}
+    node.args, node.kwargs = (value, reduced, bool(argument(node, 2, "keepdim", False))), {}
 
 
 _REWRITES = {
-    **dict.fromkeys(ops._packets("reshape view expand unflatten"), _count_shape),
-    **dict.fromkeys(ops._packets("split split_with_sizes chunk unsafe_split unsafe_chunk"), _count_parts),
+    **dict.fromkeys(ops.packets("reshape view expand unflatten"), _count_shape),
+    **dict.fromkeys(ops.packets("split split_with_sizes chunk unsafe_split unsafe_chunk"), _count_parts),
     aten.slice: _count_bounds,
     aten.mean: _keep_divisor,
 }

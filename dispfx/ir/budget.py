@@ -10,7 +10,8 @@ Hardening draws no random number (the same logits always give the same selection
    width.  Of the moves that bring the count closer, the one that gives up the least logit margin a
    parameter is taken; when none does, the best pair of one step up and one step down.
 
-Entry points: `ParameterCount` (how many parameters are left), `harden`, `hard_masks`.
+Entry points: `ParameterCount` (how many parameters are left), `check_reachable`, `harden`,
+`hard_masks`.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from dispfx.ir.plan import Budget
 from dispfx.ir.sites import Site
 from dispfx.ir.widths import Ranking, Widths
 
-__all__ = ["CLOSE", "LIMIT", "Groups", "ParameterCount", "hard_masks", "harden"]
+__all__ = ["CLOSE", "LIMIT", "Groups", "ParameterCount", "check_reachable", "hard_masks", "harden"]
 
 # Share of the dense count within which repair leaves the thresholded widths alone: half of the
 # 0.001 that a user is promised, so that the promise does not hang on the last move.
@@ -73,15 +74,24 @@ def harden(
             ratio (with alignment: within 0.005 and half a step of the widths).
         PassError: if the logits do not fit the sites or are not finite.
     """
-    groups = Groups.alone(sites) if groups is None else groups.to("cpu")
-    logits = logits.detach().to("cpu", torch.float64)
-    _check(logits, groups, count, budget)
-    search = _Search(
-        Ranking.of(logits, groups.sizes), Widths(groups.sizes, budget.align), groups, count.to("cpu")
-    )
+    groups = Groups.alone(sites) if groups is None else groups
+    search = _Search.of(logits, groups, count, budget)
+    search.check_reachable(budget)
     widths = search.repaired(*search.threshold(budget), budget)
     selections = search.ranking.selections(widths)
     return [selections[group].clone() for group in groups.of_site]
+
+
+def check_reachable(
+    sites: Sequence[Site], count: ParameterCount, budget: Budget, *, groups: Groups | None = None
+) -> None:
+    """Say before anything is learned that a budget cannot be met.
+
+    Raises:
+        BudgetError: if even the smallest widths leave too much, with the largest possible ratio.
+    """
+    groups = Groups.alone(sites) if groups is None else groups
+    _Search.of(torch.zeros(groups.features), groups, count, budget).check_reachable(budget)
 
 
 def _check(logits: Tensor, groups: Groups, count: ParameterCount, budget: Budget) -> None:
@@ -107,20 +117,27 @@ class _Search:
     groups: Groups
     count: ParameterCount
 
+    @staticmethod
+    def of(logits: Tensor, groups: Groups, count: ParameterCount, budget: Budget) -> "_Search":
+        """Return a search on the CPU, in float64."""
+        logits = logits.detach().to("cpu", torch.float64)
+        _check(logits, groups, count, budget)
+        widths = Widths(groups.sizes, budget.align)
+        return _Search(Ranking.of(logits, groups.sizes), widths, groups.to("cpu"), count.to("cpu"))
+
     def left(self, widths_G: Tensor) -> int:
         """Count the parameters that are left at these widths."""
         return self.count.count_kept(self.groups.expand(self.ranking.masks(widths_G)))
 
-    def threshold(self, budget: Budget) -> tuple[Tensor, float]:
-        """Return the aligned widths at the best global threshold, and that threshold.
+    def check_reachable(self, budget: Budget) -> None:
+        """Refuse a budget that even the smallest widths exceed."""
+        most = 1.0 - self.left(self.widths.smallest) / self.count.dense
+        if most < budget.ratio - LIMIT:
+            raise _out_of_reach(budget, most)
 
-        Raises:
-            BudgetError: if even the smallest widths leave too much.
-        """
+    def threshold(self, budget: Budget) -> tuple[Tensor, float]:
+        """Return the aligned widths at the best global threshold, and that threshold."""
         target = budget.keep * self.count.dense
-        smallest = self.left(self.widths.smallest)
-        if smallest > target + LIMIT * self.count.dense:
-            raise _out_of_reach(budget, 1.0 - smallest / self.count.dense)
         low, high = 0, self.groups.features
         while high - low > 1:
             middle = (low + high) // 2

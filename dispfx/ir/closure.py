@@ -131,9 +131,9 @@ class _Walk:
             return
         if place.op == "output":
             raise _Refused(Mismatch("the features reach the decoder's output", place))
-        if ops.is_product(place) or ops.packet(place) in ops.ATTENTION:
-            if len(ops.activations(place, self._around.dependent)) > 1:
-                raise _Refused(Mismatch("the features enter a product of two activations", place))
+        product = ops.is_product(place) or ops.packet(place) in ops.ATTENTION
+        if product and len(ops.activations(place, self._around.dependent)) > 1:
+            raise _Refused(Mismatch("the features enter a product of two activations", place))
         connections = links(place)
         if connections is None:
             raise _Refused(Mismatch(f"no rule is known for {ops.packet(place)}", place))
@@ -164,7 +164,9 @@ class _Walk:
 
     def _carry(self, link: Link, dimension: Dimension) -> None:
         forward = dimension == link.a
-        here, there = (link.a_positions, link.b_positions) if forward else (link.b_positions, link.a_positions)
+        here, there = (
+            (link.a_positions, link.b_positions) if forward else (link.b_positions, link.a_positions)
+        )
         target = link.b if forward else link.a
         labels = self.closure.labels[dimension]
         if here is None or there is None:
@@ -221,4 +223,3 @@ def _carried(labels: np.ndarray, here: np.ndarray, there: np.ndarray, size: int)
     arrived = labels[here]
     consistent = (arrived == UNTOUCHED) | (arrived == carried[there])
     return carried if bool(consistent.all()) else None
-

@@ -80,7 +80,7 @@ class Flow:
 
     def feeds(self, source: fx.Node, target: fx.Node) -> bool:
         """Whether some path leads from `source` to `target`."""
-        inside, met = self.cone(target, lambda node: node is source or self.order[node] < self.order[source])
+        _, met = self.cone(target, lambda node: node is source or self.order[node] < self.order[source])
         return source in met
 
     def cone(self, top: fx.Node, stop: Callable[[fx.Node], bool]) -> tuple[set[fx.Node], set[fx.Node]]:

@@ -55,7 +55,9 @@ def _backward(ctx, grad: Tensor):
     grad_mask = None
     if ctx.needs_input_grad[1]:
         others = [d for d in range(x.dim()) if d != ctx.dim]
-        grad_mask = (grad * x).sum(others, dtype=torch.promote_types(mask.dtype, torch.float32)).to(mask.dtype)
+        grad_mask = (
+            (grad * x).sum(others, dtype=torch.promote_types(mask.dtype, torch.float32)).to(mask.dtype)
+        )
     return grad_x, grad_mask, None
 
 

@@ -14,34 +14,38 @@ from dispfx.ir.gate import GATE
 
 aten = torch.ops.aten
 
-def _packets(names: str) -> frozenset[object]:
+
+def packets(names: str) -> frozenset[object]:
     """Return the named aten operations, those that this torch does not have left out."""
     return frozenset(getattr(aten, name) for name in names.split() if hasattr(aten, name))
 
 
-CASTS = _packets("to _to_copy type_as")
-COPIES = _packets("clone contiguous alias detach dropout lift_fresh_copy")
-VIEWS = _packets("view reshape _unsafe_view flatten unflatten unsqueeze squeeze")
-MULTIPLE = _packets("split split_with_sizes chunk unbind unsafe_chunk unsafe_split")
-SHAPE_OPS = VIEWS | MULTIPLE | _packets(
+CASTS = packets("to _to_copy type_as")
+COPIES = packets("clone contiguous alias detach dropout lift_fresh_copy")
+VIEWS = packets("view reshape _unsafe_view flatten unflatten unsqueeze squeeze")
+MULTIPLE = packets("split split_with_sizes chunk unbind unsafe_chunk unsafe_split")
+SHAPE_OPS = VIEWS | MULTIPLE | packets(
     "transpose permute t expand slice select cat stack movedim narrow swapaxes numpy_T"
 )  # fmt: skip
-PRODUCTS = _packets("linear addmm mm bmm baddbmm matmul einsum mv dot _grouped_mm conv1d convolution")
-ATTENTION = _packets("scaled_dot_product_attention")
-SOFTMAX = _packets("softmax _softmax _safe_softmax")
-MIXERS = _packets("conv1d convolution conv2d cumsum cumprod pad constant_pad_nd roll flip fft_fft logcumsumexp")
-NORMS = _packets("layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm")
-AVERAGES = _packets("mean sum")
-REDUCTIONS = AVERAGES | _packets(
+PRODUCTS = packets("linear addmm mm bmm baddbmm matmul einsum mv dot _grouped_mm conv1d convolution")
+ATTENTION = packets("scaled_dot_product_attention")
+SOFTMAX = packets("softmax _softmax _safe_softmax")
+MIXERS = packets(
+    "conv1d convolution conv2d cumsum cumprod pad constant_pad_nd roll flip fft_fft logcumsumexp"
+)
+NORMS = packets("layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm")
+AVERAGES = packets("mean sum")
+REDUCTIONS = AVERAGES | packets(
     "amax amin max min var var_mean std norm linalg_vector_norm argmax prod all any logsumexp"
 )  # fmt: skip
-ORDERED = SOFTMAX | _packets("topk sort argsort cumsum cumprod log_softmax")
-GATHERS = _packets("index index_select")
-METADATA_ONLY = _packets(
-    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty sym_size sym_numel sym_stride"
+ORDERED = SOFTMAX | packets("topk sort argsort cumsum cumprod log_softmax")
+GATHERS = packets("index index_select")
+METADATA_ONLY = packets(
+    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty "
+    "sym_size sym_numel sym_stride"
 )  # fmt: skip
 # Pointwise by definition, though torch does not tag them so.
-UNTAGGED_POINTWISE = _packets("hardswish log_sigmoid multiply masked_fill __and__ __or__ logaddexp")
+UNTAGGED_POINTWISE = packets("hardswish log_sigmoid multiply masked_fill __and__ __or__ logaddexp")
 
 
 def packet(node: fx.Node) -> object:

@@ -209,7 +209,8 @@ class Plan:
         try:
             with safe_open(path, framework="pt") as file:
                 header = json.loads((file.metadata() or {})["dispfx"])
-                return _plan_of_header(header, {name: file.get_tensor(name) for name in file.keys()})
+                names = list(file.keys())
+                return _plan_of_header(header, {name: file.get_tensor(name) for name in names})
         except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
                 f"this file is not a plan: {error}", where=str(path), hint="pass a plan.safetensors"
@@ -218,7 +219,9 @@ class Plan:
 
 def _plan_of_header(header: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
     if header["schema_version"] != SCHEMA_VERSION:
-        raise ValueError(f"its format is version {header['schema_version']}, this program reads {SCHEMA_VERSION}")
+        raise ValueError(
+            f"its format is version {header['schema_version']}, this program reads {SCHEMA_VERSION}"
+        )
     budget = Budget(float(header["budget"]["ratio"]), header["budget"]["of"], int(header["budget"]["align"]))
     if not 0.0 <= budget.ratio < 1.0 or budget.of not in ("blocks", "total") or budget.align < 1:
         raise ValueError(f"its budget is impossible: {budget}")
@@ -236,7 +239,12 @@ def _plan_of_header(header: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
     )
     versions = {str(name): str(version) for name, version in header["versions"].items()}
     return Plan(
-        str(header["fingerprint"]), budget, selections, float(header["achieved"]), int(header["seed"]), versions
+        str(header["fingerprint"]),
+        budget,
+        selections,
+        float(header["achieved"]),
+        int(header["seed"]),
+        versions,
     )
 
 

@@ -21,7 +21,10 @@ def print_program(program: Program) -> str:
 
 def signature(program: Program) -> int:
     """Return a number that changes when the graph or a fact changes."""
-    graph = tuple((node.name, node.op, str(node.target), str(node.args), str(node.kwargs)) for node in program.graph.nodes)
+    graph = tuple(
+        (node.name, node.op, str(node.target), str(node.args), str(node.kwargs))
+        for node in program.graph.nodes
+    )
     facts = (program.stream, program.leaves, program.branches, program.sites, program.refused)
     shapes = tuple((path, tuple(tensor.shape)) for path, tensor in program.tensors())
     gates = tuple(site.gates for site in program.sites)

@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dispfx.errors import BudgetError, PassError
-from dispfx.ir.budget import CLOSE, LIMIT, Groups, ParameterCount, hard_masks, harden
+from dispfx.ir.budget import CLOSE, LIMIT, Groups, ParameterCount, check_reachable, hard_masks, harden
 from dispfx.ir.plan import Budget
 from dispfx.ir.sites import Slice
 from tests.ir.site_strategies import decoder_sites, decoders, site, sliced_count
@@ -163,6 +163,9 @@ def test_a_ratio_beyond_the_sites_is_a_budget_error_with_numbers():
     count = ParameterCount.of_sites(sites, shapes, "total")
     with pytest.raises(BudgetError, match=r"ratio 0\.9500 of the total .* at most 0\.\d+ at widths .* of 8"):
         harden(random_logits(count.features), sites, count, Budget(0.95, "total", 8))
+    with pytest.raises(BudgetError, match=r"at most 0\.\d+"):
+        check_reachable(sites, count, Budget(0.95, "total", 8))
+    check_reachable(sites, count, Budget(0.3, "total", 8))
 
 
 @pytest.mark.parametrize(

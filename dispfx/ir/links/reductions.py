@@ -1,0 +1,66 @@
+"""Rules of pointwise operations, reductions, norms, and operations that order a dimension."""
+
+from torch import fx
+
+from dispfx.ir import ops
+from dispfx.ir.links.connections import (
+    Connection,
+    Mixing,
+    aligned,
+    dimension,
+    operand,
+    same,
+    tensor_operands,
+)
+from dispfx.ir.ops import argument, aten, packet, rank
+
+
+def pointwise(node: fx.Node) -> list[Connection]:
+    return [link for value in tensor_operands(node) for link in aligned(value, node)]
+
+
+def first_only(node: fx.Node) -> list[Connection]:
+    return aligned(operand(node, 0), node)
+
+
+def metadata_only(node: fx.Node) -> list[Connection]:
+    """The result's values do not depend on the operand, but its dimensions have the same sizes."""
+    value = next((value for value in node.all_input_nodes if ops.is_tensor(value)), None)
+    like = packet(node) in (aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)
+    return aligned(value, node) if value is not None and like else []
+
+
+def reduction(node: fx.Node) -> list[Connection]:
+    value = operand(node, 0)
+    dims = argument(node, 1, "dim")
+    listed = dims if isinstance(dims, list | tuple) else [dims]
+    reduced = {dimension(value, dim) for dim in listed} if dims not in (None, []) else set(range(rank(value)))
+    average = packet(node) in ops.AVERAGES
+    found: list[Connection] = [Mixing((value, dim), average) for dim in sorted(reduced)]
+    if not ops.is_tensor(node):
+        return found
+    keeps = rank(node) == rank(value)
+    left = [dim for dim in range(rank(value)) if dim not in reduced]
+    for position, dim in enumerate(left):
+        found += same(value, dim, node, dim if keeps else position)
+    return found
+
+
+def ordered(node: fx.Node) -> list[Connection]:
+    """A softmax, a scan or a sort along one dimension; the others pass through."""
+    value = operand(node, 0)
+    at = 2 if packet(node) is aten.topk else 1
+    mixed = dimension(value, argument(node, at, "dim", -1))
+    found: list[Connection] = [Mixing((value, mixed))]
+    if ops.is_tensor(node):
+        found += [link for dim in range(rank(value)) if dim != mixed for link in same(value, dim, node, dim)]
+    return found
+
+
+def norm(node: fx.Node) -> list[Connection]:
+    """A fused norm mixes its trailing dimensions; weight and bias follow them."""
+    value, shape = operand(node, 0), argument(node, 1, "normalized_shape")
+    assert isinstance(shape, list | tuple)
+    first = rank(value) - len(shape)
+    found: list[Connection] = [Mixing((value, dim)) for dim in range(first, rank(value))]
+    return found + [link for operand in tensor_operands(node) for link in aligned(operand, node)]

@@ -1,0 +1,203 @@
+"""Rules of operations that move, split, join or take dimensions."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from torch import fx
+
+from dispfx.ir import ops
+from dispfx.ir.links.connections import (
+    Alternatives,
+    Connection,
+    Link,
+    Mixing,
+    aligned,
+    dimension,
+    operand,
+    same,
+)
+from dispfx.ir.ops import argument, aten, packet, rank, shape_of
+
+
+def moved(node: fx.Node) -> list[Connection]:
+    """A transpose or permute: dimension `order[i]` becomes dimension i."""
+    value = operand(node, 0)
+    order = list(range(rank(value)))
+    if packet(node) is aten.permute:
+        order = [dimension(value, dim) for dim in argument(node, 1, "dims")]  # type: ignore[union-attr]
+    elif packet(node) in (aten.t, aten.numpy_T):
+        order.reverse()
+    else:
+        a, b = dimension(value, node.args[1]), dimension(value, node.args[2])
+        order[a], order[b] = order[b], order[a]
+    return [link for to, dim in enumerate(order) for link in same(value, dim, node, to)]
+
+
+def reshaped(node: fx.Node) -> list[Connection]:
+    """A reshape links groups of dimensions of equal product, from the left.
+
+    1. One dimension on both sides: a link.
+    2. One dimension on one side: it is the product of the factors on the other side.
+    3. Several on both sides: their features cannot be told apart, so they mix.
+    """
+    value = operand(node, 0)
+    found: list[Connection] = []
+    for before, after in _groups(shape_of(value), shape_of(node)):
+        wide = [dim for dim in before if shape_of(value)[dim] != 1]
+        narrow = [dim for dim in after if shape_of(node)[dim] != 1]
+        if len(wide) == 1 and len(narrow) == 1:
+            found += same(value, wide[0], node, narrow[0])
+        elif len(wide) == 1:
+            found.append(_factored(value, wide[0], node, narrow))
+        elif len(narrow) == 1:
+            found.append(_factored(node, narrow[0], value, wide))
+        else:
+            found += [Mixing((value, dim)) for dim in wide] + [Mixing((node, dim)) for dim in narrow]
+    return found
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Pair the shortest runs of dimensions whose sizes have the same product."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        left, right = list(range(i, min(i + 1, len(before)))), list(range(j, min(j + 1, len(after))))
+        while (a := _product(before, left)) != (b := _product(after, right)):
+            if a < b:
+                left.append(i + len(left))
+            else:
+                right.append(j + len(right))
+        i, j = i + len(left), j + len(right)
+        groups.append((left, right))
+    return groups
+
+
+def _product(sizes: Sequence[int], dims: Sequence[int]) -> int:
+    return math.prod(sizes[dim] for dim in dims)
+
+
+def _factored(whole: fx.Node, dim: int, parts: fx.Node, dims: Sequence[int]) -> Alternatives:
+    """Say which position of each factor a position of the whole dimension has."""
+    sizes = [shape_of(parts)[part] for part in dims]
+    index = np.unravel_index(np.arange(shape_of(whole)[dim]), sizes)
+    everything = np.arange(shape_of(whole)[dim])
+    factors = tuple(
+        Link((whole, dim), (parts, part), everything, positions)
+        for part, positions in zip(dims, index, strict=True)
+    )
+    return Alternatives((whole, dim), factors)
+
+
+def expanded(node: fx.Node) -> list[Connection]:
+    return aligned(operand(node, 0), node)
+
+
+def others(value: fx.Node, node: fx.Node, dim: int) -> list[Connection]:
+    """Link every dimension but one with the same dimension of the result."""
+    return [link for other in range(rank(value)) if other != dim for link in same(value, other, node, other)]
+
+
+def sliced(node: fx.Node) -> list[Connection]:
+    value = operand(node, 0)
+    dim = dimension(value, argument(node, 1, "dim", 0))
+    found = others(value, node, dim)
+    if ops.is_dynamic(value, dim):
+        return found
+    return [*found, Link((value, dim), (node, dim), slice_positions(node), np.arange(shape_of(node)[dim]))]
+
+
+def slice_positions(node: fx.Node) -> np.ndarray:
+    """Return the positions of the operand that a slice keeps."""
+    size = shape_of(operand(node, 0))[dimension(operand(node, 0), argument(node, 1, "dim", 0))]
+    start, stop, step = (
+        argument(node, index, name) for index, name in ((2, "start"), (3, "end"), (4, "step"))
+    )
+    return np.arange(size)[slice(start, stop, step)]
+
+
+def selected(node: fx.Node) -> list[Connection]:
+    value = operand(node, 0)
+    gone = dimension(value, node.args[1])
+    left = [dim for dim in range(rank(value)) if dim != gone]
+    found = [link for to, dim in enumerate(left) for link in same(value, dim, node, to)]
+    return [*found, Mixing((value, gone))] if shape_of(value)[gone] != 1 else found
+
+
+def item(node: fx.Node) -> list[Connection] | None:
+    """One result of a split, chunk or unbind."""
+    many, index = operand(node, 0), node.args[1]
+    rule = _ITEM_RULES.get(packet(many))  # type: ignore[arg-type]
+    return rule(node, many, index) if rule is not None and isinstance(index, int) else None
+
+
+def _split_item(node: fx.Node, many: fx.Node, index: int) -> list[Connection]:
+    value = operand(many, 0)
+    dim = dimension(value, argument(many, 2, "dim", 0))
+    sizes = [ops.size_hint(part.shape[dim]) for part in many.meta["val"]]
+    start = sum(sizes[:index])
+    found = others(value, node, dim)
+    return [
+        *found,
+        Link((value, dim), (node, dim), np.arange(start, start + sizes[index]), np.arange(sizes[index])),
+    ]
+
+
+def _unbind_item(node: fx.Node, many: fx.Node, index: int) -> list[Connection]:
+    value = operand(many, 0)
+    gone = dimension(value, argument(many, 1, "dim", 0))
+    left = [dim for dim in range(rank(value)) if dim != gone]
+    found = [link for to, dim in enumerate(left) for link in same(value, dim, node, to)]
+    return [*found, Mixing((value, gone))]
+
+
+def joined(node: fx.Node) -> list[Connection]:
+    values = node.args[0]
+    assert isinstance(values, list | tuple)
+    dim = dimension(node, argument(node, 1, "dim", 0))
+    found: list[Connection] = []
+    start = 0
+    for value in values:
+        assert isinstance(value, fx.Node)
+        size = shape_of(value)[dim]
+        found += [
+            link for other in range(rank(node)) if other != dim for link in same(value, other, node, other)
+        ]
+        found.append(Link((value, dim), (node, dim), np.arange(size), np.arange(start, start + size)))
+        start += size
+    return found
+
+
+def gated_half(node: fx.Node) -> list[Connection]:
+    value = operand(node, 0)
+    dim = dimension(value, argument(node, 1, "dim", -1))
+    half = shape_of(node)[dim]
+    found = others(value, node, dim)
+    return [*found, Link((value, dim), (node, dim), np.arange(2 * half), np.arange(2 * half) % half)]
+
+
+def indexed(node: fx.Node) -> list[Connection] | None:
+    """`x[i, …]` by index tensors on leading dimensions: trailing dimensions pass through."""
+    value, indices = operand(node, 0), node.args[1]
+    assert isinstance(indices, list | tuple)
+    taken = [dim for dim, index in enumerate(indices) if index is not None]
+    if taken != list(range(len(taken))):
+        return None
+    found: list[Connection] = [Mixing((value, dim)) for dim in taken]
+    shift = rank(node) - rank(value)
+    for dim in range(len(taken), rank(value)):
+        found += same(value, dim, node, dim + shift)
+    return found
+
+
+def index_selected(node: fx.Node) -> list[Connection]:
+    value = operand(node, 0)
+    taken = dimension(value, node.args[1])
+    found = others(value, node, taken)
+    return [*found, Mixing((value, taken))]
+
+
+_ITEM_RULES: dict[object, Callable[[fx.Node, fx.Node, int], list[Connection]]] = {
+    aten.unbind: _unbind_item,
+    **{op: _split_item for op in ops.MULTIPLE if op is not aten.unbind},
+}
