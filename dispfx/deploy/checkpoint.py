@@ -1,0 +1,198 @@
+"""The Hugging Face side of an output folder: its config, its tokenizer, and a decoder without weights.
+
+`write_checkpoint` writes config.json, generation_config.json, the tokenizer, the weight files and the
+plan.  `skeleton` builds the decoder that config.json describes, at full size and without weights, so
+that it can be captured and lowered again; `dispfx.deploy.reload` then puts the sliced weights in.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from dispfx.deploy.section import CONFIG_FILE, OUR_ENTRIES, add_section, read_section, write_model_files
+from dispfx.deploy.weights import INDEX_BUFFERS, MAX_SHARD_BYTES, read_headers, read_tensors, write_tensors
+from dispfx.errors import DataError
+from dispfx.ir.plan import Plan
+from dispfx.ir.sites import Site
+
+PLAN_FILE = "plan.safetensors"
+
+# Any other attention implementation may be fetched code, which a config must not ask for.
+_ATTENTION = ("eager", "sdpa")
+
+
+def write_checkpoint(
+    folder: Path,
+    *,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    plan: Plan,
+    sites: Sequence[Site],
+    config: Any,
+    architecture: str | None = None,
+    generation_config: Any = None,
+    tokenizer: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write everything that `skeleton` and `dispfx.deploy.reload.fill` need into `folder`.
+
+    Args:
+        folder: an existing, private folder; see `dispfx.deploy.folder`.
+        parameters: the lowered decoder's, by Hugging Face path, a tied one once.
+        buffers: those of the lowered decoder that `underived_buffers` names.
+        plan: what the parameters were sliced with.
+        sites: of the decoder, which give the kinds; in the order of the plan's selections.
+        config: the decoder's transformers config; it is not changed.
+        architecture: class name of the decoder, where the config does not say it.
+        generation_config, tokenizer: transformers objects, or None.
+
+    Raises:
+        OutputError: if a file cannot be written.
+    """
+    write_model_files(
+        folder,
+        config=config,
+        architecture=architecture,
+        generation_config=generation_config,
+        tokenizer=tokenizer,
+    )
+    add_section(folder, plan, sites, config, _main_dtype(parameters))
+    stored = {**buffers, **index_buffers(plan, sites)}
+    write_tensors(folder, parameters, stored, max_shard_bytes=max_shard_bytes)
+    plan.save(folder / PLAN_FILE)
+
+
+def index_buffers(plan: Plan, sites: Sequence[Site]) -> dict[str, Tensor]:
+    """Return the kept indices, int32 (K,), of every read and write that the plan cuts, by buffer name.
+
+    Inner sites need none: their weights are smaller on both sides.
+    """
+    cut = {site.name for site in sites if site.kind != "inner"}
+    return {
+        INDEX_BUFFERS + selection.site: selection.kept
+        for selection in plan.selections
+        if selection.site in cut and not selection.full
+    }
+
+
+def skeleton(
+    folder: Path, *, device: torch.device | str = "cpu", trust_remote_code: bool = False
+) -> nn.Module:
+    """Build the dense decoder of `folder` with zeros for weights, in eval mode.
+
+    On the CPU the zeros cost neither time nor memory until they are written to.  Every parameter has
+    the dtype that its stored counterpart has, since a capture bakes dtypes in.  Buffers hold their
+    right values: the decoder derives them from its config, or they come from the folder.
+
+    Raises:
+        DataError: if transformers cannot build a decoder from config.json.
+        OutputError: if the folder is not one of ours.
+    """
+    attention = read_section(folder).get("attention")
+    model = _without_weights(
+        _own_config(folder, trust_remote_code),
+        attn_implementation=attention if attention in _ATTENTION else None,
+        trust_remote_code=trust_remote_code,
+    )
+    _put_zeros(model, {name: stored.dtype for name, stored in read_headers(folder).items()})
+    _put_buffers(model, folder)
+    return model.to(device).eval()
+
+
+def underived_buffers(model: nn.Module, config: Any) -> frozenset[str]:
+    """Name the buffers of `model` that must be stored because its config does not give them back.
+
+    Persistent buffers always belong here.  Others do when their values differ from a freshly built
+    decoder's, as after `model.to(torch.bfloat16)`, which rounds what the decoder keeps in float32.
+    """
+    dtype = _main_dtype(dict(model.named_parameters()))
+    twin = _without_weights(copy.deepcopy(config), dtype=dtype)
+    derived = dict(twin.named_buffers())
+    persistent = model.state_dict().keys()
+    return frozenset(
+        name
+        for name, buffer in model.named_buffers()
+        if name in persistent or not _same_bits(buffer, derived.get(name))
+    )
+
+
+def _same_bits(buffer: Tensor, other: Tensor | None) -> bool:
+    if other is None or (buffer.shape, buffer.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(buffer.cpu(), other)
+
+
+def _main_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
+    """Return the dtype of most parameters, which transformers casts a decoder to when it loads one."""
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in parameters.values():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _own_config(folder: Path, trust_remote_code: bool) -> Any:
+    """Return the config as the decoder's own class knows it, without our entries."""
+    try:
+        config = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:
+        # transformers and its config classes raise anything here; the config is the cause of all of it.
+        raise DataError(
+            f"transformers refuses this config: {error}", where=str(folder / CONFIG_FILE)
+        ) from error
+    for entry in OUR_ENTRIES:
+        if hasattr(config, entry):
+            delattr(config, entry)
+    return config
+
+
+def _without_weights(config: Any, **chosen: Any) -> nn.Module:
+    """Build a decoder on the CPU with right buffers and parameters whose memory nobody has touched."""
+    try:
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, **chosen)
+    except Exception as error:
+        raise DataError(
+            f"transformers cannot build a decoder from this config: {error}", where=type(config).__name__
+        ) from error
+    # Tying is part of the initialisation that was left out.
+    model.tie_weights()
+    return model
+
+
+def _put_zeros(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Replace every parameter by zeros of its stored dtype; a tied one stays one."""
+    own = list(model.named_parameters(remove_duplicate=False))
+    stored = {id(parameter): dtypes[name] for name, parameter in own if name in dtypes}
+    made: dict[int, nn.Parameter] = {}
+    for name, old in own:
+        if id(old) not in made:
+            zeros = _lazy_zeros(old.shape, stored.get(id(old), old.dtype))
+            made[id(old)] = nn.Parameter(zeros, requires_grad=False)
+        owner_path, _, leaf = name.rpartition(".")
+        model.get_submodule(owner_path)._parameters[leaf] = made[id(old)]
+
+
+def _lazy_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return zeros in pages that the system hands out on the first write; `torch.zeros` writes them all."""
+    return torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def _put_buffers(model: nn.Module, folder: Path) -> None:
+    """Put stored buffers of full size in; those that the plan cuts are filled in after lowering."""
+    headers = read_headers(folder)
+    own = dict(model.named_buffers())
+    names = [
+        name for name, buffer in own.items() if name in headers and headers[name].shape == tuple(buffer.shape)
+    ]
+    for name, tensor in read_tensors(folder, names).items():
+        owner_path, _, leaf = name.rpartition(".")
+        model.get_submodule(owner_path)._buffers[leaf] = tensor.clone()
