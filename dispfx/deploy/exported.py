@@ -1,0 +1,67 @@
+"""`program.pt2`: a lowered decoder as a torch.export archive, for modules that transformers does not know."""
+
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from dispfx.deploy.archive import WEIGHTS_CONFIG, check_archive, read_json
+from dispfx.deploy.weights import INDEX_BUFFERS
+from dispfx.errors import DataError, OutputError
+
+PROGRAM_FILE = "program.pt2"
+
+
+def save_program(exported: ExportedProgram, folder: Path) -> None:
+    """Write `program.pt2` into `folder`, whole or not at all, and without its sample inputs.
+
+    Raises:
+        OutputError: if it cannot be written.
+        DataError: if the program needs something that `load_program` does not let in.
+    """
+    # torch refuses names that do not end in .pt2.
+    partial = folder / f".program-{secrets.token_hex(4)}.pt2"
+    inputs, exported._example_inputs = exported._example_inputs, None
+    try:
+        torch.export.save(exported, partial)
+        check_archive(partial)
+        os.replace(partial, folder / PROGRAM_FILE)
+    except (OSError, RuntimeError) as error:
+        raise OutputError(f"the program cannot be written: {error}", where=str(folder)) from error
+    finally:
+        exported._example_inputs = inputs
+        partial.unlink(missing_ok=True)
+
+
+def load_program(folder: Path) -> nn.Module:
+    """Return the module in `program.pt2`: forward(input_ids (B, T) int64) -> logits (B, T, V).
+
+    The archive is checked first, because torch would run code that it finds in one.
+
+    Raises:
+        DataError: if the file is missing or damaged, or holds more than tensors and a graph.
+    """
+    path = folder / PROGRAM_FILE
+    if not path.is_file():
+        raise DataError(f"there is no {PROGRAM_FILE}", where=str(folder))
+    check_archive(path)
+    try:
+        return torch.export.load(path).module()
+    except Exception as error:
+        # The archive passed the check and torch fails on it in ways of its own; the file is the cause.
+        raise DataError(f"torch cannot read the exported program: {error}", where=str(path)) from error
+
+
+def count_parameters(folder: Path) -> int:
+    """Count the parameters of `program.pt2` from its list of tensors, tied ones once, indices left out."""
+    entries: dict[str, Any] = read_json(folder / PROGRAM_FILE, WEIGHTS_CONFIG)["config"]
+    sizes = {}
+    for name, entry in entries.items():
+        if entry["is_param"] and not name.startswith(INDEX_BUFFERS):
+            shape = [size["as_int"] for size in entry["tensor_meta"]["sizes"]]
+            sizes[entry["path_name"], str(entry["tensor_meta"]["storage_offset"])] = torch.Size(shape).numel()
+    return sum(sizes.values())
