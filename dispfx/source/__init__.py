@@ -3,7 +3,6 @@
 `load_source` turns MODEL into a `Source`; `read_tokens` turns text files into token ids.  This
 package and the checkpoint writer are the only code that knows transformers.
 
-    origin      which of the five forms of MODEL a word has
     pretrained  folder, GGUF file, hub id → module, config and tokenizer
     function    package.module:function → module
     causality   a decoder predicts from the past alone; everything else is refused
@@ -11,7 +10,7 @@ package and the checkpoint writer are the only code that knows transformers.
 """
 
 from dispfx.source.loading import load_source
-from dispfx.source.origin import Origin
+from dispfx.origin import Origin
 from dispfx.source.source import Source
 from dispfx.source.text import read_tokens
 

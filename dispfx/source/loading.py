@@ -9,7 +9,7 @@ from dispfx.errors import SourceError
 from dispfx.source.causality import check_causal
 from dispfx.source.function import build_module
 from dispfx.source.location import Location, check_written_by_others, reach_hub
-from dispfx.source.origin import origin_of
+from dispfx.origin import origin_of
 from dispfx.source.pretrained import load_pretrained
 from dispfx.source.source import Source
 from dispfx.source.tokenizer import load_tokenizer

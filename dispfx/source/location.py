@@ -8,7 +8,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
 from dispfx.errors import SourceError
-from dispfx.source.origin import FORMS
+from dispfx.origin import FORMS
 
 _HUB_SECONDS = 10.0
 

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from dispfx.errors import SourceError
 from dispfx.source.location import Location
-from dispfx.source.origin import Origin
+from dispfx.origin import Origin
 from dispfx.source.quiet import quiet, short
 from dispfx.source.source import Source
 from dispfx.source.tokenizer import load_tokenizer

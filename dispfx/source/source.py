@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from dispfx.source.origin import Origin
+from dispfx.origin import Origin
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,59 @@
+"""What can be checked about a user's words before anything slow begins.
+
+Nothing here imports torch, so that a wrong word is answered at once.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from dispfx.errors import BudgetError, DataError, OutputError
+
+
+def check_ratio(ratio: float) -> None:
+    """Check the share of parameters to remove.
+
+    Raises:
+        BudgetError: unless 0 < ratio < 1.
+    """
+    if not 0.0 < ratio < 1.0:
+        raise BudgetError(
+            f"the ratio is the share to remove, between 0 and 1, and {ratio:g} was given",
+            hint="--ratio 0.3 removes 30%",
+        )
+
+
+def check_files(paths: Sequence[str | os.PathLike[str]], what: str) -> None:
+    """Check that every path is a file with something in it.
+
+    Args:
+        paths: what the user named.
+        what: what they should be, for the message: "text", "plan".
+
+    Raises:
+        DataError: naming the first one that is missing, a folder, or empty.
+    """
+    for path in (Path(path).expanduser() for path in paths):
+        if not path.exists():
+            raise DataError(f"a {what} file was named and there is none", where=str(path))
+        if path.is_dir():
+            raise DataError(f"a {what} file was expected and this is a folder", where=str(path))
+        if path.is_file() and path.stat().st_size == 0:
+            raise DataError(f"the {what} is empty", where=str(path))
+
+
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Check that a folder written by dispfx can be there.
+
+    Raises:
+        OutputError: if there is no folder of that name, or it has no report.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise OutputError("a folder written by dispfx was named and there is none", where=str(path))
+    if not (folder / "report.json").is_file():
+        raise OutputError(
+            "the folder has no report.json, so dispfx did not write it",
+            where=str(path),
+            hint="pass the --out folder of `dispfx compile`",
+        )
