@@ -1,0 +1,45 @@
+"""What a user sees of a compilation: report.json, the table, the model card, and the progress.
+
+schema     the report's fields
+json_form  report.json
+table      the report in a terminal
+sites      what a decoder offers to prune
+card       DIR/README.md
+observer   stages and progress while a compilation runs
+"""
+
+from dispfx.report.card import model_card
+from dispfx.report.json_form import from_json, load_report, save_report, to_json, to_plain
+from dispfx.report.observer import NullObserver, Observer, TerminalObserver
+from dispfx.report.schema import (
+    Bytes,
+    Parameters,
+    PerplexityChange,
+    Protocol,
+    Ratio,
+    Refused,
+    Report,
+    SiteWidth,
+    SkillChange,
+)
+
+__all__ = [
+    "Bytes",
+    "NullObserver",
+    "Observer",
+    "Parameters",
+    "PerplexityChange",
+    "Protocol",
+    "Ratio",
+    "Refused",
+    "Report",
+    "SiteWidth",
+    "SkillChange",
+    "TerminalObserver",
+    "from_json",
+    "load_report",
+    "model_card",
+    "save_report",
+    "to_json",
+    "to_plain",
+]

@@ -1,0 +1,143 @@
+"""The model card that lies beside the weights: what was done, what it cost, how to load it."""
+
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from dispfx.measure.equivalence import Verification
+from dispfx.report.schema import Report
+
+
+def model_card(
+    report: Report,
+    *,
+    base_model: str,
+    folder: str,
+    data: Sequence[str] = (),
+    onnx: bool = False,
+    on_hub: bool = False,
+) -> str:
+    """Return the text of DIR/README.md.
+
+    Args:
+        report: of the compilation.
+        base_model: MODEL as the user wrote it.
+        folder: name of the output folder, for the commands shown.
+        data: what the masks were learned from; empty where they were not learned.
+        onnx: whether an ONNX model was written beside the checkpoint.
+        on_hub: whether `base_model` is a hub id, and so a link that others can follow.
+    """
+    parts = [
+        _front_matter(base_model if on_hub else None),
+        f"# {PurePath(folder).name}",
+        _summary(report, base_model),
+        _figures(report),
+        _loading(folder, onnx),
+        _origin(report, data),
+        _verification(report.verify),
+        _left_dense(report),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _front_matter(base_model: str | None) -> str:
+    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [pruned, dispfx]"]
+    if base_model is not None:
+        lines.append(f"base_model: {base_model}")
+    return "\n".join(["---", *lines, "---"])
+
+
+def _summary(report: Report, base_model: str) -> str:
+    counted = "the layers' weights" if report.ratio.of == "blocks" else "all parameters"
+    return (
+        f"`{PurePath(base_model).name}` without {report.ratio.achieved:.1%} of {counted}, "
+        "compiled by dispfx: every attention and MLP branch reads, uses and writes its own subset of "
+        "features, and the residual stream keeps its full width (the method of arXiv 2410.11988). "
+        "Attention heads are not pruned, so the KV cache keeps its size."
+    )
+
+
+def _figures(report: Report) -> str:
+    lines = [
+        "| | before | after |",
+        "|---|---:|---:|",
+        f"| parameters | {report.parameters.dense:,} | {report.parameters.pruned:,} |",
+        f"| bytes | {report.bytes.dense:,} | {report.bytes.pruned:,} |",
+    ]
+    measured = report.perplexity
+    if measured is not None:
+        lines.append(f"| perplexity | {measured.dense:.3f} | {measured.pruned:.3f} |")
+    lines.extend(
+        f"| skill: {name} | {skill.dense:.1%} | {skill.pruned:.1%} |" for name, skill in report.skills.items()
+    )
+    if measured is None:
+        return "\n".join(lines)
+    protocol = measured.protocol
+    held_out = (
+        f", the last {protocol.held_out_share:.0%} of the text, never learned from"
+        if protocol.held_out_share is not None
+        else ""
+    )
+    lines += [
+        "",
+        f"Perplexity on {PurePath(protocol.text).name or 'the given text'}{held_out}: {protocol.windows} "
+        f"windows of {protocol.context} tokens without overlap, {protocol.tokens:,} predicted tokens.",
+    ]
+    return "\n".join(lines)
+
+
+def _loading(folder: str, onnx: bool) -> str:
+    name = PurePath(folder).name
+    lines = [
+        "## Use",
+        "",
+        "```python",
+        "import dispfx",
+        "",
+        f'decoder = dispfx.load("{name}")  # token ids (batch, tokens) → logits',
+        "```",
+        "",
+        "```",
+        f'dispfx generate {name} --prompt "…"',
+        f"dispfx verify {name}",
+        "```",
+    ]
+    if onnx:
+        lines += ["", "`onnx/model.onnx` is the same decoder for ONNX Runtime: `input_ids` → `logits`."]
+    return "\n".join(lines)
+
+
+def _origin(report: Report, data: Sequence[str]) -> str:
+    learned = (
+        f" The masks were learned from {', '.join(PurePath(path).name for path in data)}." if data else ""
+    )
+    return (
+        f"## How it was made\n\n```\n{report.command}\n```\n\n"
+        f"`plan.safetensors` says which features every site keeps; with the original checkpoint it gives "
+        f"these weights again.{learned} Seed {report.seed}, on {report.device}; "
+        + ", ".join(f"{name} {version}" for name, version in report.versions.items())
+        + "."
+    )
+
+
+def _verification(verifications: Sequence[Verification]) -> str:
+    if not verifications:
+        return ""
+    lines = [
+        "## Verified",
+        "",
+        "| | batch × tokens | largest relative error | tolerance |",
+        "|---|---|---:|---:|",
+    ]
+    lines.extend(
+        f"| {line.name} | {' × '.join(map(str, line.shape))} | {line.max_rel_error:.2e} "
+        f"| {line.tolerance:.0e} |"
+        for line in verifications
+    )
+    return "\n".join(lines)
+
+
+def _left_dense(report: Report) -> str:
+    if not report.refused:
+        return ""
+    lines = [f"- `{refused.name}`: {refused.reason}" for refused in report.refused]
+    return "\n".join(["## Left dense", "", *lines])

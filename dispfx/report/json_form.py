@@ -1,0 +1,122 @@
+"""`Report` ⇄ report.json.
+
+Writing is the dataclasses' own shape.  Reading follows their annotations, so a file with a missing
+field or another type is refused with the place, and a field of a later version is passed over.
+JSON has no infinity and no NaN: both are written as null and read as NaN.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dispfx.errors import DataError
+from dispfx.report.schema import Report
+
+
+def to_json(report: Report) -> str:
+    """Return the report as indented JSON."""
+    plain = to_plain(report)
+    if not report.skills:
+        del plain["skills"]
+    return json.dumps(plain, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def to_plain(value: Any) -> Any:
+    """Return dataclasses as dicts, tuples as lists, and numbers that are not finite as None."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): to_plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def from_json(text: str, where: str = "report.json") -> Report:
+    """Read a report.
+
+    Raises:
+        DataError: if the text is no JSON, or a field is missing or of another type.
+    """
+    try:
+        return _read(Report, json.loads(text), "")
+    except ValueError as error:
+        raise DataError(f"this is no report: {error}", where=where, hint="pass a report.json") from error
+
+
+def save_report(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write report.json; it appears whole or not at all."""
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        partial.write_text(to_json(report), encoding="utf-8")
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_report(path: str | os.PathLike[str]) -> Report:
+    """Read report.json.
+
+    Raises:
+        DataError: if it is missing, unreadable, or no report.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"the report cannot be read: {error}", where=str(path)) from error
+    return from_json(text, str(path))
+
+
+def _read(kind: Any, value: Any, at: str) -> Any:
+    """Return `value` as `kind`; ValueError naming the place `at` if it is something else."""
+    if dataclasses.is_dataclass(kind):
+        return _read_fields(kind, value, at)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        present = next(argument for argument in arguments if argument is not type(None))
+        return None if value is None else _read(present, value, at)
+    if origin is typing.Literal:
+        return value if value in arguments else _wrong(at, " or ".join(map(str, arguments)), value)
+    if origin is tuple:
+        entries = value if isinstance(value, list) else _wrong(at, "a list", value)
+        return tuple(_read(arguments[0], entry, f"{at}[{i}]") for i, entry in enumerate(entries))
+    if origin is Mapping:
+        entries = value if isinstance(value, dict) else _wrong(at, "an object", value)
+        return {name: _read(arguments[1], entry, f"{at}.{name}") for name, entry in entries.items()}
+    return _read_leaf(kind, value, at)
+
+
+def _read_fields(kind: Any, value: Any, at: str) -> Any:
+    if not isinstance(value, dict):
+        return _wrong(at, "an object", value)
+    hints = typing.get_type_hints(kind)
+    given = {}
+    for field in dataclasses.fields(kind):
+        place = f"{at}.{field.name}".lstrip(".")
+        if field.name in value:
+            given[field.name] = _read(hints[field.name], value[field.name], place)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{place} is missing")
+    return kind(**given)
+
+
+def _read_leaf(kind: Any, value: Any, at: str) -> Any:
+    if kind is float and value is None:
+        return math.nan
+    allowed = (int, float) if kind is float else kind
+    if isinstance(value, bool) or not isinstance(value, allowed):
+        return _wrong(at, kind.__name__, value)
+    return kind(value)
+
+
+def _wrong(at: str, required: str, value: Any) -> Any:
+    raise ValueError(f"{at or 'it'} must be {required} and is {json.dumps(value)[:40]}")

@@ -1,0 +1,192 @@
+"""What a user sees while a compilation runs.
+
+The compiler tells an `Observer` what happens and never prints.  `TerminalObserver` shows a spinner for
+each stage and a progress bar while learning; where the output is piped, it writes plain lines instead:
+one for each finished stage, and one for each tenth of the steps.
+"""
+
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.status import Status
+
+from dispfx.ir.program import Program
+from dispfx.learn.records import StepRecord
+from dispfx.measure.equivalence import Verification
+from dispfx.report.schema import Report
+from dispfx.report.sites import found_lines, refusal_lines
+from dispfx.report.table import print_report
+
+_PLAIN_LINES = 10
+
+
+class Observer(Protocol):
+    """What the compiler tells."""
+
+    def stage(self, name: str, seconds: float | None = None) -> None:
+        """A stage begins (`seconds` is None) or has ended after `seconds`."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something a user should know, in one line."""
+        ...
+
+    def found(self, program: Program) -> None:
+        """The decoder is analysed."""
+        ...
+
+    def printed(self, name: str, graph: str) -> None:
+        """The graph after the pass `name`, which the user asked to see."""
+        ...
+
+    def learning(self, record: StepRecord) -> None:
+        """A step of learning is done."""
+        ...
+
+    def verified(self, verification: Verification) -> None:
+        """Two forms of the pruned decoder were compared."""
+        ...
+
+    def finished(self, report: Report) -> None:
+        """The output is complete."""
+        ...
+
+
+class NullObserver:
+    """Shows nothing; a base for observers that care about a few events."""
+
+    def stage(self, name: str, seconds: float | None = None) -> None:
+        """Ignore it."""
+
+    def note(self, text: str) -> None:
+        """Ignore it."""
+
+    def found(self, program: Program) -> None:
+        """Ignore it."""
+
+    def printed(self, name: str, graph: str) -> None:
+        """Ignore it."""
+
+    def learning(self, record: StepRecord) -> None:
+        """Ignore it."""
+
+    def verified(self, verification: Verification) -> None:
+        """Ignore it."""
+
+    def finished(self, report: Report) -> None:
+        """Ignore it."""
+
+
+class TerminalObserver(NullObserver):
+    """Shows a compilation on a console; a context manager that leaves the terminal clean.
+
+    Args:
+        console: where to show it; stderr where stdout carries JSON.
+        quiet: show nothing but what the user asked for by name (printed graphs).
+    """
+
+    def __init__(self, console: Console, quiet: bool = False):
+        self._console = console
+        self._quiet = quiet
+        self._status: Status | None = None
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._shown_tenth = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._clear()
+
+    def stage(self, name: str, seconds: float | None = None) -> None:
+        """Show a spinner while a stage runs, and a line with its time when it has ended."""
+        self._clear()
+        if self._quiet:
+            return
+        if seconds is not None:
+            self._line(f"{name:<12} {seconds:6.1f} s")
+        elif self._console.is_terminal:
+            self._status = self._console.status(f"{name} …")
+            self._status.start()
+
+    def note(self, text: str) -> None:
+        """Show the line."""
+        if not self._quiet:
+            self._line(text)
+
+    def found(self, program: Program) -> None:
+        """Show branches and sites by kind, and what is refused."""
+        if not self._quiet:
+            for line in [*found_lines(program), *refusal_lines(program.refused)]:
+                self._line(line)
+
+    def printed(self, name: str, graph: str) -> None:
+        """Show the graph, also with `quiet`: it was asked for."""
+        self._line(f"── after {name}")
+        self._line(graph)
+
+    def learning(self, record: StepRecord) -> None:
+        """Move the progress bar, or write a plain line for each tenth of the steps."""
+        if self._quiet:
+            return
+        if self._console.is_terminal:
+            self._move_bar(record)
+            return
+        tenth = record.step * _PLAIN_LINES // record.steps
+        if tenth > self._shown_tenth:
+            self._line(
+                f"step {record.step}/{record.steps}  {_figures(record)}  {record.seconds_left:,.0f} s left"
+            )
+        self._shown_tenth = tenth
+
+    def verified(self, verification: Verification) -> None:
+        """Show a comparison that fails; those that hold are in the report's table."""
+        if not verification.holds and not self._quiet:
+            self._line(
+                f"{verification.name} at {verification.shape}: relative error "
+                f"{verification.max_rel_error:.2e}, at most {verification.tolerance:.0e} is allowed"
+            )
+
+    def finished(self, report: Report) -> None:
+        """Show the table."""
+        self._clear()
+        if not self._quiet:
+            print_report(report, self._console)
+
+    def _move_bar(self, record: StepRecord) -> None:
+        if self._progress is None:
+            self._clear()
+            self._progress = Progress(
+                TextColumn("learning {task.completed}/{task.total}"),
+                BarColumn(bar_width=20),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._progress.add_task("", total=record.steps, completed=record.step)
+            self._progress.start()
+        self._progress.update(self._task, completed=record.step, description=_figures(record))
+
+    def _clear(self) -> None:
+        for live in (self._status, self._progress):
+            if live is not None:
+                live.stop()
+        self._status = self._progress = None
+
+    def _line(self, text: str) -> None:
+        # No markup and no wrapping: names of parameters may hold brackets, and lines may be read by programs.
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _figures(record: StepRecord) -> str:
+    bad = f"  {record.bad_steps} bad steps" if record.bad_steps else ""
+    return (
+        f"loss {record.loss:.3f}  removed {record.achieved_ratio:.1%}  "
+        f"{record.tokens_per_second:,.0f} tokens/s{bad}"
+    )

@@ -1,0 +1,130 @@
+"""What report.json says about a compilation, as frozen dataclasses.
+
+The field names are the file's names, which other programs rely on.  Counts and bytes are those of the
+written files, read back.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dispfx.measure.equivalence import Verification
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Share of the counted parameters that was to be removed, and that was.
+
+    Args:
+        requested: what the user asked, in (0, 1).
+        achieved: what the plan removes.
+        of: what is counted: the parameters that some site cuts, or all of them.
+    """
+
+    requested: float
+    achieved: float
+    of: Literal["blocks", "total"]
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many parameters there are.
+
+    Args:
+        dense: before.
+        pruned: after, counted from the written files.
+        gated: those of the dense decoder that some site cuts.
+    """
+
+    dense: int
+    pruned: int
+    gated: int
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Size of the parameters, before and after."""
+
+    dense: int
+    pruned: int
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How perplexity was measured; the fields are those of `dispfx.measure.perplexity.Perplexity`."""
+
+    text: str
+    context: int
+    windows: int
+    tokens: int
+    held_out_share: float | None
+
+
+@dataclass(frozen=True)
+class PerplexityChange:
+    """Perplexity before and after, under one protocol."""
+
+    dense: float
+    pruned: float
+    protocol: Protocol
+
+
+@dataclass(frozen=True)
+class SkillChange:
+    """Share of a skill's questions answered right, before and after."""
+
+    dense: float
+    pruned: float
+
+
+@dataclass(frozen=True)
+class SiteWidth:
+    """How many of a site's features are kept."""
+
+    name: str
+    kind: str
+    size: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A branch or site that was left dense, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """One compilation.
+
+    Args:
+        ratio: asked and achieved.
+        parameters: before and after.
+        bytes: before and after.
+        perplexity: before and after; None where no text was given to measure on.
+        verify: every comparison of two forms of the pruned decoder.
+        sites: what each site keeps.
+        refused: what was left dense.
+        seed: of everything random.
+        versions: of Python and of the libraries that had a part in it.
+        device: where it ran.
+        seconds: by stage, in the order they ran.
+        command: the command line or call that gives this result again.
+        skills: share of right answers by skill, where the model has a probe; not written when empty.
+    """
+
+    ratio: Ratio
+    parameters: Parameters
+    bytes: Bytes
+    perplexity: PerplexityChange | None
+    verify: tuple[Verification, ...]
+    sites: tuple[SiteWidth, ...]
+    refused: tuple[Refused, ...]
+    seed: int
+    versions: Mapping[str, str]
+    device: str
+    seconds: Mapping[str, float]
+    command: str
+    skills: Mapping[str, SkillChange] = field(default_factory=dict)

@@ -1,0 +1,135 @@
+"""What a decoder offers to prune: its branches and sites, short for people and whole for programs."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from dispfx.ir.program import Program
+from dispfx.ir.sites import Refusal
+from dispfx.report.table import Row, print_rows
+
+_NUMBER = re.compile(r"\d+")
+_REFUSALS_SHOWN = 5
+
+
+def print_sites(program: Program, console: Console) -> None:
+    """Print one line for each group of equal sites, then what is refused."""
+    for line in found_lines(program):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    print_rows([site_rows(program)], console, ("site", "selection", "features", "cuts"))
+    for line in refusal_lines(program.refused, limit=None):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def found_lines(program: Program) -> list[str]:
+    """Return what was found in two lines: the stream, then branches and sites by kind."""
+    width = program.stream.width if program.stream else 0
+    branches = _counts(branch.kind for branch in program.branches)
+    sites = _counts(site.kind for site in program.sites)
+    return [
+        f"residual stream {width} wide, {_millions(sum_of_sizes(program))} parameters",
+        f"{_plural(len(program.branches), 'branch', 'branches')} ({branches}), "
+        f"{_plural(len(program.sites), 'site', 'sites')} ({sites})",
+    ]
+
+
+def refusal_lines(refused: Sequence[Refusal], limit: int | None = _REFUSALS_SHOWN) -> list[str]:
+    """Return one line for each thing that stays dense, at most `limit` of them."""
+    shown = refused if limit is None else refused[:limit]
+    lines = []
+    for refusal in shown:
+        place = ", ".join(part for part in (refusal.parameter, refusal.source) if part)
+        lines.append(f"left dense: {refusal.name}: {refusal.reason}" + (f" ({place})" if place else ""))
+    if len(shown) < len(refused):
+        lines.append(f"left dense: {len(refused) - len(shown)} more; `dispfx inspect` lists them")
+    return lines
+
+
+def site_rows(program: Program) -> list[Row]:
+    """Return one row for each group of sites that differ only in numbers in their names.
+
+    The name shows the range of each number: `layers.{0…31}.mlp.read`.
+    """
+    groups: dict[tuple[str, str, str, int, int], list[str]] = {}
+    for site in program.sites:
+        key = (_NUMBER.sub("#", site.name), site.symbol, site.kind, site.size, len(site.slices))
+        groups.setdefault(key, []).append(site.name)
+    return [
+        (
+            _merged(names) + (f"  ({len(names)} sites)" if len(names) > 1 else ""),
+            f"{kind} {symbol}".strip(),
+            f"{size:,}",
+            _plural(cuts, "parameter axis", "parameter axes"),
+        )
+        for (_, symbol, kind, size, cuts), names in groups.items()
+    ]
+
+
+def program_plain(program: Program) -> dict[str, Any]:
+    """Return everything that was found, ready for JSON."""
+    return {
+        "model_class": program.model_class,
+        "fingerprint": program.fingerprint,
+        "dtype": str(program.dtype).removeprefix("torch."),
+        "parameters": sum_of_sizes(program),
+        "stream": {"width": program.stream.width} if program.stream else None,
+        "branches": [
+            {"name": branch.name, "kind": branch.kind, "sites": list(branch.sites)}
+            for branch in program.branches
+        ],
+        "sites": [
+            {
+                "name": site.name,
+                "branch": site.branch,
+                "kind": site.kind,
+                "symbol": site.symbol,
+                "size": site.size,
+                "slices": [{"parameter": cut.parameter, "axis": cut.axis} for cut in site.slices],
+            }
+            for site in program.sites
+        ],
+        "refused": [
+            {
+                "name": refusal.name,
+                "reason": refusal.reason,
+                "parameter": refusal.parameter,
+                "source": refusal.source,
+            }
+            for refusal in program.refused
+        ],
+    }
+
+
+def sum_of_sizes(program: Program) -> int:
+    """Return the number of parameters, tied ones once."""
+    return sum(tensor.numel() for tensor in program.parameters.values())
+
+
+def _merged(names: list[str]) -> str:
+    """Return the names as one, with the range of each number that varies."""
+    columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
+    ranges = iter([_range(sorted({int(number) for number in column})) for column in columns])
+    return _NUMBER.sub(lambda _: next(ranges), names[0])
+
+
+def _range(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{{{numbers[0]}…{numbers[-1]}}}"
+    return "{" + ",".join(map(str, numbers)) + "}"
+
+
+def _counts(kinds: Iterable[str]) -> str:
+    return ", ".join(f"{number} {kind}" for kind, number in Counter(kinds).items()) or "none"
+
+
+def _plural(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.2f} M" if count >= 1e6 else f"{count:,}"

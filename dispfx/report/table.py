@@ -1,0 +1,114 @@
+"""A report as one short table: before, after, and whether both agree.
+
+The rows are built once; a terminal gets them as a rich table, a pipe as aligned plain lines.
+"""
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from dispfx.measure.equivalence import Verification
+from dispfx.report.schema import Report
+
+Row = tuple[str, str, str, str]
+_HEADER: Row = ("", "before", "after", "change")
+_ALIGN_SLACK = 0.001
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the table of a report."""
+    print_rows(report_rows(report), console, _HEADER)
+
+
+def print_verifications(verifications: Sequence[Verification], console: Console) -> None:
+    """Print one line for each comparison."""
+    print_rows(
+        [verification_rows(verifications)], console, ("verified", "batch × tokens", "error", "tolerance")
+    )
+
+
+def report_rows(report: Report) -> list[list[Row]]:
+    """Return the table's sections: size, quality, verification."""
+    return [_size_rows(report), _quality_rows(report), verification_rows(report.verify)]
+
+
+def verification_rows(verifications: Sequence[Verification]) -> list[Row]:
+    """Return one row for each comparison, with its largest error relative to the largest logit."""
+    return [
+        (
+            f"{verification.name} {'✓' if verification.holds else '✗ FAILED'}",
+            " × ".join(map(str, verification.shape)),
+            f"error {verification.max_rel_error:.1e}" if verification.max_rel_error else "error 0",
+            f"at most {verification.tolerance:.0e}" if verification.tolerance else "equal bits",
+        )
+        for verification in verifications
+    ]
+
+
+def print_rows(sections: Sequence[Sequence[Row]], console: Console, header: Row) -> None:
+    """Print sections of rows: a rich table on a terminal, plain aligned lines elsewhere."""
+    shown = [section for section in sections if section]
+    if not console.is_terminal:
+        rows = [header, *(row for section in shown for row in section)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        for row in rows:
+            line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            # Not console.print: it would wrap at 80 columns what another program may want to read.
+            console.file.write(line.rstrip() + "\n")
+        return
+    table = Table(show_edge=False, pad_edge=False, header_style="bold")
+    for column, title in enumerate(header):
+        table.add_column(title, justify="left" if column == 0 else "right", no_wrap=column == 0)
+    for section in shown:
+        for row in section:
+            table.add_row(*row, style="red" if "FAILED" in row[0] else None)
+        table.add_section()
+    console.print(table)
+
+
+def _size_rows(report: Report) -> list[Row]:
+    ratio, parameters, size = report.ratio, report.parameters, report.bytes
+    missed = ratio.achieved - ratio.requested
+    note = f"{missed:+.2%} by alignment" if abs(missed) > _ALIGN_SLACK else f"of {ratio.of}"
+    return [
+        (
+            "parameters",
+            f"{parameters.dense:,}",
+            f"{parameters.pruned:,}",
+            _change(parameters.dense, parameters.pruned),
+        ),
+        (
+            "size",
+            f"{size.dense / 1e6:,.2f} MB",
+            f"{size.pruned / 1e6:,.2f} MB",
+            _change(size.dense, size.pruned),
+        ),
+        ("ratio removed", f"{ratio.requested:.2%} asked", f"{ratio.achieved:.2%} achieved", note),
+    ]
+
+
+def _quality_rows(report: Report) -> list[Row]:
+    rows: list[Row] = []
+    measured = report.perplexity
+    if measured is not None:
+        rows.append(
+            (
+                f"perplexity ({measured.protocol.windows} × {measured.protocol.context} tokens)",
+                f"{measured.dense:,.3f}",
+                f"{measured.pruned:,.3f}",
+                _change(measured.dense, measured.pruned),
+            )
+        )
+    rows.extend(
+        (f"skill: {name}", f"{skill.dense:.0%}", f"{skill.pruned:.0%}", f"{skill.pruned - skill.dense:+.0%}")
+        for name, skill in report.skills.items()
+    )
+    return rows
+
+
+def _change(before: float, after: float) -> str:
+    if not before or not math.isfinite(before) or not math.isfinite(after):
+        return "—"
+    return f"{after / before - 1.0:+.1%}"
