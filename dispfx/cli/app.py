@@ -1,0 +1,42 @@
+"""The verbs in one list, and the entry point of the `dispfx` command."""
+
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from dispfx.cli import making, using
+
+app = typer.Typer(
+    name="dispfx",
+    help="A compiler that makes a decoder language model smaller, without knowing its architecture.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+for verb in (making.compile, using.inspect, making.learn, making.apply):
+    app.command()(verb)
+for verb in (using.verify, using.evaluate, using.export, using.generate):
+    app.command(name="eval" if verb is using.evaluate else None)(verb)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dispfx {metadata.version('dispfx')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _dispfx(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line and exit: 0 done, 1 our fault, 2 the input's fault, 130 interrupted."""
+    app()

@@ -1,0 +1,67 @@
+"""Errors → a short message on stderr and the exit code that says whose fault it is.
+
+| what happens | exit code |
+|---|---|
+| a `DispfxError` | its own: 2 the input's fault, 1 ours |
+| Ctrl-C | 130, with the way to go on |
+| anything else | 1, and how to see the traceback |
+| wrong arguments | 2, from typer |
+"""
+
+import functools
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from dispfx.errors import EXIT_INTERRUPTED, EXIT_OUR_FAULT, DispfxError
+
+
+def reports_faults(verb: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a verb, which takes `debug`, so that it ends in a message and never in a traceback."""
+
+    @functools.wraps(verb)
+    def run(**options: Any) -> None:
+        debug = options["debug"]
+        if not debug:
+            warnings.simplefilter("ignore")
+        try:
+            verb(**options)
+        except (typer.Exit, BrokenPipeError):
+            raise
+        except KeyboardInterrupt:
+            _say(f"interrupted; {_way_on(options)}", debug)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except DispfxError as error:
+            _say(f"error: {error}", debug)
+            raise typer.Exit(error.exit_code) from None
+        except Exception as error:
+            first_line = (str(error).splitlines() or [""])[0]
+            _say(f"error: {type(error).__name__}: {first_line}\n  run again with --debug to see where", debug)
+            raise typer.Exit(EXIT_OUR_FAULT) from None
+
+    return run
+
+
+def state_folder(out: Path) -> Path:
+    """Return where a run that writes `out` keeps its resumable state."""
+    return out.with_name(out.name + ".state")
+
+
+def _way_on(options: dict[str, Any]) -> str:
+    out = options.get("out")
+    if "resume" not in options or out is None:
+        return "nothing was written"
+    if state_folder(out).is_dir():
+        return f"run the same command with --resume to go on from {state_folder(out)}"
+    return "no state was saved yet, so run the same command again"
+
+
+def _say(message: str, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    print(message, file=sys.stderr)

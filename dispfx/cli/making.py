@@ -1,0 +1,252 @@
+"""Verbs that make something: compile, learn, apply."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dispfx.cli import options as given
+from dispfx.cli.faults import reports_faults
+from dispfx.cli.screen import Screen
+from dispfx.deploy.folder import refuse_existing
+from dispfx.errors import DataError
+from dispfx.origin import origin_of
+from dispfx.preconditions import check_files, check_ratio
+
+if TYPE_CHECKING:
+    from dispfx.report import Report
+
+_LEARNING = (
+    "steps",
+    "seq_len",
+    "batch_size",
+    "lr",
+    "lambda_",
+    "estimator",
+    "hypernetwork",
+    "seed",
+    "save_every",
+)
+
+
+@reports_faults
+def compile(  # the verb's name
+    model: given.Model,
+    ratio: given.RatioShare,
+    out: given.Out,
+    data: given.Data = None,
+    eval_data: given.EvalData = None,
+    eval_windows: given.EvalWindows = None,
+    tokenizer: given.Tokenizer = None,
+    ratio_of: given.RatioOf = "blocks",
+    steps: given.Steps = None,
+    seq_len: given.SeqLen = None,
+    batch_size: given.BatchSize = None,
+    lr: given.Lr = None,
+    lambda_: given.Lambda = None,
+    estimator: given.Estimator = None,
+    hypernetwork: given.Hypernetwork = None,
+    constrained: given.Constrained = False,
+    seed: given.Seed = None,
+    save_every: given.SaveEvery = None,
+    resume: given.Resume = False,
+    align: given.Align = None,
+    skip: given.Skip = None,
+    select: given.Select = "after-norm",
+    target: given.Target = None,
+    dtype: given.Dtype = None,
+    device: given.Device = None,
+    revision: given.Revision = None,
+    trust_remote_code: given.TrustRemoteCode = False,
+    export: given.Export = None,
+    print_after: given.PrintAfter = None,
+    json: given.Json = False,
+    quiet: given.Quiet = False,
+    debug: given.Debug = False,
+) -> None:
+    """Make a decoder smaller: learn what to remove, remove it, verify, and write a folder."""
+    chosen = _learning_options(locals())
+    _check_ratio_and_data(model, ratio, data)
+    _check(model, [*(data or []), *(eval_data or [])], None if resume else out)
+    from dispfx import api
+
+    settings = api.learn_settings(model, **chosen) if chosen else None
+    screen = Screen(json, quiet)
+    with screen.observer() as observer:
+        report = api.compile(
+            model,
+            ratio,
+            data=data,
+            out=out,
+            eval_data=eval_data,
+            eval_windows=eval_windows,
+            tokenizer=tokenizer,
+            ratio_of=ratio_of,
+            settings=settings,
+            align=align,
+            skip=tuple(skip or ()),
+            target=target,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            select=select,
+            resume=resume,
+            export=export,
+            print_after=tuple(print_after or ()),
+            observer=observer,
+            command=_command(),
+        )
+    _show_folder(screen, report, out)
+
+
+@reports_faults
+def learn(
+    model: given.Model,
+    ratio: given.RatioShare,
+    out: given.PlanOut = Path("plan.safetensors"),
+    data: given.Data = None,
+    tokenizer: given.Tokenizer = None,
+    ratio_of: given.RatioOf = "blocks",
+    steps: given.Steps = None,
+    seq_len: given.SeqLen = None,
+    batch_size: given.BatchSize = None,
+    lr: given.Lr = None,
+    lambda_: given.Lambda = None,
+    estimator: given.Estimator = None,
+    hypernetwork: given.Hypernetwork = None,
+    constrained: given.Constrained = False,
+    seed: given.Seed = None,
+    save_every: given.SaveEvery = None,
+    resume: given.Resume = False,
+    align: given.Align = None,
+    skip: given.Skip = None,
+    select: given.Select = "after-norm",
+    target: given.Target = None,
+    dtype: given.Dtype = None,
+    device: given.Device = None,
+    revision: given.Revision = None,
+    trust_remote_code: given.TrustRemoteCode = False,
+    print_after: given.PrintAfter = None,
+    json: given.Json = False,
+    quiet: given.Quiet = False,
+    debug: given.Debug = False,
+) -> None:
+    """Learn what to remove and write the plan alone; `dispfx apply` uses it."""
+    chosen = _learning_options(locals())
+    _check_ratio_and_data(model, ratio, data)
+    _check(model, data or [], None if resume else out)
+    from dispfx import api
+
+    settings = api.learn_settings(model, **chosen) if chosen else None
+    screen = Screen(json, quiet)
+    with screen.observer() as observer:
+        plan = api.learn_plan(
+            model,
+            ratio,
+            data=data,
+            out=out,
+            tokenizer=tokenizer,
+            ratio_of=ratio_of,
+            settings=settings,
+            align=align,
+            skip=tuple(skip or ()),
+            target=target,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            select=select,
+            resume=resume,
+            print_after=tuple(print_after or ()),
+            observer=observer,
+        )
+    sites = [
+        {"name": selection.site, "size": selection.size, "kept": len(selection.kept)}
+        for selection in plan.selections
+    ]
+    ratios = {"requested": plan.budget.ratio, "achieved": plan.achieved, "of": plan.budget.of}
+    screen.print_json({"plan": str(out), "fingerprint": plan.fingerprint, "ratio": ratios, "sites": sites})
+    screen.print_text(f"{out}: removes {plan.achieved:.2%} of {plan.budget.of} ({len(sites)} sites)")
+
+
+@reports_faults
+def apply(
+    model: given.Model,
+    plan: given.PlanFile,
+    out: given.Out,
+    data: given.Data = None,
+    eval_data: given.EvalData = None,
+    eval_windows: given.EvalWindows = None,
+    tokenizer: given.Tokenizer = None,
+    select: given.Select = "after-norm",
+    target: given.Target = None,
+    dtype: given.Dtype = None,
+    device: given.Device = None,
+    revision: given.Revision = None,
+    trust_remote_code: given.TrustRemoteCode = False,
+    export: given.Export = None,
+    print_after: given.PrintAfter = None,
+    json: given.Json = False,
+    quiet: given.Quiet = False,
+    debug: given.Debug = False,
+) -> None:
+    """Remove what a plan says from the decoder it was learned on, verify, and write a folder."""
+    check_files([plan], "plan")
+    _check(model, [*(data or []), *(eval_data or [])], out)
+    from dispfx import api
+
+    screen = Screen(json, quiet)
+    with screen.observer() as observer:
+        report = api.apply(
+            model,
+            plan,
+            out=out,
+            data=data,
+            eval_data=eval_data,
+            eval_windows=eval_windows,
+            tokenizer=tokenizer,
+            target=target,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            select=select,
+            export=export,
+            print_after=tuple(print_after or ()),
+            observer=observer,
+            command=_command(),
+        )
+    _show_folder(screen, report, out)
+
+
+def _learning_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of learning that the user chose, by their names in LearnSettings."""
+    chosen = {name: options[name] for name in _LEARNING if options[name] is not None}
+    return chosen | ({"constrained": True} if options["constrained"] else {})
+
+
+def _check_ratio_and_data(model: str, ratio: float, data: Sequence[Path] | None) -> None:
+    check_ratio(ratio)
+    if not data and origin_of(model) != "demo":
+        raise DataError("text to learn from is needed", hint="name a text file with --data")
+
+
+def _check(model: str, texts: Sequence[Path], out: Path | None) -> None:
+    """Check every word that can be wrong, before anything slow is imported."""
+    origin_of(model)
+    check_files(texts, "text")
+    if out is not None:
+        refuse_existing(out)
+
+
+def _command() -> str:
+    return shlex.join(["dispfx", *sys.argv[1:]])
+
+
+def _show_folder(screen: Screen, report: "Report", out: Path) -> None:
+    from dispfx.report import to_plain
+
+    screen.print_json(to_plain(report))
+    screen.print_text(f"written: {out}")

@@ -1,0 +1,112 @@
+"""Every option of every verb, once; verbs name the ones they take.
+
+An option that the user does not give is None, and the compiler's own default holds.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="`demo`, a folder, a .gguf file, a hub id, or package.module:function.",
+        show_default=False,
+    ),
+]
+ModelOrFolder = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder that dispfx wrote, or any MODEL that `compile` takes.",
+        show_default=False,
+    ),
+]
+Folder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A folder that dispfx wrote.", show_default=False)
+]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.safetensors.", show_default=False)]
+
+# What every verb takes.
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and warnings.")]
+
+# Where the decoder comes from.
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option(help="Type of the weights; that of the checkpoint by default."),
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, or cuda:N.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
+]
+Tokenizer = Annotated[str | None, typer.Option(help="Folder or hub id of a tokenizer, where MODEL has none.")]
+
+# The budget.
+RatioShare = Annotated[float, typer.Option("--ratio", help="Share of the parameters to remove, in (0, 1).")]
+RatioOf = Annotated[
+    Literal["blocks", "total"],
+    typer.Option(help="Count the layers' weights, or embeddings and head too."),
+]
+Align = Annotated[
+    int | None, typer.Option(min=1, help="Widths become multiples of this: 64 for cuda, 8 for cpu.")
+]
+Skip = Annotated[
+    list[str] | None, typer.Option(help="A branch to leave as it is; can be given several times.")
+]
+Select = Annotated[
+    Literal["after-norm", "before-norm"],
+    typer.Option(help="Where a branch selects what it reads; before-norm is the paper's printed order."),
+]
+Target = Annotated[
+    Literal["cuda", "cpu"] | None, typer.Option(help="What the result is for; the device by default.")
+]
+
+# Text.
+Data = Annotated[
+    list[Path] | None,
+    typer.Option(help="Text to learn from (UTF-8, or .safetensors tokens); can be given several times."),
+]
+EvalData = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Text to measure perplexity on; by default the last tenth of the data, never learned from."
+    ),
+]
+EvalWindows = Annotated[
+    int | None, typer.Option(min=1, help="Measure on the first so many windows of the text only.")
+]
+
+# Learning.
+Steps = Annotated[int | None, typer.Option(help="Steps of learning (10,000; demo: 400).")]
+SeqLen = Annotated[int | None, typer.Option(help="Tokens a sequence (2048; demo: 128).")]
+BatchSize = Annotated[int | None, typer.Option(help="Sequences a step (1; demo: 8).")]
+Lr = Annotated[float | None, typer.Option(help="Learning rate (1e-3; demo: 3e-3).")]
+Lambda = Annotated[float | None, typer.Option("--lambda", help="Weight of the budget loss (6).")]
+Estimator = Annotated[
+    Literal["reinmax", "gumbel", "straight-through"] | None,
+    typer.Option(help="How gradients pass the sampled masks (reinmax)."),
+]
+Hypernetwork = Annotated[
+    Literal["full", "linear", "none"] | None, typer.Option(help="What the masks come from (full).")
+]
+Constrained = Annotated[bool, typer.Option("--constrained", help="All reads and writes share one selection.")]
+Seed = Annotated[int | None, typer.Option(help="Of everything random (0).")]
+SaveEvery = Annotated[int | None, typer.Option(help="Steps between two saved states (500).")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the state that an interrupted run left.")]
+
+# Output.
+Out = Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")]
+PlanOut = Annotated[Path, typer.Option("--out", help="Plan file to write; it must not exist.")]
+Export = Annotated[
+    Literal["none", "onnx", "pt2", "dense"] | None,
+    typer.Option(help="What to write beside the checkpoint (demo: onnx, otherwise: none)."),
+]
+PrintAfter = Annotated[
+    list[str] | None,
+    typer.Option(help="Print the graph after the pass of this name; can be given several times."),
+]

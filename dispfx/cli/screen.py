@@ -1,0 +1,48 @@
+"""Where progress and results go: progress to people, results to stdout.
+
+With --json, stdout carries one JSON document and progress goes to stderr.  With --quiet, only errors
+are shown, and the JSON that was asked for.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from dispfx.report import TerminalObserver
+
+
+@dataclass(frozen=True)
+class Screen:
+    """How one verb shows its work.
+
+    Args:
+        json: whether the result is printed as JSON.
+        quiet: whether nothing else is printed.
+    """
+
+    json: bool
+    quiet: bool
+
+    @property
+    def console(self) -> Console:
+        """The console for people."""
+        return Console(stderr=self.json, quiet=self.quiet, soft_wrap=False)
+
+    def observer(self) -> "TerminalObserver":
+        """Return what shows progress; to be used as a context manager."""
+        from dispfx.report import TerminalObserver
+
+        return TerminalObserver(Console(stderr=self.json), self.quiet)
+
+    def print_json(self, plain: Any) -> None:
+        """Print the result, if it was asked for as JSON."""
+        if self.json:
+            print(json.dumps(plain, indent=2, allow_nan=False, ensure_ascii=False))
+
+    def print_text(self, text: str) -> None:
+        """Print the result as it is, unless JSON or silence was asked for."""
+        if not self.json and not self.quiet:
+            print(text)

@@ -1,0 +1,165 @@
+"""Verbs that look at a decoder or use a folder: inspect, verify, eval, export, generate."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dispfx.cli import options as given
+from dispfx.cli.faults import reports_faults
+from dispfx.cli.screen import Screen
+from dispfx.errors import OutputError
+from dispfx.origin import origin_of
+from dispfx.preconditions import check_files, check_folder
+
+
+@reports_faults
+def inspect(
+    model: given.Model,
+    skip: given.Skip = None,
+    revision: given.Revision = None,
+    dtype: given.Dtype = None,
+    device: given.Device = None,
+    trust_remote_code: given.TrustRemoteCode = False,
+    print_after: given.PrintAfter = None,
+    json: given.Json = False,
+    quiet: given.Quiet = False,
+    debug: given.Debug = False,
+) -> None:
+    """Show what can be pruned: branches and sites, and what is left dense and why."""
+    origin_of(model)
+    from dispfx import api
+    from dispfx.report.sites import print_sites, program_plain
+
+    screen = Screen(json, quiet)
+    program = api.inspect(
+        model,
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        skip=tuple(skip or ()),
+        print_after=tuple(print_after or ()),
+    )
+    screen.print_json(program_plain(program))
+    if not json:
+        print_sites(program, screen.console)
+
+
+@reports_faults
+def verify(
+    folder: given.Folder,
+    json: given.Json = False,
+    quiet: given.Quiet = False,
+    debug: given.Debug = False,
+) -> None:
+    """Compare every form of the decoder in a folder, as written, and say how far they are apart."""
+    check_folder(folder)
+    from dispfx import api
+    from dispfx.measure.equivalence import require
+    from dispfx.report import to_plain
+    from dispfx.report.table import print_verifications
+
+    screen = Screen(json, quiet)
+    verifications = api.verify(folder)
+    screen.print_json({"verify": to_plain(verifications)})
+    if not json:
+        print_verifications(verifications, screen.console)
+    require(*verifications)
+
+
+@reports_faults
+def evaluate(
+    model: given.ModelOrFolder,
+    eval_data: given.EvalData = None,
+    eval_windows: given.EvalWindows = None,
+    context: Annotated[int | None, typer.Option(min=2, help="Tokens a window.")] = None,
+    tokenizer: given.Tokenizer = None,
+    revision: given.Revision = None,
+    dtype: given.Dtype = None,
+    device: given.Device = None,
+    trust_remote_code: given.TrustRemoteCode = False,
+    json: given.Json = False,
+    quiet: given.Quiet = False,
+    debug: given.Debug = False,
+) -> None:
+    """Measure the perplexity of a decoder, pruned or not, on a text."""
+    origin_of(model)
+    check_files(eval_data or [], "text")
+    from dispfx import api
+    from dispfx.report import to_plain
+
+    screen = Screen(json, quiet)
+    measured = api.evaluate(
+        model,
+        eval_data=eval_data,
+        windows=eval_windows,
+        context=context,
+        tokenizer=tokenizer,
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    protocol = measured.protocol
+    screen.print_json(to_plain({"perplexity": measured.value, "protocol": protocol}))
+    screen.print_text(
+        f"perplexity {measured.value:.3f}  ({protocol['windows']} windows of {protocol['context']} tokens, "
+        f"{protocol['tokens']:,} predicted)"
+    )
+
+
+@reports_faults
+def export(
+    folder: given.Folder,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Write DIR/onnx/.")] = False,
+    pt2: Annotated[bool, typer.Option("--pt2", help="Write DIR/program.pt2.")] = False,
+    opset: Annotated[int | None, typer.Option(min=1, help="ONNX operator set.")] = None,
+    json: given.Json = False,
+    quiet: given.Quiet = False,
+    debug: given.Debug = False,
+) -> None:
+    """Write other forms of the decoder in a folder beside its checkpoint, and verify them."""
+    if not (onnx or pt2):
+        raise OutputError("there is nothing to write", hint="say what: --onnx, --pt2, or both")
+    check_folder(folder)
+    from dispfx import api
+
+    screen = Screen(json, quiet)
+    files = api.export(folder, onnx=onnx, pt2=pt2, opset=opset)
+    screen.print_json({"files": [str(path) for path in files]})
+    for path in files:
+        screen.print_text(str(path))
+
+
+@reports_faults
+def generate(
+    model: given.ModelOrFolder,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from the k likeliest tokens only.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
+    runtime: Annotated[Literal["torch", "onnx"], typer.Option(help="What runs the decoder.")] = "torch",
+    json: given.Json = False,
+    quiet: given.Quiet = False,
+    debug: given.Debug = False,
+) -> None:
+    """Continue a text."""
+    origin_of(model)
+    if runtime == "onnx":
+        check_folder(Path(model))
+    from dispfx import api
+
+    screen = Screen(json, quiet)
+    text = api.generate(
+        model,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        runtime=runtime,
+    )
+    screen.print_json({"prompt": prompt, "text": text})
+    screen.print_text(text)
