@@ -2,7 +2,7 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rewrite(folder: Path, changes: dict[str, Callable[[bytes], bytes | None]]) -> None:
+def rewrite(folder: Path, changes: Mapping[str, Callable[[bytes], bytes | None]]) -> None:
     """Copy the archive entry by entry; a change gets an entry's bytes, or b"" where there is none."""
     path = folder / PROGRAM_FILE
     with zipfile.ZipFile(path) as opened:
