@@ -1,0 +1,48 @@
+"""The model card says what was done, and links only where a link leads somewhere."""
+
+import dataclasses
+
+from dispfx.report import Report, model_card
+
+
+def test_the_card_tells_the_whole_story(report: Report):
+    card = model_card(report, base_model="demo", folder="out/demo", data=["a/text.txt"], onnx=True)
+    for expected in (
+        "# demo\n",
+        "30.0% of the layers' weights",
+        "| parameters | 922,112 | 701,204 |",
+        "| perplexity | 3.200 | 3.280 |",
+        "40 windows of 128 tokens without overlap, 5,080 predicted tokens",
+        "the last 10% of the text, never learned from",
+        'dispfx.load("demo")',
+        "dispfx verify demo",
+        "onnx/model.onnx",
+        "learned from text.txt.",
+        "Seed 7",
+        "torch 2.13.0",
+        "| lowered = gated | 2 × 9 | 1.20e-07 | 1e-05 |",
+        "- `layers.1.mlp`: a softmax over a labelled dimension",
+        report.command,
+    ):
+        assert expected in card, expected
+
+
+def test_only_a_hub_id_becomes_a_link(report: Report):
+    linked = model_card(report, base_model="owner/name", folder="out", on_hub=True)
+    assert "base_model: owner/name" in linked.split("---")[1]
+    local = model_card(report, base_model="folder/name", folder="out")
+    assert "base_model" not in local
+
+
+def test_what_was_not_done_is_not_claimed(report: Report):
+    bare = dataclasses.replace(report, perplexity=None, refused=(), verify=(), skills={})
+    card = model_card(bare, base_model="demo", folder="out")
+    for absent in ("erplexity", "Verified", "Left dense", "ONNX", "learned from", "skill"):
+        assert absent not in card, absent
+
+
+def test_the_front_matter_is_yaml_between_two_rules(report: Report):
+    lines = model_card(report, base_model="owner/name", folder="out", on_hub=True).splitlines()
+    end = lines.index("---", 1)
+    assert lines[0] == "---"
+    assert all(": " in line for line in lines[1:end])
