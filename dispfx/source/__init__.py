@@ -13,5 +13,6 @@ from dispfx.source.loading import load_source
 from dispfx.origin import Origin
 from dispfx.source.source import Source
 from dispfx.source.text import read_tokens
+from dispfx.source.tokenizer import load_folder_tokenizer
 
-__all__ = ["Origin", "Source", "load_source", "read_tokens"]
+__all__ = ["Origin", "Source", "load_folder_tokenizer", "load_source", "read_tokens"]

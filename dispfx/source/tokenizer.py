@@ -50,6 +50,15 @@ def load_tokenizer(location: Location, trust_remote_code: bool) -> tuple[Any | N
         return tokenizer, files or (() if location.gguf_file else _tokenizer_files(location))
 
 
+def load_folder_tokenizer(folder: str | Path) -> Any | None:
+    """Return the tokenizer whose files lie in `folder`, or None where there are none.
+
+    Raises:
+        SourceError: if there are files and they cannot be read.
+    """
+    return load_tokenizer(Location(str(folder)), trust_remote_code=False)[0]
+
+
 def _tokenizer_files(location: Location) -> tuple[Path, ...]:
     if not location.hub:
         paths = [Path(location.path) / name for name in _TOKENIZER_FILES]

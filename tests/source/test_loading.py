@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from dispfx.errors import SourceError
-from dispfx.source import load_source, location
+from dispfx.source import load_folder_tokenizer, load_source, location
 
 BERT = BertConfig(
     vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
@@ -64,6 +64,12 @@ def test_a_tokenizer_of_another_folder_takes_the_place_of_the_own(copied: Path, 
     source = load_source(str(copied), tokenizer=str(decoder_folder))
     assert source.tokenizer is not None
     assert decoder_folder / "tokenizer.json" in source.tokenizer_files
+
+
+def test_a_folder_gives_its_tokenizer_alone_or_none(decoder_folder: Path, tmp_path: Path):
+    found = load_folder_tokenizer(decoder_folder)
+    assert found is not None and len(found) == 256
+    assert load_folder_tokenizer(tmp_path) is None
 
 
 def test_a_broken_tokenizer_is_refused(copied: Path):
