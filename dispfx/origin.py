@@ -37,9 +37,9 @@ def origin_of(spec: str) -> Origin:
         if not path.is_file():
             raise SourceError("MODEL names a GGUF file and there is none", where=spec)
         return "gguf"
-    if path.is_dir():
+    if spec and path.is_dir():
         return "folder"
-    if path.exists():
+    if spec and path.exists():
         raise SourceError(
             "MODEL is a file; only .gguf files can be read by themselves", where=spec, hint=_FOLDER_HINT
         )

@@ -1,0 +1,61 @@
+"""Checks of a user's words that need nothing slow."""
+
+from pathlib import Path
+
+import pytest
+
+from dispfx.errors import BudgetError, DataError, OutputError, SourceError
+from dispfx.origin import origin_of
+from dispfx.preconditions import check_files, check_folder, check_ratio
+
+
+def test_every_form_of_model_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "model.gguf").touch()
+    expected = {
+        "demo": "demo",
+        "./demo": "folder",
+        str(tmp_path): "folder",
+        "model.gguf": "gguf",
+        "package.module:function": "function",
+        "module:Class.build": "function",
+        "owner/name-1.5b": "hub",
+        "name": "hub",
+    }
+    assert {spec: origin_of(spec) for spec in expected} == expected
+
+
+@pytest.mark.parametrize("spec", ["", "a/b/c", "./x", "/x", "~/x", "../x", "x.gguf", "file.py:", "a b", "-x"])
+def test_a_word_that_is_no_model_is_refused(spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError):
+        origin_of(spec)
+
+
+def test_a_ratio_lies_strictly_between_zero_and_one():
+    for good in (1e-6, 0.3, 0.999):
+        check_ratio(good)
+    for bad in (0.0, 1.0, -0.1, 30.0, float("nan")):
+        with pytest.raises(BudgetError):
+            check_ratio(bad)
+
+
+def test_files_must_exist_and_hold_something(tmp_path: Path):
+    good, empty = tmp_path / "good", tmp_path / "empty"
+    good.write_text("x")
+    empty.touch()
+    check_files([good], "text")
+    check_files([], "text")
+    for bad in (empty, tmp_path, tmp_path / "absent"):
+        with pytest.raises(DataError) as refusal:
+            check_files([good, bad], "text")
+        assert refusal.value.where == str(bad)
+
+
+def test_a_folder_of_ours_has_a_report(tmp_path: Path):
+    for bad in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(OutputError):
+            check_folder(bad)
+    (tmp_path / "report.json").touch()
+    check_folder(tmp_path)
