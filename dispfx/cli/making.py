@@ -70,8 +70,9 @@ def compile(  # the verb's name
     _check_ratio_and_data(model, ratio, data)
     _check(model, [*(data or []), *(eval_data or [])], None if resume else out)
     from dispfx import api
+    from dispfx.api.opening import learn_settings
 
-    settings = api.learn_settings(model, **chosen) if chosen else None
+    settings = learn_settings(model, **chosen) if chosen else None
     screen = Screen(json, quiet)
     with screen.observer() as observer:
         report = api.compile(
@@ -138,8 +139,9 @@ def learn(
     _check_ratio_and_data(model, ratio, data)
     _check(model, data or [], None if resume else out)
     from dispfx import api
+    from dispfx.api.opening import learn_settings
 
-    settings = api.learn_settings(model, **chosen) if chosen else None
+    settings = learn_settings(model, **chosen) if chosen else None
     screen = Screen(json, quiet)
     with screen.observer() as observer:
         plan = api.learn_plan(

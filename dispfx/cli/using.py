@@ -32,15 +32,17 @@ def inspect(
     from dispfx.report.sites import print_sites, program_plain
 
     screen = Screen(json, quiet)
-    program = api.inspect(
-        model,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        skip=tuple(skip or ()),
-        print_after=tuple(print_after or ()),
-    )
+    with screen.observer() as observer:
+        program = api.inspect(
+            model,
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            skip=tuple(skip or ()),
+            print_after=tuple(print_after or ()),
+            observer=observer,
+        )
     screen.print_json(program_plain(program))
     if not json:
         print_sites(program, screen.console)
