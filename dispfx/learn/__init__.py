@@ -1,0 +1,1 @@
+"""Learning which features to keep: hypernetwork, estimators, budget loss, text, trainer, resume."""

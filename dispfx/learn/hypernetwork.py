@@ -1,0 +1,169 @@
+"""From a fixed random input to one logit a feature (arXiv 2410.11988, table of the hypernetwork).
+
+`build_hypernetwork` returns one of three modules; each takes nothing and returns flat logits over
+all groups of sites, in order:
+
+    full     fixed z_G32 → bidirectional GRU(32, 64) → LayerNorm → GELU → one linear a group, no bias
+    linear   fixed z_G32 → one linear a group, no bias
+    none     the logits themselves are the parameters
+
+Learning starts with nearly everything kept: heads begin small against the bias (3.0, so that
+sigmoid(3) = 0.95 of all features are kept), and single logits begin at the bias.
+
+Legend: G groups, C groups of one width class, W their width, F inputs of a head, N features.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dispfx.learn.settings import HypernetworkName, seed_for
+
+INPUT_WIDTH = 32
+RECURRENT_WIDTH = 64
+
+
+def build_hypernetwork(
+    kind: HypernetworkName, sizes: Sequence[int], *, bias: float, seed: int
+) -> "RecurrentHypernetwork | LinearHypernetwork | ElementwiseLogits":
+    """Return a module without inputs whose output is one logit a feature, flat, (N,) float32.
+
+    The module depends on `seed` alone; the caller's random state is left as it was.
+
+    Args:
+        sizes: number of features of every group.
+        bias: added to every logit.
+    """
+    kinds = {"full": RecurrentHypernetwork, "linear": LinearHypernetwork, "none": ElementwiseLogits}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_for(seed, "hypernetwork"))
+        return kinds[kind](sizes, bias)
+
+
+class RecurrentHypernetwork(nn.Module):
+    """The paper's hypernetwork: groups exchange what they know through a recurrent network."""
+
+    z_G32: Tensor
+
+    def __init__(self, sizes: Sequence[int], bias: float):
+        super().__init__()
+        self.register_buffer("z_G32", torch.randn(len(sizes), INPUT_WIDTH))
+        self.recurrent = nn.GRU(INPUT_WIDTH, RECURRENT_WIDTH, bidirectional=True)
+        self.norm = nn.LayerNorm(2 * RECURRENT_WIDTH)
+        self.activation = nn.GELU()
+        self.heads = GroupHeads(sizes, 2 * RECURRENT_WIDTH)
+        self.bias = bias
+
+    def forward(self) -> Tensor:
+        """Return logits (N,)."""
+        hidden_GF, _ = self.recurrent(self.z_G32)
+        return self.heads(self.activation(self.norm(hidden_GF))) + self.bias
+
+
+class LinearHypernetwork(nn.Module):
+    """The ablation without a recurrent network: a fixed input a group and a linear."""
+
+    z_G32: Tensor
+
+    def __init__(self, sizes: Sequence[int], bias: float):
+        super().__init__()
+        self.register_buffer("z_G32", torch.randn(len(sizes), INPUT_WIDTH))
+        self.heads = GroupHeads(sizes, INPUT_WIDTH)
+        self.bias = bias
+
+    def forward(self) -> Tensor:
+        """Return logits (N,)."""
+        return self.heads(self.z_G32) + self.bias
+
+
+class ElementwiseLogits(nn.Module):
+    """The ablation without a hypernetwork: every logit is a parameter.
+
+    The bias is added to a parameter that begins at zero, so weight decay pulls a logit towards the
+    bias and not towards one half.
+    """
+
+    def __init__(self, sizes: Sequence[int], bias: float):
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(sum(sizes)))
+        self.bias = bias
+
+    def forward(self) -> Tensor:
+        """Return logits (N,)."""
+        return self.logits + self.bias
+
+
+class GroupHeads(nn.Module):
+    """One linear without bias a group, all of a width as one parameter and one batched product.
+
+    A parameter a group costs a kernel a group in every pass; gathering, padding or slicing one
+    common parameter costs its whole size again in the backward pass.  Neither happens here.
+    """
+
+    _by_class_G: Tensor
+    _from_class_N: Tensor
+    _to_class_N: Tensor
+
+    def __init__(self, sizes: Sequence[int], inputs: int):
+        super().__init__()
+        members: dict[int, list[int]] = {}
+        for group, size in enumerate(sizes):
+            members.setdefault(size, []).append(group)
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.empty(len(groups), width, inputs)) for width, groups in members.items()
+        )
+        for weight in self.weights:
+            nn.init.uniform_(weight, -(inputs**-0.5), inputs**-0.5)
+        by_class_G = torch.tensor([group for groups in members.values() for group in groups])
+        self.register_buffer("_by_class_G", by_class_G, persistent=False)
+        self._class_sizes = [len(groups) for groups in members.values()]
+        ranges = torch.arange(sum(sizes)).split(list(sizes))
+        from_class_N = torch.cat([ranges[int(group)] for group in by_class_G])
+        self.register_buffer("_from_class_N", from_class_N, persistent=False)
+        self.register_buffer("_to_class_N", from_class_N.argsort(), persistent=False)
+
+    def forward(self, inputs_GF: Tensor) -> Tensor:
+        """Return flat values (N,), the groups in order."""
+        classes = inputs_GF[self._by_class_G].split(self._class_sizes)
+        values = [
+            _RowProducts.apply(weight_CWF, inputs_CF).flatten()
+            for weight_CWF, inputs_CF in zip(self.weights, classes, strict=True)
+        ]
+        return _Permuted.apply(torch.cat(values), self._to_class_N, self._from_class_N)
+
+
+class _RowProducts(torch.autograd.Function):
+    """Multiply every matrix by its own vector: (C, W, F) and (C, F) to (C, W).
+
+    The gradient of a matrix has rank one: an outer product, written in one pass over it.
+    """
+
+    @staticmethod
+    def forward(ctx, weight_CWF: Tensor, inputs_CF: Tensor) -> Tensor:
+        ctx.save_for_backward(weight_CWF, inputs_CF)
+        return torch.bmm(inputs_CF.unsqueeze(1), weight_CWF.transpose(1, 2)).squeeze(1)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        weight_CWF, inputs_CF = ctx.saved_tensors
+        (grad_CW,) = grads
+        needs_weight, needs_inputs = ctx.needs_input_grad
+        return (
+            grad_CW.unsqueeze(2) * inputs_CF.unsqueeze(1) if needs_weight else None,
+            torch.bmm(grad_CW.unsqueeze(1), weight_CWF).squeeze(1) if needs_inputs else None,
+        )
+
+
+class _Permuted(torch.autograd.Function):
+    """Reorder a vector; the gradient is reordered back, which costs a gather and not a scatter."""
+
+    @staticmethod
+    def forward(ctx, values_N: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_N)
+        return values_N[order_N]
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_N,) = ctx.saved_tensors
+        return grads[0][inverse_N], None, None

@@ -1,0 +1,205 @@
+"""One step of learning, and everything that a step changes.
+
+    logits = hypernetwork()                                  (N,)
+    mask, slope = estimator.sample(logits)                   (N,) each; the mask is a leaf
+    loss = next_token_loss(gated(ids, mask split by site)) + λ · R(count(mask))
+    ∂loss/∂logits = ∂loss/∂mask · slope                      then one backward pass of the hypernetwork
+
+Since the mask is a leaf, several forward passes may add to its gradient, and the hypernetwork's
+backward pass runs once a step.  N is the number of features of all groups of sites.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dispfx.errors import DispfxError, PassError
+from dispfx.ir.budget import Groups, ParameterCount
+from dispfx.ir.sites import Site
+from dispfx.learn.estimators import estimator
+from dispfx.learn.hypernetwork import build_hypernetwork
+from dispfx.learn.interrupt import uninterrupted
+from dispfx.learn.objective import budget_loss, next_token_loss
+from dispfx.learn.settings import LearnSettings, seed_for
+from dispfx.learn.state import Position, restore_run, run_tensors
+from dispfx.learn.text import TokenBatches
+
+Gated = Callable[[Tensor, Sequence[Tensor]], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What does not change while masks are learned.
+
+    Args:
+        gated: (ids_BT, one 1-D mask a site) -> logits_BTV.
+        sites: in the order of the masks.
+        groups: which sites share a selection.
+        count: the parameters left, for the same sites.
+        target: parameters that should be left.
+        text: what to learn from.
+        settings: of the run.
+        device: of the decoder and everything else.
+    """
+
+    gated: Gated
+    sites: tuple[Site, ...]
+    groups: Groups
+    count: ParameterCount
+    target: float
+    text: TokenBatches
+    settings: LearnSettings
+    device: torch.device
+
+    def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
+        """Return the next-token loss of a batch under one flat vector of masks of all sites."""
+        ids_BT = ids_BT.to(self.device)
+        logits_BTV = self.gated(ids_BT, masks.split([site.size for site in self.sites]))
+        return next_token_loss(logits_BTV, ids_BT)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Numbers of one step; `finite` says whether it changed anything."""
+
+    loss: float
+    budget_loss: float
+    achieved_ratio: float
+    finite: bool
+
+
+class Learner:
+    """The hypernetwork, its optimizer, the sampler's random numbers, and the position in the run."""
+
+    def __init__(self, problem: Problem):
+        settings, device = problem.settings, problem.device
+        self.problem = problem
+        self.position = Position()
+        self._hypernetwork = build_hypernetwork(
+            settings.hypernetwork, problem.groups.sizes, bias=settings.bias, seed=settings.seed
+        ).to(device)
+        # The fused kernel reads and writes the heads, by far the most numbers here, once a step.
+        self._optimizer = torch.optim.AdamW(
+            self._hypernetwork.parameters(),
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            fused=device.type in ("cpu", "cuda") or None,
+        )
+        self._estimator = estimator(settings.estimator, settings.temperature)
+        self._generator = torch.Generator(device).manual_seed(seed_for(settings.seed, "masks"))
+        # As of the last whole step: a step that is interrupted or bad leaves no trace.
+        self._generator_state = self._generator.get_state()
+
+    def logits(self) -> Tensor:
+        """Return the logits of all groups, flat, without gradient."""
+        with torch.no_grad():
+            return self._hypernetwork()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors that the next step depends on, by flat names."""
+        return run_tensors(self._hypernetwork, self._optimizer, self._generator_state)
+
+    def restore(self, position: Position, tensors: dict[str, Tensor]) -> None:
+        """Continue where `tensors` were taken."""
+        restore_run(self._hypernetwork, self._optimizer, self._generator, tensors)
+        self._generator_state = self._generator.get_state()
+        self.position = position
+
+    def advance(self) -> StepOutcome:
+        """Do one step.
+
+        A step whose loss or gradient is not finite changes neither parameters nor optimizer nor
+        random numbers; it is counted and the text moves on.
+
+        Raises:
+            DispfxError: after `max_bad_steps` such steps in a row.
+        """
+        problem, settings = self.problem, self.problem.settings
+        self._optimizer.zero_grad(set_to_none=True)
+        logits_N = self._hypernetwork()
+        sample = self._estimator.sample(logits_N.detach(), self._generator)
+        masks_N = sample.mask.requires_grad_()
+        loss = self._backward_decoder(masks_N)
+        left = problem.count.count(problem.groups.expand(masks_N))
+        over_budget = budget_loss(left, problem.target)
+        (settings.lambda_ * over_budget).backward()
+        assert masks_N.grad is not None
+        logits_N.backward(masks_N.grad * sample.slope)
+        gradients = [p.grad for p in self._hypernetwork.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        # One transfer from the device for all numbers of the step.
+        numbers = torch.stack([value.detach().double() for value in (loss, over_budget, left, norm)]).tolist()
+        finite = all(math.isfinite(number) for number in numbers)
+        with uninterrupted():
+            if finite:
+                self._commit()
+            else:
+                self._roll_back()
+        if self.position.bad_in_a_row >= settings.max_bad_steps:
+            raise _diverged(self.position, numbers[0])
+        return StepOutcome(numbers[0], numbers[1], 1.0 - numbers[2] / problem.count.dense, finite)
+
+    def _backward_decoder(self, masks_N: Tensor) -> Tensor:
+        passes = self.problem.settings.accumulate
+        total = torch.zeros((), device=self.problem.device)
+        for index in range(self.position.step * passes, (self.position.step + 1) * passes):
+            masks = self.problem.groups.expand(masks_N)
+            loss = self.problem.loss(self.problem.text.batch(index), masks) / passes
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def _commit(self) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.problem.settings.learning_rate(self.position.step)
+        self._optimizer.step()
+        self._generator_state = self._generator.get_state()
+        self.position = Position(self.position.step + 1, self.position.bad_steps)
+
+    def _roll_back(self) -> None:
+        self._generator.set_state(self._generator_state)
+        before = self.position
+        self.position = Position(before.step + 1, before.bad_steps + 1, before.bad_in_a_row + 1)
+
+
+def check_gates(problem: Problem) -> None:
+    """Check that every gate acts: with everything kept, each site's mask gets a gradient.
+
+    Raises:
+        PassError: naming the sites whose gradient is exactly zero everywhere.
+        DispfxError: if the loss of the dense decoder is not finite.
+    """
+    sizes = [site.size for site in problem.sites]
+    masks = torch.ones(sum(sizes), device=problem.device, requires_grad=True)
+    loss = problem.loss(problem.text.batch(0), masks)
+    if not loss.requires_grad:
+        raise PassError("the logits depend on no gate, so there is nothing to learn")
+    if not math.isfinite(loss.item()):
+        raise DispfxError(
+            f"the decoder's loss with everything kept is {loss.item()}, before anything was learned",
+            hint="use --dtype float32 or bfloat16, and check that the tokenizer belongs to the decoder",
+        )
+    loss.backward()
+    assert masks.grad is not None
+    dead = [
+        site.name
+        for site, gradient in zip(problem.sites, masks.grad.split(sizes), strict=True)
+        if not bool(gradient.count_nonzero())
+    ]
+    if dead:
+        raise PassError(
+            f"every gate must act on the loss, and {len(dead)} of {len(sizes)} get a gradient of zero",
+            where=", ".join(dead[:5]) + (" …" if len(dead) > 5 else ""),
+            hint="leave these branches dense with --skip",
+        )
+
+
+def _diverged(position: Position, loss: float) -> DispfxError:
+    return DispfxError(
+        f"learning was stopped at step {position.step}: the loss ({loss}) or its gradient was not finite "
+        f"{position.bad_in_a_row} times in a row",
+        hint="use a smaller --lr, or --dtype float32 or bfloat16; the state before is kept for --resume",
+    )

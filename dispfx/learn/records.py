@@ -1,0 +1,102 @@
+"""What is known after each step: one record for the screen and one line in metrics.jsonl."""
+
+import json
+import math
+import os
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TextIO
+
+METRICS_FILE = "metrics.jsonl"
+_PACE_STEPS = 20
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of learning.
+
+    Args:
+        step: steps done, this one included.
+        steps: steps of the whole run.
+        loss: next-token loss with sampled masks, in nats; not finite after a bad step.
+        budget_loss: R, before it is weighted by λ.
+        achieved_ratio: share of the counted parameters that the sampled masks remove.
+        tokens_per_second: over the last steps.
+        seconds_left: at that pace.
+        bad_steps: steps so far whose loss or gradient was not finite.
+        held_out_loss: with hardened masks on held-out text, where it was measured.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    budget_loss: float
+    achieved_ratio: float
+    tokens_per_second: float
+    seconds_left: float
+    bad_steps: int = 0
+    held_out_loss: float | None = None
+
+
+class Pace:
+    """Measures speed over the last steps, so that a slow first step is soon forgotten."""
+
+    def __init__(self, tokens_per_step: int):
+        self._tokens_per_step = tokens_per_step
+        self._ends = deque([perf_counter()], maxlen=_PACE_STEPS + 1)
+
+    def tick(self, steps_left: int) -> tuple[float, float]:
+        """Note the end of a step; return tokens a second and seconds left."""
+        self._ends.append(perf_counter())
+        seconds = max((self._ends[-1] - self._ends[0]) / (len(self._ends) - 1), 1e-9)
+        return self._tokens_per_step / seconds, steps_left * seconds
+
+
+class MetricsLog:
+    """Appends records to metrics.jsonl, one JSON object a line; does nothing without a folder.
+
+    Lines after `first_step` belong to steps that a resumed run does again, and are removed.
+    """
+
+    def __init__(self, folder: Path | None, first_step: int):
+        self._file: TextIO | None = None
+        if folder is not None:
+            path = folder / METRICS_FILE
+            _keep_until(path, first_step)
+            self._file = path.open("a", encoding="utf-8")
+
+    def append(self, record: StepRecord) -> None:
+        """Write one line; a number that is not finite becomes null, which JSON has a word for."""
+        if self._file is None:
+            return
+        values = asdict(record)
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in values.items()
+        }
+        self._file.write(json.dumps(finite) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _keep_until(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # the last line of a killed run can be cut off
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    os.replace(partial, path)

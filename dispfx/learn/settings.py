@@ -1,0 +1,99 @@
+"""How masks are learned: every constant of the method, with the paper's values as defaults.
+
+Constants of arXiv 2410.11988, appendix: bias 3, temperature 1, λ 6, AdamW with learning rate 1e-3
+and weight decay 0.05, 10,000 steps of one sequence of 2048 tokens.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from dispfx.errors import DispfxError
+
+EstimatorName = Literal["reinmax", "gumbel", "straight-through"]
+HypernetworkName = Literal["full", "linear", "none"]
+Schedule = Literal["constant", "cosine"]
+
+
+@dataclass(frozen=True)
+class LearnSettings:
+    """Settings of one run.
+
+    Args:
+        steps: optimizer steps.
+        seq_len: tokens a sequence.
+        batch_size: sequences a forward pass.
+        accumulate: forward passes a step; they share one sample of the masks.
+        lr: learning rate of AdamW.
+        weight_decay: of AdamW.
+        lambda_: weight of the budget loss.
+        estimator: how gradients pass the sampled masks.
+        hypernetwork: what the logits come from; `none` learns them one by one.
+        constrained: all read and write sites share one selection.
+        bias: added to every logit, so that learning starts with nearly everything kept.
+        temperature: of the estimators.
+        schedule: of the learning rate over the steps.
+        seed: of everything random; the same seed gives the same plan.
+        save_every: steps between two saved states.
+        max_bad_steps: steps in a row without a finite loss and gradient that end the run.
+        log_every: steps between two records.
+        held_out_every: steps between two measurements of the held-out loss; 0 measures never.
+    """
+
+    steps: int = 10_000
+    seq_len: int = 2048
+    batch_size: int = 1
+    accumulate: int = 1
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    lambda_: float = 6.0
+    estimator: EstimatorName = "reinmax"
+    hypernetwork: HypernetworkName = "full"
+    constrained: bool = False
+    bias: float = 3.0
+    temperature: float = 1.0
+    schedule: Schedule = "constant"
+    seed: int = 0
+    save_every: int = 500
+    max_bad_steps: int = 10
+    log_every: int = 1
+    held_out_every: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values with which no run makes sense.
+
+        Raises:
+            DispfxError: naming the setting, what it may be and what was found.
+        """
+        least = {"steps": 1, "seq_len": 2, "batch_size": 1, "accumulate": 1, "save_every": 1}
+        least |= {"max_bad_steps": 1, "log_every": 1, "held_out_every": 0}
+        for name, smallest in least.items():
+            _require(getattr(self, name) >= smallest, name, f"at least {smallest}", getattr(self, name))
+        for name in ("lr", "temperature"):
+            value = getattr(self, name)
+            _require(0.0 < value < math.inf, name, "a positive number", value)
+        for name in ("lambda_", "weight_decay"):
+            value = getattr(self, name)
+            _require(0.0 <= value < math.inf, name, "zero or a positive number", value)
+        _require(math.isfinite(self.bias), "bias", "a finite number", self.bias)
+        choices = {"estimator": EstimatorName, "hypernetwork": HypernetworkName, "schedule": Schedule}
+        for name, allowed in choices.items():
+            one_of = " or ".join(get_args(allowed))
+            _require(getattr(self, name) in get_args(allowed), name, one_of, getattr(self, name))
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
+        if self.schedule == "constant":
+            return self.lr
+        return self.lr * 0.5 * (1.0 + math.cos(math.pi * step / self.steps))
+
+
+def seed_for(seed: int, purpose: str) -> int:
+    """Return the seed of one use of randomness, so that no two uses draw the same numbers."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{purpose}".encode()).digest()[:8], "big") >> 1
+
+
+def _require(holds: bool, name: str, allowed: str, found: object) -> None:
+    if not holds:
+        raise DispfxError(f"{name} must be {allowed}, and {found!r} was given", where=f"LearnSettings.{name}")

@@ -1,0 +1,168 @@
+"""The resumable state of a run: one safetensors file with a JSON header, replaced in one move.
+
+The header holds where the run is and what it is (`identity`: decoder, sites, budget, settings,
+text).  A state is only taken up by a run with the same identity.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dispfx.errors import DataError, PlanMismatchError
+from dispfx.learn.settings import LearnSettings
+
+STATE_FILE = "learning.safetensors"
+STATE_VERSION = 1
+# Settings that change what a run writes or when it gives up, not what it learns.
+_FREE_SETTINGS = {"save_every", "log_every", "max_bad_steps", "held_out_every"}
+
+Identity = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run is.
+
+    Args:
+        step: steps done; the position in the text follows from it.
+        bad_steps: of them, those that changed nothing.
+        bad_in_a_row: bad steps since the last good one.
+    """
+
+    step: int = 0
+    bad_steps: int = 0
+    bad_in_a_row: int = 0
+
+
+def settings_identity(settings: LearnSettings) -> dict[str, Any]:
+    """Return the settings that a resumed run must share.
+
+    With a constant learning rate the number of steps is not one of them: a run can be made longer.
+    """
+    free = _FREE_SETTINGS | ({"steps"} if settings.schedule == "constant" else set())
+    return {name: value for name, value in asdict(settings).items() if name not in free}
+
+
+def saved_step(folder: Path) -> int | None:
+    """Return the step at which the state in `folder` goes on, or None where there is no state.
+
+    Raises:
+        DataError: if the file is damaged.
+    """
+    header = _read_header(folder / STATE_FILE)
+    return None if header is None else int(header["position"]["step"])
+
+
+def save_state(folder: Path, identity: Identity, position: Position, tensors: Mapping[str, Tensor]) -> None:
+    """Write the state; a reader finds the old one or the new one, whole."""
+    target = folder / STATE_FILE
+    partial = folder / f".{STATE_FILE}.partial"
+    header = {"version": STATE_VERSION, "identity": identity, "position": asdict(position)}
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(contiguous, partial, metadata={"dispfx": json.dumps(header)})
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())  # else a power cut can leave the new name on an empty file
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_state(folder: Path, identity: Identity) -> tuple[Position, dict[str, Tensor]] | None:
+    """Return the state in `folder`, or None where there is none.
+
+    Raises:
+        PlanMismatchError: if it was made for another decoder.
+        DataError: if it was made with other settings, another budget or text, or is damaged.
+    """
+    path = folder / STATE_FILE
+    header = _read_header(path)
+    if header is None:
+        return None
+    _check_identity(header["identity"], json.loads(json.dumps(identity)), path)
+    return Position(**header["position"]), load_file(path)
+
+
+def run_tensors(
+    hypernetwork: nn.Module, optimizer: torch.optim.Optimizer, generator_state: Tensor
+) -> dict[str, Tensor]:
+    """Return all tensors of a run under flat names."""
+    tensors = {f"hypernetwork.{name}": tensor for name, tensor in hypernetwork.state_dict().items()}
+    for name, parameter in hypernetwork.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            tensors[f"optimizer.{name}.{key}"] = value
+    return {**tensors, "generator": generator_state}
+
+
+def restore_run(
+    hypernetwork: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator,
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Put tensors from `run_tensors` back where they came from."""
+    prefix = "hypernetwork."
+    hypernetwork.load_state_dict(
+        {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    )
+    state = {}
+    for index, (name, _) in enumerate(hypernetwork.named_parameters()):
+        own = f"optimizer.{name}."
+        entries = {key.removeprefix(own): tensor for key, tensor in tensors.items() if key.startswith(own)}
+        if entries:  # none before the first good step
+            state[index] = entries
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    generator.set_state(tensors["generator"])
+
+
+def _read_header(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {})["dispfx"])
+        if header["version"] != STATE_VERSION:
+            raise ValueError(f"its format is version {header['version']}, this program reads {STATE_VERSION}")
+        Position(**header["position"])
+        header["identity"]["settings"]
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the state of an earlier run cannot be read: {error}",
+            where=str(path),
+            hint="remove it to start again",
+        ) from error
+    return header
+
+
+def _check_identity(saved: dict[str, Any], asked: dict[str, Any], path: Path) -> None:
+    for key, what in (("decoder", "fingerprint"), ("sites", "sites")):
+        if saved.get(key) != asked[key]:
+            raise PlanMismatchError(
+                f"the state to resume from was made for another decoder: its {what} differ from this one's",
+                where=str(path),
+                hint="resume with the decoder that the run began with, or start again without --resume",
+            )
+    differing = [entry for entry in _compared(saved, asked) if entry[1] != entry[2]]
+    if differing:
+        described = "; ".join(f"{name} was {before!r} and is {now!r}" for name, before, now in differing)
+        raise DataError(
+            f"the state to resume from was made with other settings: {described}",
+            where=str(path),
+            hint="resume with the settings that the run began with, or start again without --resume",
+        )
+
+
+def _compared(saved: dict[str, Any], asked: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    pairs = []
+    for part in ("settings", "budget"):
+        before, now = saved.get(part, {}), asked[part]
+        pairs += [(name, before.get(name), now.get(name)) for name in sorted({*before, *now})]
+    return [*pairs, *((name, saved.get(name), asked[name]) for name in ("text", "device"))]

@@ -1,0 +1,131 @@
+"""Token ids → batches that depend on the seed and the step alone.
+
+Since a batch is a pure function of (seed, step), the position in the text is the step number, and
+a resumed run reads exactly what the uninterrupted run would have read.
+
+Legend: B batch, T tokens of a sequence.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dispfx.errors import DataError
+from dispfx.learn.settings import seed_for
+
+if TYPE_CHECKING:
+    import numpy as np
+
+HELD_OUT_SHARE = 0.1
+_DIGEST_CHUNK = 1 << 16
+
+
+@dataclass(eq=False)
+class TokenBatches:
+    """Shuffled windows of one long text, every window once an epoch.
+
+    The text is cut into windows of T tokens side by side; what is left over at its end is not used.
+    An epoch is a permutation of the windows drawn from (seed, epoch); batches run through the
+    epochs without a gap, so every batch is full.
+
+    Args:
+        tokens: 1-D integer tensor or array (a memory map too: only the windows read are loaded).
+        seq_len: T.
+        batch_size: B.
+        seed: the same seed gives the same batches.
+        held_out: tokens that are never learned from, possibly none.
+    """
+
+    tokens: "Tensor | np.ndarray"
+    seq_len: int
+    batch_size: int
+    seed: int = 0
+    held_out: "Tensor | np.ndarray | None" = None
+    _order: tuple[int, Tensor] | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the tokens.
+
+        Raises:
+            DataError: if they are not a vector of integers, or shorter than one sequence.
+        """
+        if len(self.tokens.shape) != 1 or not _holds_integers(self.tokens):
+            raise DataError(
+                f"a vector of token ids was expected, found shape {tuple(self.tokens.shape)} of "
+                f"{self.tokens.dtype}"
+            )
+        if self.windows < 1:
+            held_out = 0 if self.held_out is None else len(self.held_out)
+            aside = f" beside {held_out:,} held out" if held_out else ""
+            raise DataError(
+                f"one sequence needs {self.seq_len:,} tokens, and the text to learn from has "
+                f"{len(self.tokens):,}{aside}",
+                hint="give a longer text, or a smaller --seq-len",
+            )
+
+    @staticmethod
+    def split(
+        tokens: "Tensor | np.ndarray",
+        *,
+        seq_len: int,
+        batch_size: int,
+        seed: int = 0,
+        held_out_share: float = HELD_OUT_SHARE,
+    ) -> "TokenBatches":
+        """Return batches of all but the last share of a text; that share is held out.
+
+        Raises:
+            DataError: as for `TokenBatches`.
+        """
+        first_held_out = len(tokens) - int(len(tokens) * held_out_share)
+        held_out = tokens[first_held_out:] if first_held_out < len(tokens) else None
+        return TokenBatches(tokens[:first_held_out], seq_len, batch_size, seed, held_out)
+
+    @property
+    def windows(self) -> int:
+        """Number of sequences in the text."""
+        return len(self.tokens) // self.seq_len
+
+    @property
+    def digest(self) -> str:
+        """Identify the text to learn from, by its length and a sample of at most 4 MiB."""
+        summary = hashlib.sha256(str(len(self.tokens)).encode())
+        stride = max(_DIGEST_CHUNK, len(self.tokens) // 8)
+        for start in range(0, len(self.tokens), stride):
+            summary.update(_ids(self.tokens[start : start + _DIGEST_CHUNK]).numpy().tobytes())
+        return summary.hexdigest()[:16]
+
+    def batch(self, index: int) -> Tensor:
+        """Return batch `index`, counted from 0 without end, as ids_BT int64 on the CPU."""
+        return torch.stack([self._window(index * self.batch_size + row) for row in range(self.batch_size)])
+
+    def held_out_batches(self, most: int) -> list[Tensor]:
+        """Return up to `most` batches (1, T) from the start of the held-out text, none if it is short."""
+        if self.held_out is None:
+            return []
+        count = min(most, len(self.held_out) // self.seq_len)
+        return [_ids(self.held_out[i * self.seq_len : (i + 1) * self.seq_len])[None] for i in range(count)]
+
+    def _window(self, position: int) -> Tensor:
+        epoch, place = divmod(position, self.windows)
+        if self._order is None or self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(seed_for(self.seed, f"text:{epoch}"))
+            self._order = (epoch, torch.randperm(self.windows, generator=generator))
+        start = int(self._order[1][place]) * self.seq_len
+        return _ids(self.tokens[start : start + self.seq_len])
+
+
+def _holds_integers(tokens: "Tensor | np.ndarray") -> bool:
+    if isinstance(tokens, Tensor):
+        return not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
+    return tokens.dtype.kind in "iu"
+
+
+def _ids(tokens: "Tensor | np.ndarray") -> Tensor:
+    if isinstance(tokens, Tensor):
+        return tokens.to("cpu", torch.int64)
+    # A copy: a read-only memory map must not become a writable tensor.
+    return torch.from_numpy(tokens.astype("int64"))

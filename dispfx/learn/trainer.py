@@ -1,0 +1,237 @@
+"""Learn which features every site keeps, under a budget (arXiv 2410.11988).
+
+`learn` is the entry point: it sets the problem up, checks that every gate acts, runs steps while
+saving a state that a killed run resumes from, and hardens the final logits.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from dispfx.errors import DataError
+from dispfx.ir.budget import Groups, ParameterCount, check_reachable, hard_masks, harden
+from dispfx.ir.plan import Budget
+from dispfx.ir.sites import Site
+from dispfx.learn.learner import Gated, Learner, Problem, StepOutcome, check_gates
+from dispfx.learn.records import MetricsLog, Pace, StepRecord
+from dispfx.learn.settings import LearnSettings
+from dispfx.learn.state import Identity, load_state, save_state, settings_identity
+from dispfx.learn.text import TokenBatches
+
+_HELD_OUT_BATCHES = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """What a run found.
+
+    Args:
+        kept: sorted int32 indices that every site keeps, on the CPU.
+        achieved: share of the counted parameters that is removed.
+        logits: flat over all sites in order, float32 on the CPU.
+        records: of this process, oldest first.
+        first_step: where this process began; 0 without a state to resume from.
+        steps: steps done by all processes of the run.
+        bad_steps: of them, those without a finite loss and gradient.
+        seconds: this process took, hardening included.
+    """
+
+    kept: list[Tensor]
+    achieved: float
+    logits: Tensor
+    records: tuple[StepRecord, ...]
+    first_step: int
+    steps: int
+    bad_steps: int
+    seconds: float
+
+
+def learn(
+    gated: Gated,
+    sites: Sequence[Site],
+    shapes: Mapping[str, tuple[int, ...]],
+    text: TokenBatches,
+    budget: Budget,
+    settings: LearnSettings,
+    *,
+    state_dir: Path | None = None,
+    resume: bool = False,
+    on_step: Callable[[StepRecord], None] = lambda record: None,
+    device: torch.device | str = "cpu",
+    fingerprint: str | None = None,
+) -> Learned:
+    """Learn masks and return the selections that meet the budget.
+
+    Args:
+        gated: (ids_BT int64, one 1-D float mask a site) -> logits_BTV, with frozen weights.
+        sites: in the order of the masks.
+        shapes: of every parameter by path; tied ones once.
+        text: batches to learn from, cut as `settings` say.
+        budget: what may stay.
+        settings: of the run.
+        state_dir: where the state and metrics.jsonl are written; nothing is written without it.
+        resume: go on from the state in `state_dir`, where there is one.
+        on_step: called with the record of every `log_every`-th step and of the last.
+        device: where the decoder lives.
+        fingerprint: of the decoder; a state of another one is refused.
+
+    Raises:
+        BudgetError: if the sites cannot meet the budget; before anything is learned where possible.
+        PassError: if a gate does not act.
+        DataError, PlanMismatchError: if the state to resume from belongs to another run.
+        DispfxError: if the loss stays not finite.
+        KeyboardInterrupt: after the state was saved.
+    """
+    began = perf_counter()
+    problem = _problem(gated, sites, shapes, text, budget, settings, torch.device(device))
+    identity = _identity(problem, budget, fingerprint)
+    learner = Learner(problem)
+    if state_dir is not None:
+        state_dir.mkdir(parents=True, exist_ok=True)
+    if state_dir is not None and resume:
+        _resume(learner, state_dir, identity)
+    first_step = learner.position.step
+    if first_step < settings.steps:
+        check_gates(problem)
+    records = _run(learner, budget, state_dir, identity, on_step)
+    logits = learner.logits()
+    kept = harden(logits, sites, problem.count, budget, groups=problem.groups)
+    return Learned(
+        kept=kept,
+        achieved=1.0 - problem.count.to("cpu").count_kept(hard_masks(sites, kept)) / problem.count.dense,
+        logits=problem.groups.expand(logits).float().cpu(),
+        records=records,
+        first_step=first_step,
+        steps=learner.position.step,
+        bad_steps=learner.position.bad_steps,
+        seconds=perf_counter() - began,
+    )
+
+
+def _problem(
+    gated: Gated,
+    sites: Sequence[Site],
+    shapes: Mapping[str, tuple[int, ...]],
+    text: TokenBatches,
+    budget: Budget,
+    settings: LearnSettings,
+    device: torch.device,
+) -> Problem:
+    if (text.seq_len, text.batch_size) != (settings.seq_len, settings.batch_size):
+        raise DataError(
+            f"the text is cut into batches of {text.batch_size} × {text.seq_len} tokens, and the settings "
+            f"ask for {settings.batch_size} × {settings.seq_len}"
+        )
+    count = ParameterCount.of_sites(sites, shapes, budget.of)
+    groups = Groups.constrained(sites) if settings.constrained else Groups.alone(sites)
+    check_reachable(sites, count, budget, groups=groups)
+    return Problem(
+        gated=gated,
+        sites=tuple(sites),
+        groups=groups.to(device),
+        count=count.to(device),
+        target=budget.keep * count.dense,
+        text=text,
+        settings=settings,
+        device=device,
+    )
+
+
+def _identity(problem: Problem, budget: Budget, fingerprint: str | None) -> Identity:
+    return {
+        "decoder": fingerprint,
+        "sites": [[site.name, site.size] for site in problem.sites],
+        "budget": asdict(budget),
+        "settings": settings_identity(problem.settings),
+        "text": problem.text.digest,
+        "device": problem.device.type,
+    }
+
+
+def _resume(learner: Learner, state_dir: Path, identity: Identity) -> None:
+    found = load_state(state_dir, identity)
+    if found is None:
+        return
+    position, tensors = found
+    steps = learner.problem.settings.steps
+    if position.step > steps:
+        raise DataError(
+            f"the state to resume from is at step {position.step}, and {steps} steps were asked",
+            where=str(state_dir),
+            hint="ask for at least as many steps, or start again without --resume",
+        )
+    try:
+        learner.restore(position, tensors)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"the state to resume from is damaged: {error}",
+            where=str(state_dir),
+            hint="start again without --resume",
+        ) from error
+
+
+def _run(
+    learner: Learner,
+    budget: Budget,
+    state_dir: Path | None,
+    identity: Identity,
+    on_step: Callable[[StepRecord], None],
+) -> tuple[StepRecord, ...]:
+    settings = learner.problem.settings
+    pace = Pace(settings.batch_size * settings.seq_len * settings.accumulate)
+    records = []
+
+    def save() -> None:
+        if state_dir is not None:
+            save_state(state_dir, identity, learner.position, learner.tensors())
+
+    with MetricsLog(state_dir, learner.position.step) as metrics:
+        try:
+            while learner.position.step < settings.steps:
+                outcome = learner.advance()
+                record = _record(learner, outcome, pace, budget)
+                last = record.step == settings.steps
+                if last or record.step % settings.save_every == 0:
+                    save()
+                if last or record.step % settings.log_every == 0:
+                    records.append(record)
+                    metrics.append(record)
+                    on_step(record)
+        except KeyboardInterrupt:
+            save()
+            raise
+    return tuple(records)
+
+
+def _record(learner: Learner, outcome: StepOutcome, pace: Pace, budget: Budget) -> StepRecord:
+    step, settings = learner.position.step, learner.problem.settings
+    tokens_per_second, seconds_left = pace.tick(settings.steps - step)
+    measure = settings.held_out_every and step % settings.held_out_every == 0
+    return StepRecord(
+        step=step,
+        steps=settings.steps,
+        loss=outcome.loss,
+        budget_loss=outcome.budget_loss,
+        achieved_ratio=outcome.achieved_ratio,
+        tokens_per_second=tokens_per_second,
+        seconds_left=seconds_left,
+        bad_steps=learner.position.bad_steps,
+        held_out_loss=_held_out_loss(learner, budget) if measure else None,
+    )
+
+
+@torch.no_grad()
+def _held_out_loss(learner: Learner, budget: Budget) -> float | None:
+    """Return the loss of the plan that these logits would give, on the start of the held-out text."""
+    problem = learner.problem
+    batches = problem.text.held_out_batches(_HELD_OUT_BATCHES)
+    if not batches:
+        return None
+    kept = harden(learner.logits(), problem.sites, problem.count, budget, groups=problem.groups)
+    masks = hard_masks(problem.sites, kept, device=problem.device)
+    losses = [problem.loss(ids_BT, masks) for ids_BT in batches]
+    return float(torch.stack(losses).mean())

@@ -1,0 +1,83 @@
+"""Logits come out flat, in site order, nearly all kept at the start, and with exact gradients."""
+
+import pytest
+import torch
+
+from dispfx.learn.hypernetwork import GroupHeads, RecurrentHypernetwork, _RowProducts, build_hypernetwork
+
+SIZES = [6, 10, 6, 3, 10, 6]
+KINDS = ["full", "linear", "none"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_logit_a_feature_and_nearly_everything_kept_at_the_start(kind):
+    sizes = [576, 1536, 576, 64] * 4
+    logits = build_hypernetwork(kind, sizes, bias=3.0, seed=0)().detach()
+    assert logits.shape == (sum(sizes),)
+    keep = torch.sigmoid(logits)
+    assert 0.93 < float(keep.mean()) < 0.97
+    assert float(keep.min()) > 0.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_seed_alone_decides_and_the_callers_random_state_is_left(kind):
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    first = build_hypernetwork(kind, SIZES, bias=3.0, seed=5)()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(12)
+    assert torch.equal(first, build_hypernetwork(kind, SIZES, bias=3.0, seed=5)())
+    if kind != "none":
+        assert not torch.equal(first, build_hypernetwork(kind, SIZES, bias=3.0, seed=6)())
+
+
+def test_heads_equal_one_linear_a_group_in_the_order_of_the_groups():
+    heads = GroupHeads(SIZES, 4)
+    inputs_GF = torch.randn(len(SIZES), 4, requires_grad=True)
+    weight_of = {}
+    for weight_CWF, width in zip(heads.weights, (6, 10, 3), strict=True):
+        groups = [group for group, size in enumerate(SIZES) if size == width]
+        weight_of |= dict(zip(groups, weight_CWF, strict=True))
+    expected = torch.cat([weight_of[group] @ inputs_GF[group] for group in range(len(SIZES))])
+    # Another order of the same four products a logit.
+    torch.testing.assert_close(heads(inputs_GF), expected)
+    scale = torch.randn(sum(SIZES))
+    leaves = [inputs_GF, *heads.weights]
+    ours = torch.autograd.grad((heads(inputs_GF) * scale).sum(), leaves)
+    theirs = torch.autograd.grad((expected * scale).sum(), leaves)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_there_is_one_parameter_a_width_and_not_one_a_group():
+    shapes = [tuple(weight.shape) for weight in GroupHeads(SIZES, 4).weights]
+    assert shapes == [
+        (3, 6, 4),
+        (2, 10, 4),
+        (1, 3, 4),
+    ]
+
+
+def test_the_row_product_has_the_gradient_of_its_formula():
+    weight = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    inputs = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(_RowProducts.apply, (weight, inputs))
+
+
+def test_the_full_hypernetwork_has_the_papers_widths_and_no_bias_a_head():
+    network = build_hypernetwork("full", SIZES, bias=3.0, seed=0)
+    assert isinstance(network, RecurrentHypernetwork)
+    assert network.z_G32.shape == (len(SIZES), 32)
+    assert network.recurrent.hidden_size == 64 and network.recurrent.bidirectional
+    assert not any("heads" in name and "bias" in name for name, _ in network.named_parameters())
+    assert not network.z_G32.requires_grad
+
+
+def test_groups_learn_from_each_other_through_the_recurrent_network():
+    network = build_hypernetwork("full", SIZES, bias=3.0, seed=0)
+    assert isinstance(network, RecurrentHypernetwork)
+    first = network()
+    with torch.no_grad():
+        network.z_G32[0] += 1.0
+    changed = (network() - first).detach().abs().split(SIZES)
+    assert all(float(part.max()) > 0 for part in changed)

@@ -1,0 +1,37 @@
+"""An interrupt waits for the block to end and is then delivered."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from dispfx.learn.interrupt import uninterrupted
+
+
+def test_an_interrupt_inside_the_block_arrives_when_the_block_is_done():
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        done.append("the rest of the block")
+    assert done == ["the rest of the block"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_without_an_interrupt_nothing_happens():
+    with uninterrupted():
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_it_can_be_used_outside_the_main_thread():
+    entered = []
+
+    def work() -> None:
+        with uninterrupted():
+            entered.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert entered == [True]

@@ -1,0 +1,121 @@
+"""A bad step leaves no trace, and a gate that does nothing is found before learning starts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dispfx.errors import DispfxError, PassError
+from dispfx.ir.budget import Groups, ParameterCount
+from dispfx.learn.learner import Learner, Problem, check_gates
+from tests.learn.tiny_decoder import batches, markov_tokens, settings, untrained_decoder
+
+TEXT = markov_tokens(2_000)
+DECODER = untrained_decoder()
+
+
+def problem(gated: Callable[..., Tensor] = DECODER, **changes: Any) -> Problem:
+    chosen = settings(**changes)
+    count = ParameterCount.of_sites(DECODER.sites, DECODER.shapes)
+    return Problem(
+        gated=gated,
+        sites=DECODER.sites,
+        groups=Groups.alone(DECODER.sites),
+        count=count,
+        target=0.7 * count.dense,
+        text=batches(TEXT, chosen),
+        settings=chosen,
+        device=torch.device("cpu"),
+    )
+
+
+class Faulty:
+    """The tiny decoder, spoilt at chosen calls: its loss, or only its gradient."""
+
+    def __init__(self, bad_calls: set[int], spoil: Callable[[Tensor], Tensor]):
+        self.calls = 0
+        self.bad_calls = bad_calls
+        self.spoil = spoil
+
+    def __call__(self, ids_BT: Tensor, masks) -> Tensor:
+        self.calls += 1
+        logits_BTV = DECODER(ids_BT, masks)
+        return self.spoil(logits_BTV) if self.calls in self.bad_calls else logits_BTV
+
+
+class _SpoiltGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> Tensor:
+        return grads[0] * float("inf")
+
+
+SPOILS = {"loss": lambda logits: logits * float("nan"), "gradient": _SpoiltGradient.apply}
+
+
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(spoil):
+    learner = Learner(problem(Faulty({3}, spoil)))
+    for _ in range(2):
+        assert learner.advance().finite
+    before = {name: tensor.clone() for name, tensor in learner.tensors().items()}
+    assert not learner.advance().finite
+    after = learner.tensors()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (learner.position.step, learner.position.bad_steps, learner.position.bad_in_a_row) == (3, 1, 1)
+    assert learner.advance().finite
+    assert (learner.position.step, learner.position.bad_steps, learner.position.bad_in_a_row) == (4, 1, 0)
+    assert not all(torch.equal(before[name], learner.tensors()[name]) for name in before)
+
+
+def test_a_bad_step_redraws_the_random_numbers_that_it_had_drawn():
+    drawn = []
+
+    class Watching(Faulty):
+        def __call__(self, ids_BT: Tensor, masks) -> Tensor:
+            drawn.append(torch.cat(list(masks)).detach().clone())
+            return super().__call__(ids_BT, masks)
+
+    learner = Learner(problem(Watching({2}, SPOILS["loss"])))
+    for _ in range(3):
+        learner.advance()
+    assert torch.equal(drawn[1], drawn[2]) and not torch.equal(drawn[0], drawn[1])
+
+
+def test_bad_steps_in_a_row_end_the_run_with_their_number():
+    learner = Learner(problem(Faulty(set(range(2, 99)), SPOILS["loss"]), max_bad_steps=3))
+    for _ in range(3):
+        learner.advance()
+    with pytest.raises(DispfxError, match=r"stopped at step 4: .* not finite 3 times in a row"):
+        learner.advance()
+
+
+def test_every_gate_of_a_sound_decoder_acts():
+    check_gates(problem())
+
+
+def test_a_gate_without_effect_is_a_pass_error_that_names_its_site():
+    def gated(ids_BT: Tensor, masks) -> Tensor:
+        cut = list(masks)
+        cut[4] = torch.ones_like(cut[4])  # the inner gate of the second layer is not in the graph
+        return DECODER(ids_BT, cut)
+
+    with pytest.raises(PassError, match="1 of 6 get a gradient of zero") as caught:
+        check_gates(problem(gated))
+    assert caught.value.where == "layer.1.inner"
+
+
+def test_a_decoder_without_any_gate_is_a_pass_error():
+    with pytest.raises(PassError, match="depend on no gate"):
+        check_gates(problem(lambda ids_BT, masks: DECODER.dense(ids_BT)))
+
+
+def test_a_decoder_that_is_not_finite_from_the_start_says_so():
+    with pytest.raises(DispfxError, match="everything kept is nan, before anything was learned"):
+        check_gates(problem(Faulty({1}, SPOILS["loss"])))
