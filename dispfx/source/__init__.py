@@ -9,8 +9,8 @@ package and the checkpoint writer are the only code that knows transformers.
     text        text and token files → one tensor of token ids
 """
 
-from dispfx.source.loading import load_source
 from dispfx.origin import Origin
+from dispfx.source.loading import load_source
 from dispfx.source.source import Source
 from dispfx.source.text import read_tokens
 from dispfx.source.tokenizer import load_folder_tokenizer

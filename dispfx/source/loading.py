@@ -1,15 +1,15 @@
 """MODEL → `Source`, whatever its form."""
 
-from importlib import resources
 from pathlib import Path
 
 import torch
 
+from dispfx.demo import DECODER_FOLDER
 from dispfx.errors import SourceError
+from dispfx.origin import origin_of
 from dispfx.source.causality import check_causal
 from dispfx.source.function import build_module
 from dispfx.source.location import Location, check_written_by_others, reach_hub
-from dispfx.origin import origin_of
 from dispfx.source.pretrained import load_pretrained
 from dispfx.source.source import Source
 from dispfx.source.tokenizer import load_tokenizer
@@ -56,7 +56,7 @@ def load_source(
 
 def _location(spec: str, origin: str, revision: str | None) -> Location:
     if origin == "demo":
-        return Location(str(resources.files("dispfx.demo") / "decoder"))
+        return Location(str(DECODER_FOLDER))
     if origin == "hub":
         return reach_hub(spec, revision)
     path = Path(spec).expanduser()

@@ -16,8 +16,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from dispfx.errors import SourceError
-from dispfx.source.location import Location
 from dispfx.origin import Origin
+from dispfx.source.location import Location
 from dispfx.source.quiet import quiet, short
 from dispfx.source.source import Source
 from dispfx.source.tokenizer import load_tokenizer
