@@ -23,9 +23,13 @@ for verb in (using.verify, using.evaluate, using.export, using.generate):
 
 
 def _print_version(wanted: bool) -> None:
-    if wanted:
+    if not wanted:
+        return
+    try:
         typer.echo(f"dispfx {metadata.version('dispfx')}")
-        raise typer.Exit
+    except metadata.PackageNotFoundError:
+        typer.echo("dispfx from a checkout that is not installed")
+    raise typer.Exit
 
 
 @app.callback()

@@ -55,8 +55,8 @@ def print_rows(sections: Sequence[Sequence[Row]], console: Console, header: Row)
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         for row in rows:
             line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            # Not console.print: it would wrap at 80 columns what another program may want to read.
-            console.file.write(line.rstrip() + "\n")
+            # Not wrapped at 80 columns, since another program may want to read it.
+            console.print(line.rstrip(), soft_wrap=True, markup=False, highlight=False)
         return
     table = Table(show_edge=False, pad_edge=False, header_style="bold")
     for column, title in enumerate(header):

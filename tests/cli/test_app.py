@@ -1,0 +1,59 @@
+"""The verbs, and how fast the command answers."""
+
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+VERBS = ["compile", "inspect", "learn", "apply", "verify", "eval", "export", "generate"]
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_help_names_every_verb(dispfx):
+    result = dispfx("--help")
+    assert result.exit_code == 0
+    assert all(verb in result.stdout for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_and_the_three_common_flags(dispfx, verb: str):
+    result = dispfx(verb, "--help")
+    assert result.exit_code == 0
+    assert all(flag in result.stdout for flag in ("--json", "--quiet", "--debug"))
+
+
+def test_no_verb_and_an_unknown_verb_are_wrong_arguments(dispfx):
+    assert dispfx().exit_code == 2
+    assert dispfx("shrink").exit_code == 2
+
+
+def test_the_version_is_that_of_the_package(dispfx):
+    result = dispfx("--version")
+    assert result.exit_code == 0
+    try:
+        assert result.stdout == f"dispfx {metadata.version('dispfx')}\n"
+    except metadata.PackageNotFoundError:
+        assert "not installed" in result.stdout
+
+
+def test_wrong_words_are_answered_without_importing_torch():
+    code = (
+        "import sys\n"
+        "from dispfx.cli.app import app\n"
+        "words = ['compile', 'demo', '--ratio', '7', '--out', 'absent']\n"
+        "try:\n    app(words)\nexcept SystemExit as stop:\n    assert stop.code == 2, stop.code\n"
+        "slow = {'torch', 'transformers', 'onnx', 'matplotlib'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
+    )
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_module_is_the_command():
+    result = python("-m", "dispfx", "compile", "demo", "--ratio", "7", "--out", "absent")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: the ratio is the share to remove")

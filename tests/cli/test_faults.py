@@ -1,0 +1,54 @@
+"""Whatever goes wrong ends in a message and the right exit code."""
+
+from pathlib import Path
+
+import pytest
+
+from dispfx import errors
+
+
+def compile_demo(dispfx, out: Path, *more: str):
+    return dispfx("compile", "demo", "--ratio", "0.3", "--out", out, *more)
+
+
+@pytest.mark.parametrize("kind", errors.DispfxError.__subclasses__(), ids=lambda kind: kind.__name__)
+def test_every_error_raised_on_purpose_is_a_message_with_its_exit_code(
+    dispfx, replaced, tmp_path: Path, kind
+):
+    replaced("compile", error=kind("what was wrong", where="layers.0", hint="do this"))
+    result = compile_demo(dispfx, tmp_path / "out")
+
+    ours = kind in (errors.PassError, errors.VerificationError)
+    assert result.exit_code == (1 if ours else 2)
+    assert result.stderr == "error: what was wrong\n  where: layers.0\n  try:   do this\n"
+    assert result.stdout == ""
+
+
+def test_an_unexpected_error_is_our_fault_in_two_lines(dispfx, replaced, tmp_path: Path):
+    replaced("compile", error=RuntimeError("shape mismatch\nwith a long tail"))
+    result = compile_demo(dispfx, tmp_path / "out")
+    assert result.exit_code == 1
+    assert result.stderr == "error: RuntimeError: shape mismatch\n  run again with --debug to see where\n"
+
+
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(dispfx, replaced, tmp_path: Path):
+    replaced("compile", error=errors.DataError("no text"))
+    result = compile_demo(dispfx, tmp_path / "out", "--debug")
+    assert result.exit_code == 2 and "Traceback" in result.stderr and "no text" in result.stderr
+
+
+def test_an_interrupt_says_how_to_go_on(dispfx, replaced, tmp_path: Path):
+    replaced("compile", error=KeyboardInterrupt())
+    fresh = compile_demo(dispfx, tmp_path / "out")
+    assert fresh.exit_code == 130 and "run the same command again" in fresh.stderr
+
+    (tmp_path / "out.state").mkdir()
+    saved = compile_demo(dispfx, tmp_path / "out")
+    assert saved.exit_code == 130
+    assert "--resume" in saved.stderr and str(tmp_path / "out.state") in saved.stderr
+
+
+def test_an_interrupt_of_a_verb_without_state_promises_none(dispfx, replaced):
+    replaced("inspect", error=KeyboardInterrupt())
+    result = dispfx("inspect", "demo")
+    assert result.exit_code == 130 and "nothing was written" in result.stderr

@@ -1,0 +1,107 @@
+"""inspect, verify, eval, export and generate."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dispfx.measure.equivalence import Verification
+from dispfx.measure.perplexity import Perplexity
+from tests.report.test_sites import program
+
+HOLDS = Verification("reloaded = lowered", (1, 17), 0.0, 0.0, 0.0)
+FAILS = Verification("onnx = lowered", (2, 9), 1.0, 0.5, 1e-4)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    (tmp_path / "report.json").write_text("{}")
+    return tmp_path
+
+
+def test_inspect_shows_sites_and_refusals(dispfx, replaced):
+    inspect = replaced("inspect", program(refused=1))
+    result = dispfx("inspect", "demo", "--skip", "layers.0.mlp", "--dtype", "float32")
+    assert result.exit_code == 0, result.output
+    assert inspect.call_args.args == ("demo",)
+    assert inspect.call_args.kwargs["skip"] == ("layers.0.mlp",)
+    assert "layers.{0…2}.attention.read" in result.stdout and "left dense" in result.stdout
+
+
+def test_inspect_as_json_is_one_document(dispfx, replaced):
+    replaced("inspect", program())
+    assert len(json.loads(dispfx("inspect", "demo", "--json").stdout)["sites"]) == 6
+    assert dispfx("inspect", "demo", "--quiet").output == ""
+
+
+def test_verify_shows_each_comparison(dispfx, replaced, written: Path):
+    verify = replaced("verify", [HOLDS])
+    result = dispfx("verify", written)
+    assert result.exit_code == 0 and "reloaded = lowered" in result.stdout
+    assert verify.call_args.args == (written,)
+
+
+def test_verify_shows_all_and_fails_with_our_exit_code_where_one_does_not_hold(dispfx, replaced, written):
+    replaced("verify", [HOLDS, FAILS])
+    result = dispfx("verify", written)
+    assert result.exit_code == 1
+    assert "reloaded = lowered" in result.stdout and "FAILED" in result.stdout
+    assert "onnx = lowered" in result.stderr
+
+    as_json = dispfx("verify", written, "--json")
+    assert as_json.exit_code == 1
+    assert json.loads(as_json.stdout)["verify"][1]["max_rel_error"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "verb", [["verify"], ["export", "--onnx"], ["generate", "--prompt=a", "--runtime=onnx"]]
+)
+def test_a_folder_that_dispfx_did_not_write_is_refused(dispfx, tmp_path: Path, verb: list[str]):
+    result = dispfx(*verb, tmp_path)
+    assert result.exit_code == 2 and "did not write it" in result.stderr
+    assert dispfx(*verb, tmp_path / "absent").exit_code == 2
+
+
+def test_eval_shows_the_figure_with_its_protocol(dispfx, replaced, tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("text")
+    protocol = {"text": "text.txt", "context": 128, "windows": 4, "tokens": 508, "held_out_share": None}
+    evaluate = replaced("evaluate", Perplexity(3.25, protocol))
+    result = dispfx("eval", "demo", "--eval-data", text, "--eval-windows", 4, "--context", 128)
+    assert result.exit_code == 0, result.output
+    assert evaluate.call_args.kwargs["windows"] == 4 and evaluate.call_args.kwargs["context"] == 128
+    assert result.stdout == "perplexity 3.250  (4 windows of 128 tokens, 508 predicted)\n"
+
+    as_json = dispfx("eval", "demo", "--eval-data", text, "--json")
+    assert json.loads(as_json.stdout) == {"perplexity": 3.25, "protocol": protocol}
+
+
+def test_eval_refuses_a_missing_text(dispfx, replaced):
+    evaluate = replaced("evaluate")
+    assert dispfx("eval", "demo", "--eval-data", "absent.txt").exit_code == 2
+    assert not evaluate.called
+
+
+def test_export_names_what_it_wrote(dispfx, replaced, written: Path):
+    export = replaced("export", [written / "onnx" / "model.onnx"])
+    result = dispfx("export", written, "--onnx")
+    assert result.exit_code == 0 and result.stdout.strip() == str(written / "onnx" / "model.onnx")
+    assert export.call_args.kwargs["onnx"] is True and export.call_args.kwargs["pt2"] is False
+
+
+def test_export_of_nothing_is_refused(dispfx, replaced, written: Path):
+    export = replaced("export")
+    result = dispfx("export", written)
+    assert result.exit_code == 2 and "--onnx" in result.stderr and not export.called
+
+
+def test_generate_prints_the_text(dispfx, replaced):
+    generate = replaced("generate", "once upon a time")
+    result = dispfx("generate", "demo", "--prompt", "once", "--max-new-tokens", 3, "--temperature", 0.5)
+    assert result.exit_code == 0 and result.stdout == "once upon a time\n"
+    assert generate.call_args.args == ("demo", "once")
+    assert generate.call_args.kwargs["max_new_tokens"] == 3
+    assert json.loads(dispfx("generate", "demo", "--prompt", "once", "--json").stdout) == {
+        "prompt": "once",
+        "text": "once upon a time",
+    }
