@@ -1,0 +1,149 @@
+"""Search for widths whose parameter count comes close to a target.
+
+Starting from one threshold over all groups, `settled` moves widths by steps:
+
+1. Single steps that bring the count closer; of these the one that gives up the least logit margin a
+   parameter.  The margin of a feature is the distance of its logit from the threshold.
+2. Where no single step helps: a step up of one group with a step down of another, the closest first.
+3. Where no pair helps (few or wide groups): a step away of one group, then again from 1.
+
+All orders are fixed, so the same logits give the same widths.  Shapes: G groups, N features of all
+groups.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dispfx.ir.count import ParameterCount
+from dispfx.ir.groups import Groups
+from dispfx.ir.widths import Ranking, Widths
+
+# Share of the dense count within which widths are left alone: half of the 0.001 that a user is
+# promised, so that the promise does not hang on the last step.
+CLOSE = 0.0005
+_PAIRS_TRIED = 32
+_AWAY_TRIED = 8
+
+
+@dataclass(frozen=True)
+class WidthSearch:
+    """The problem: which widths leave `target` parameters.
+
+    Args:
+        ranking: which features a group keeps at a width.
+        widths: which widths are allowed.
+        groups: of sites.
+        count: parameters left.
+        target: parameters that should be left.
+    """
+
+    ranking: Ranking
+    widths: Widths
+    groups: Groups
+    count: ParameterCount
+    target: float
+
+    def error(self, widths_G: Tensor) -> float:
+        """Return by how many parameters the count exceeds the target."""
+        return self.count.count_kept(self.groups.expand(self.ranking.masks(widths_G))) - self.target
+
+    def threshold(self) -> tuple[Tensor, float]:
+        """Return the allowed widths nearest to the best global threshold, and that threshold."""
+        low, high = 0, self.groups.features
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.error(self._at(middle)) <= 0 else (low, middle)
+        taken = min((low, high), key=lambda kept: abs(self.error(self._at(kept))))
+        return self._at(taken), self.ranking.threshold(taken)
+
+    def settled(self, widths_G: Tensor, threshold: float) -> Tensor:
+        """Return widths within `CLOSE` of the target, or the closest that were found."""
+        best_G = self._descended(widths_G, threshold)
+        if self._is_close(best_G):
+            return best_G
+        for away_G in self._away(best_G):
+            other_G = self._descended(away_G, threshold)
+            if abs(self.error(other_G)) < abs(self.error(best_G)):
+                best_G = other_G
+            if self._is_close(best_G):
+                break
+        return best_G
+
+    def smallest_step(self, widths_G: Tensor) -> float:
+        """Return the fewest parameters that one step of one group changes."""
+        steps = [self.widths.above(widths_G), self.widths.below(widths_G)]
+        changes = torch.cat([self._effect(widths_G, step_G, 0.0)[0].abs() for step_G in steps])
+        return float(changes[changes > 0].min()) if bool((changes > 0).any()) else 0.0
+
+    def _at(self, kept: int) -> Tensor:
+        return self.widths.nearest(self.ranking.widths(kept))
+
+    def _is_close(self, widths_G: Tensor) -> bool:
+        return abs(self.error(widths_G)) <= CLOSE * self.count.dense
+
+    def _descended(self, widths_G: Tensor, threshold: float) -> Tensor:
+        while not self._is_close(widths_G):
+            closer_G = self._closer(widths_G, threshold)
+            if closer_G is None:
+                break
+            widths_G = closer_G
+        return widths_G
+
+    def _closer(self, widths_G: Tensor, threshold: float) -> Tensor | None:
+        error = self.error(widths_G)
+        for candidates in (self._singles, self._pairs):
+            for candidate_G in candidates(widths_G, threshold, error):
+                # Estimates ignore that two axes of one weight may move, so the exact count decides.
+                if abs(self.error(candidate_G)) < abs(error):
+                    return candidate_G
+        return None
+
+    def _singles(self, widths_G: Tensor, threshold: float, error: float) -> Iterator[Tensor]:
+        next_G = self.widths.below(widths_G) if error > 0 else self.widths.above(widths_G)
+        change_G, margin_G = self._effect(widths_G, next_G, threshold)
+        closer_G = ((change_G + error).abs() < abs(error)) & (next_G != widths_G)
+        price_G = torch.where(closer_G, margin_G / change_G.abs().clamp_min(1.0), torch.inf)
+        for group in price_G.argsort(stable=True)[: int(closer_G.sum())].tolist():
+            yield _replaced(widths_G, next_G, group)
+
+    def _pairs(self, widths_G: Tensor, threshold: float, error: float) -> Iterator[Tensor]:
+        up_G, down_G = self.widths.above(widths_G), self.widths.below(widths_G)
+        gained_G, _ = self._effect(widths_G, up_G, threshold)
+        lost_G, _ = self._effect(widths_G, down_G, threshold)
+        error_GG = (gained_G[:, None] + lost_G[None, :] + error).abs()
+        # A group cannot move up and down at once, nor past its limits.
+        error_GG.fill_diagonal_(torch.inf)
+        error_GG[up_G == widths_G, :] = torch.inf
+        error_GG[:, down_G == widths_G] = torch.inf
+        errors, order = error_GG.flatten().sort(stable=True)
+        promising = order[errors < abs(error)][:_PAIRS_TRIED].tolist()
+        for up, down in (divmod(index, len(widths_G)) for index in promising):
+            yield _replaced(_replaced(widths_G, up_G, up), down_G, down)
+
+    def _away(self, widths_G: Tensor) -> Iterator[Tensor]:
+        """Yield widths with one of the groups of the largest steps moved, either way."""
+        for next_G in (self.widths.above(widths_G), self.widths.below(widths_G)):
+            change_G = self._effect(widths_G, next_G, 0.0)[0].abs()
+            for group in change_G.argsort(descending=True, stable=True)[:_AWAY_TRIED].tolist():
+                yield _replaced(widths_G, next_G, group)
+
+    def _effect(self, widths_G: Tensor, next_G: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+        """Return the change of the count and the logit margin given up if one group moves alone.
+
+        The count is linear in one group's masks as long as no weight has two axes in the group.
+        """
+        masks = self.ranking.masks(widths_G).requires_grad_()
+        self.count.count(self.groups.expand(masks)).backward()
+        assert masks.grad is not None
+        change_G = self.ranking.sums_between(masks.grad, widths_G, next_G)
+        margin_G = -self.ranking.sums_between(self.ranking.logits - threshold, widths_G, next_G)
+        return change_G, margin_G
+
+
+def _replaced(widths_G: Tensor, next_G: Tensor, group: int) -> Tensor:
+    moved_G = widths_G.clone()
+    moved_G[group] = next_G[group]
+    return moved_G
