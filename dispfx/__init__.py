@@ -1,0 +1,42 @@
+"""dispfx: a compiler that makes decoder language models smaller (DISP-LLM, arXiv 2410.11988).
+
+    program = dispfx.capture(model)                    # what can be pruned
+    plan = dispfx.learn(program, tokens, ratio=0.3)    # what will be
+    smaller = dispfx.lower(program, plan)              # a module on sliced weights
+    dispfx.compile("demo", 0.3, out="out/demo")        # all of it, verified, as a folder
+
+Nothing heavy is imported before it is used, so `import dispfx` is quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from dispfx.errors import DispfxError
+
+if TYPE_CHECKING:
+    from dispfx.api import capture, compile, gated, learn, load, lower
+    from dispfx.ir.plan import Plan
+    from dispfx.ir.program import Program
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DispfxError", "Plan", "Program", "capture", "compile", "gated", "learn", "load", "lower",
+]  # fmt: skip
+
+_HOMES = {
+    "Plan": "dispfx.ir.plan",
+    "Program": "dispfx.ir.program",
+    **dict.fromkeys(("capture", "compile", "gated", "learn", "load", "lower"), "dispfx.api"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'dispfx' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -61,7 +61,7 @@ class GatherAdd:
         with graph.inserting_before(node):
             full = graph.call_function(aten.index_select.default, (padded, dim, inverse))
             full.meta["val"] = node.meta["val"]
-            if packet(base) is not aten.zeros_like:
+            if packet(base) is not aten.new_zeros:
                 full = graph.call_function(aten.add.Tensor, (base, full))
                 full.meta = dict(node.meta)
         node.replace_all_uses_with(full)

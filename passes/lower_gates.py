@@ -183,13 +183,18 @@ class _Lowering:
         self.nodes[name] = add
 
     def _into_zeros(self, point: GatePoint, gate: fx.Node, value: fx.Node, index: fx.Node) -> fx.Node:
-        entry = next(self.nodes[leaf.entry] for leaf in self.program.leaves if leaf.top == point.value)
-        dtype = value.meta["val"].dtype
-        graph = self.program.graph
-        zeros = graph.call_function(aten.zeros_like.default, (entry,), {"dtype": dtype})
-        full = graph.call_function(aten.index_add.default, (zeros, point.dim, index, value))
-        zeros.meta["val"] = full.meta["val"] = gate.meta["val"]
-        return full
+        """Return the written features at their places among zeros, in the gated value's full shape."""
+        graph, full = self.program.graph, gate.meta["val"]
+        sizes: list[fx.Node | int] = []
+        for dim, size in enumerate(full.shape):
+            is_fixed = isinstance(size, int)
+            sizes.append(size if is_fixed else graph.call_function(aten.sym_size.int, (value, dim)))
+            if not is_fixed:
+                sizes[-1].meta["val"] = size  # type: ignore[union-attr]
+        zeros = graph.call_function(aten.new_zeros.default, (value, sizes))
+        placed = graph.call_function(aten.index_add.default, (zeros, point.dim, index, value))
+        zeros.meta["val"] = placed.meta["val"] = full
+        return placed
 
 
 def _residual_base(user: fx.Node, gate: fx.Node) -> fx.Node | None:

@@ -1,10 +1,10 @@
 """The verbs in one list, and the entry point of the `dispfx` command."""
 
-from importlib import metadata
 from typing import Annotated
 
 import typer
 
+from dispfx import __version__
 from dispfx.cli import making, using
 
 app = typer.Typer(
@@ -23,13 +23,9 @@ for verb in (using.verify, using.evaluate, using.export, using.generate):
 
 
 def _print_version(wanted: bool) -> None:
-    if not wanted:
-        return
-    try:
-        typer.echo(f"dispfx {metadata.version('dispfx')}")
-    except metadata.PackageNotFoundError:
-        typer.echo("dispfx from a checkout that is not installed")
-    raise typer.Exit
+    if wanted:
+        typer.echo(f"dispfx {__version__}")
+        raise typer.Exit
 
 
 @app.callback()

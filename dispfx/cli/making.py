@@ -53,7 +53,6 @@ def compile(  # the verb's name
     resume: given.Resume = False,
     align: given.Align = None,
     skip: given.Skip = None,
-    select: given.Select = "after-norm",
     target: given.Target = None,
     dtype: given.Dtype = None,
     device: given.Device = None,
@@ -70,9 +69,8 @@ def compile(  # the verb's name
     _check_ratio_and_data(model, ratio, data)
     _check(model, [*(data or []), *(eval_data or [])], None if resume else out)
     from dispfx import api
-    from dispfx.api.opening import learn_settings
 
-    settings = learn_settings(model, **chosen) if chosen else None
+    settings = api.learn_settings(model, **chosen) if chosen else None
     screen = Screen(json, quiet)
     with screen.observer() as observer:
         report = api.compile(
@@ -92,7 +90,6 @@ def compile(  # the verb's name
             device=device,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            select=select,
             resume=resume,
             export=export,
             print_after=tuple(print_after or ()),
@@ -123,7 +120,6 @@ def learn(
     resume: given.Resume = False,
     align: given.Align = None,
     skip: given.Skip = None,
-    select: given.Select = "after-norm",
     target: given.Target = None,
     dtype: given.Dtype = None,
     device: given.Device = None,
@@ -139,9 +135,8 @@ def learn(
     _check_ratio_and_data(model, ratio, data)
     _check(model, data or [], None if resume else out)
     from dispfx import api
-    from dispfx.api.opening import learn_settings
 
-    settings = learn_settings(model, **chosen) if chosen else None
+    settings = api.learn_settings(model, **chosen) if chosen else None
     screen = Screen(json, quiet)
     with screen.observer() as observer:
         plan = api.learn_plan(
@@ -159,7 +154,6 @@ def learn(
             device=device,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            select=select,
             resume=resume,
             print_after=tuple(print_after or ()),
             observer=observer,
@@ -182,7 +176,6 @@ def apply(
     eval_data: given.EvalData = None,
     eval_windows: given.EvalWindows = None,
     tokenizer: given.Tokenizer = None,
-    select: given.Select = "after-norm",
     target: given.Target = None,
     dtype: given.Dtype = None,
     device: given.Device = None,
@@ -214,7 +207,6 @@ def apply(
             device=device,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            select=select,
             export=export,
             print_after=tuple(print_after or ()),
             observer=observer,

@@ -58,10 +58,6 @@ Align = Annotated[
 Skip = Annotated[
     list[str] | None, typer.Option(help="A branch to leave as it is; can be given several times.")
 ]
-Select = Annotated[
-    Literal["after-norm", "before-norm"],
-    typer.Option(help="Where a branch selects what it reads; before-norm is the paper's printed order."),
-]
 Target = Annotated[
     Literal["cuda", "cpu"] | None, typer.Option(help="What the result is for; the device by default.")
 ]
@@ -103,7 +99,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the state tha
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")]
 PlanOut = Annotated[Path, typer.Option("--out", help="Plan file to write; it must not exist.")]
 Export = Annotated[
-    Literal["none", "onnx", "pt2", "dense"] | None,
+    Literal["none", "onnx", "pt2"] | None,
     typer.Option(help="What to write beside the checkpoint (demo: onnx, otherwise: none)."),
 ]
 PrintAfter = Annotated[

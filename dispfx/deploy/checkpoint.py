@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from dispfx.deploy.section import CONFIG_FILE, OUR_ENTRIES, add_section, read_section, write_model_files
@@ -97,7 +97,7 @@ def skeleton(
     """
     attention = read_section(folder).get("attention")
     model = _without_weights(
-        _own_config(folder, trust_remote_code),
+        own_config(folder, trust_remote_code),
         attn_implementation=attention if attention in _ATTENTION else None,
         trust_remote_code=trust_remote_code,
     )
@@ -137,7 +137,7 @@ def _main_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
-def _own_config(folder: Path, trust_remote_code: bool) -> Any:
+def own_config(folder: Path, trust_remote_code: bool = False) -> Any:
     """Return the config as the decoder's own class knows it, without our entries."""
     try:
         config = AutoConfig.from_pretrained(
@@ -152,6 +152,18 @@ def _own_config(folder: Path, trust_remote_code: bool) -> Any:
         if hasattr(config, entry):
             delattr(config, entry)
     return config
+
+
+def own_generation_config(folder: Path) -> Any | None:
+    """Return the folder's generation config, or None where there is none."""
+    if not (folder / "generation_config.json").is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise DataError(
+            f"transformers refuses this file: {error}", where=str(folder / "generation_config.json")
+        ) from error
 
 
 def _without_weights(config: Any, **chosen: Any) -> nn.Module:

@@ -2,6 +2,8 @@
 
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ PROGRAM_FILE = "program.pt2"
 
 
 def save_program(exported: ExportedProgram, folder: Path) -> None:
-    """Write `program.pt2` into `folder`, whole or not at all, and without its sample inputs.
+    """Write `program.pt2` into `folder`, whole or not at all; the program itself is not changed.
+
+    Left out are the sample inputs, which torch would pickle, and the stack traces of the nodes, which
+    hold the paths of this machine.
 
     Raises:
         OutputError: if it cannot be written.
@@ -25,16 +30,29 @@ def save_program(exported: ExportedProgram, folder: Path) -> None:
     """
     # torch refuses names that do not end in .pt2.
     partial = folder / f".program-{secrets.token_hex(4)}.pt2"
-    inputs, exported._example_inputs = exported._example_inputs, None
     try:
-        torch.export.save(exported, partial)
+        with _bare(exported):
+            torch.export.save(exported, partial)
         check_archive(partial)
         os.replace(partial, folder / PROGRAM_FILE)
     except (OSError, RuntimeError) as error:
         raise OutputError(f"the program cannot be written: {error}", where=str(folder)) from error
     finally:
-        exported._example_inputs = inputs
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _bare(exported: ExportedProgram) -> Iterator[None]:
+    """Take sample inputs and stack traces off the program, and put them back after."""
+    inputs, exported._example_inputs = exported._example_inputs, None
+    traced = [node for node in exported.graph.nodes if "stack_trace" in node.meta]
+    traces = [node.meta.pop("stack_trace") for node in traced]
+    try:
+        yield
+    finally:
+        exported._example_inputs = inputs
+        for node, trace in zip(traced, traces, strict=True):
+            node.meta["stack_trace"] = trace
 
 
 def load_program(folder: Path) -> nn.Module:

@@ -57,7 +57,7 @@ def fill(lowered: nn.Module, folder: Path) -> None:
     """
     headers = read_headers(folder)
     stored = {name: header for name, header in headers.items() if not name.startswith(INDEX_BUFFERS)}
-    own = dict(lowered.named_parameters())
+    own: dict[str, Tensor] = dict(lowered.named_parameters())
     own.update((name, buffer) for name, buffer in lowered.named_buffers() if name in stored)
     _check_tensors(folder, stored, own)
     tensors = read_tensors(folder, stored)

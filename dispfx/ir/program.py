@@ -8,6 +8,7 @@ facts (`stream`, `branches`, `sites`, …) are frozen and hold names, so they st
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ class Program:
         sites: what can be pruned, in the order of the stream.
         refused: what is left dense, and why.
         closures: by site, the labels of every (value, dimension) that is cut with it.
-        identity: the largest relative difference to the captured module, by shape.
+        identity: the difference to the captured module that the capture measured, by (batch, tokens).
         ties: path of every tied parameter -> the path under which its tensor is kept.
         unused: tensors of the decoder that the graph does not read, by path.
     """
@@ -67,7 +68,7 @@ class Program:
     sites: tuple[Site, ...] = ()
     refused: tuple[Refusal, ...] = ()
     closures: Mapping[str, Mapping[tuple[str, int], np.ndarray]] = field(default_factory=dict)
-    identity: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    identity: Mapping[tuple[int, int], Any] = field(default_factory=dict)
     ties: Mapping[str, str] = field(default_factory=dict)
     unused: Mapping[str, Tensor] = field(default_factory=dict)
 

@@ -135,8 +135,9 @@ class WidthSearch:
 
         The count is linear in one group's masks as long as no weight has two axes in the group.
         """
-        masks = self.ranking.masks(widths_G).requires_grad_()
-        self.count.count(self.groups.expand(masks)).backward()
+        with torch.enable_grad():  # callers often measure with gradients off
+            masks = self.ranking.masks(widths_G).requires_grad_()
+            self.count.count(self.groups.expand(masks)).backward()
         assert masks.grad is not None
         change_G = self.ranking.sums_between(masks.grad, widths_G, next_G)
         margin_G = -self.ranking.sums_between(self.ranking.logits - threshold, widths_G, next_G)

@@ -19,15 +19,15 @@ WIDTH, INNER, VOCABULARY = 16, 24, 40
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:
     """Return a decoder of two layers with grouped-query attention, on seeded weights."""
     torch.manual_seed(0)
+    options = {"num_hidden_layers": 2, "tie_word_embeddings": True, **changes}
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
         intermediate_size=INNER,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        **{"tie_word_embeddings": True, **changes},
+        **options,
     )
     return LlamaForCausalLM(config).eval()
 

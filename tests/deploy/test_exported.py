@@ -116,11 +116,22 @@ def test_parameters_are_counted_once_without_buffers(folder: Path) -> None:
 
 def test_saving_leaves_the_program_as_it_was(tmp_path: Path) -> None:
     program = exported(Decoder().eval())
-    before = program.example_inputs
+    inputs = program.example_inputs
+    traces = [node.meta.get("stack_trace") for node in program.graph.nodes]
 
     save_program(program, tmp_path)
 
-    assert program.example_inputs is before
+    assert program.example_inputs is inputs
+    assert any(traces)
+    assert [node.meta.get("stack_trace") for node in program.graph.nodes] == traces
+
+
+def test_the_archive_holds_no_path_of_this_machine(folder: Path) -> None:
+    with zipfile.ZipFile(folder / PROGRAM_FILE) as opened:
+        text = opened.read(next(name for name in opened.namelist() if name.endswith(GRAPH)))
+
+    for path in (Path(__file__).parent, Path(torch.__file__).parent):
+        assert str(path).encode() not in text
 
 
 SYSTEM = "__import__('os').system('touch /tmp/never')"

@@ -97,6 +97,16 @@ def test_without_alignment_one_threshold_separates_all_sites():
         assert abs(1.0 - count.count_kept(flipped) / count.dense - 0.4) >= error
 
 
+def test_hardening_does_not_care_whether_gradients_are_on():
+    sites, shapes = decoder_sites(2, 20, 50)
+    count = ParameterCount.of_sites(sites, shapes)
+    logits = random_logits(count.features).requires_grad_()
+    with_gradients = harden(logits, sites, count, Budget(0.37, align=4))
+    with torch.no_grad():
+        without = harden(logits, sites, count, Budget(0.37, align=4))
+    assert all(torch.equal(a, b) for a, b in zip(with_gradients, without, strict=True))
+
+
 def test_ratio_zero_keeps_everything():
     sites, shapes = decoder_sites(2, 12, 20)
     count = ParameterCount.of_sites(sites, shapes)

@@ -31,7 +31,10 @@ def metadata_only(node: fx.Node) -> list[Connection]:
 
 
 def reduction(node: fx.Node) -> list[Connection]:
+    """A reduction mixes the dimensions it removes; `max` and `min` of two tensors are pointwise."""
     value = operand(node, 0)
+    if len(tensor_operands(node)) == 2:
+        return pointwise(node)
     dims = argument(node, 1, "dim")
     listed = dims if isinstance(dims, list | tuple) else [dims]
     reduced = {dimension(value, dim) for dim in listed} if dims not in (None, []) else set(range(rank(value)))

@@ -14,10 +14,12 @@ How a decoder becomes a graph:
 
 import hashlib
 import inspect
+import math
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,6 +79,29 @@ def export_program(module: fx.GraphModule, ids: Tensor) -> ExportedProgram:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.export.export(module, (ids,), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO},), strict=False)
+
+
+def module_logits(model: nn.Module, ids: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Return the logits (B, T, V) that a decoder gives for token ids (B, T), without a cache.
+
+    Args:
+        tensors: values to use in place of the module's own, by path; the module is not changed.
+
+    Raises:
+        CaptureError: if the module raises, or returns no logits.
+    """
+    arguments = _fixed_arguments(model)
+    if tensors is None:
+        return _logits_of(_run(model, ids, arguments), ids)
+    return _logits_of(torch.func.functional_call(model, dict(tensors), (ids,), arguments), ids)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """max|a − b|, and the same over max|b|."""
+
+    absolute: float
+    relative: float
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -278,8 +303,10 @@ def _logits_node(exported: ExportedProgram, vocabulary: int) -> fx.Node:
     raise CaptureError("the graph does not return the logits that the module returns")
 
 
-def _identity(program: Program, model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> float:
-    """Return max|graph − module| / max|module| at these ids; raise where it is not small."""
+def _identity(
+    program: Program, model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]
+) -> Difference:
+    """Return how far the graph is from the module at these ids; raise where it is not close."""
     expected = _logits_of(_run(model, ids, arguments), ids)
     try:
         actual = program.graph_module(ids)
@@ -290,14 +317,23 @@ def _identity(program: Program, model: nn.Module, ids: Tensor, arguments: Mappin
             where=type(model).__name__,
             hint="a loop over time fixes the length; such a decoder cannot be compiled",
         ) from error
-    difference = (actual.double() - expected.double()).abs().max() / expected.double().abs().max()
-    if actual.shape != expected.shape or not float(difference) <= IDENTITY_TOLERANCE:
+    found = _difference(actual, expected)
+    if not found.relative <= IDENTITY_TOLERANCE:
         raise CaptureError(
             f"the graph must give the module's logits within {IDENTITY_TOLERANCE:g}, "
-            f"at {tuple(ids.shape)} tokens it differs by {float(difference):.2e}",
+            f"at {tuple(ids.shape)} tokens it differs by {found.relative:.2e}",
             where=type(model).__name__,
         )
-    return float(difference)
+    return found
+
+
+def _difference(actual: Tensor, expected: Tensor) -> Difference:
+    """Compare logits; infinite where shapes differ or a value is not finite."""
+    if actual.shape != expected.shape or not bool(expected.isfinite().all() & actual.isfinite().all()):
+        return Difference(math.inf, math.inf)
+    absolute = float((actual.double() - expected.double()).abs().max())
+    largest = float(expected.double().abs().max())
+    return Difference(absolute, absolute / largest if largest else absolute)
 
 
 def _first_line(error: Exception) -> str:
@@ -308,5 +344,5 @@ def _first_line(error: Exception) -> str:
 def _user_frame(error: Exception) -> str | None:
     """Return the innermost frame outside torch, as file:line."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "/torch/" not in f.filename and not f.filename.endswith("dispfx/capture.py")]
+    own = [f for f in frames if "/torch/" not in f.filename and not f.filename.endswith("dispfx/capturing.py")]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else None

@@ -1,0 +1,226 @@
+"""The verbs that look at a decoder, make a plan, or use a folder."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dispfx.api.compilation import Learning, learn_from, remove_state, state_folder
+from dispfx.api.folders import is_output, open_folder
+from dispfx.api.onnx_folder import has_onnx, onnx_lines, onnx_runner, write_onnx
+from dispfx.api.opening import Opening, Paths, context_of, longest_context, names_of
+from dispfx.api.programs import analyse
+from dispfx.api.stages import Stages
+from dispfx.api.verification import tolerance_of
+from dispfx.capturing import export_program, module_logits
+from dispfx.deploy import exported
+from dispfx.deploy.folder import refuse_existing
+from dispfx.deploy.generate import generate as continue_ids
+from dispfx.errors import DataError
+from dispfx.ir.plan import BudgetOf, Plan
+from dispfx.ir.program import Program
+from dispfx.learn.settings import LearnSettings
+from dispfx.measure.equivalence import Verification, compare_decoders, random_token_ids, require
+from dispfx.measure.perplexity import Perplexity, perplexity
+from dispfx.preconditions import check_ratio
+from dispfx.report import NullObserver, Observer
+from dispfx.source import read_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """A decoder to be used: dense from MODEL, or pruned from an output folder."""
+
+    decoder: Callable[[Tensor], Any]
+    tokenizer: Any | None
+    config: Any | None
+    context: int
+    name: str
+
+
+def inspect(
+    model: str | nn.Module,
+    *,
+    revision: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    skip: Sequence[str] = (),
+    print_after: Sequence[str] = (),
+    observer: Observer | None = None,
+) -> Program:
+    """Return what can be pruned in a decoder, and what is refused and why.
+
+    Raises:
+        CaptureError, UnsupportedGraphError: if nothing can be.
+    """
+    source = Opening(model, revision, dtype, device, trust_remote_code).open()
+    show = (observer or NullObserver()).printed
+    return analyse(source.model, skip=skip, print_after=print_after, show=show)
+
+
+def learn_plan(
+    model: str | nn.Module,
+    ratio: float,
+    *,
+    out: str | Path,
+    data: Paths | Tensor | None = None,
+    tokenizer: str | None = None,
+    ratio_of: BudgetOf = "blocks",
+    settings: LearnSettings | None = None,
+    align: int | None = None,
+    skip: Sequence[str] = (),
+    target: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    resume: bool = False,
+    print_after: Sequence[str] = (),
+    observer: Observer | None = None,
+) -> Plan:
+    """Learn a plan and write it to `out`; `apply` turns it into a folder.
+
+    Raises:
+        DispfxError: for everything in the input that cannot be used.
+    """
+    check_ratio(ratio)
+    path = Path(out).expanduser()
+    watcher = observer or NullObserver()
+    if resume and path.is_file():
+        watcher.note(f"{path} is complete; there is nothing to do")
+        return Plan.load(path)
+    refuse_existing(path)
+    opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
+    how = Learning(ratio, ratio_of, settings, align, tuple(skip), target, resume, tuple(print_after))
+    learned = learn_from(opening, data, None, how, state_folder(path, resume), Stages(watcher))
+    learned.plan.save(path)
+    remove_state(learned.state)
+    return learned.plan
+
+
+def verify(folder: str | Path) -> list[Verification]:
+    """Compare every form of the decoder that a folder holds with its checkpoint, as read from disk.
+
+    Raises:
+        OutputError, DataError, PlanMismatchError: if the folder is not whole.
+    """
+    opened = open_folder(folder)
+    compared = partial(compare_decoders, vocabulary_size=opened.vocabulary_size)
+    lines: list[Verification] = []
+    if opened.program is not None:
+        tolerance = tolerance_of(opened.program)
+        lines += compared("gather-add = checkpoint", opened.decoder, opened.fast(), tolerance)
+        if (opened.path / exported.PROGRAM_FILE).is_file():
+            program = exported.load_program(opened.path)
+            lines += compared("program.pt2 = checkpoint", opened.decoder, program, tolerance)
+    if has_onnx(opened.path):
+        lines += onnx_lines(opened.path, opened.decoder, opened.vocabulary_size)
+    return lines
+
+
+def evaluate(
+    model: str | nn.Module,
+    *,
+    eval_data: Paths | None = None,
+    windows: int | None = None,
+    context: int | None = None,
+    tokenizer: str | None = None,
+    revision: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> Perplexity:
+    """Measure the perplexity of a decoder, or of the one in an output folder, on a text.
+
+    Raises:
+        DataError: if there is no text, or it is shorter than two tokens.
+    """
+    if not eval_data:
+        raise DataError("text to measure on is needed", hint="name a text file with --eval-data")
+    ready = _ready(Opening(model, revision, dtype, device, trust_remote_code, tokenizer))
+    tokens = read_tokens(eval_data, ready.tokenizer)
+    with torch.no_grad():
+        return perplexity(
+            ready.decoder,
+            tokens,
+            context=context or ready.context,
+            windows=windows,
+            device=device or "cpu",
+            text=names_of(eval_data),
+        )
+
+
+def export(
+    folder: str | Path, *, onnx: bool = False, pt2: bool = False, opset: int | None = None
+) -> list[Path]:
+    """Write other forms of the decoder in a folder beside its checkpoint, verified.
+
+    Raises:
+        OutputError: if the form is there already, or the folder holds a graph alone.
+        VerificationError: if the new form disagrees; it is not written then.
+    """
+    opened = open_folder(folder)
+    written: list[Path] = []
+    if pt2:
+        target = opened.path / exported.PROGRAM_FILE
+        refuse_existing(target)
+        ids = random_token_ids(opened.vocabulary_size, (2, 8))
+        exported.save_program(export_program(opened.graph_module, ids), opened.path)
+        written.append(target)
+    if onnx:
+        refuse_existing(opened.path / "onnx")
+        size = opened.vocabulary_size
+        require(*write_onnx(opened.path, opened.fast(), opened.decoder, size, opset=opset))
+        written.append(opened.path / "onnx")
+    return written
+
+
+def generate(
+    model: str | nn.Module,
+    prompt: str,
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    runtime: Literal["torch", "onnx"] = "torch",
+) -> str:
+    """Return the prompt's continuation, without the prompt.
+
+    Raises:
+        DataError: if the prompt is empty or there is no tokenizer.
+    """
+    ready = _ready(Opening(model))
+    if ready.tokenizer is None:
+        raise DataError("text needs a tokenizer, and this decoder has none", where=ready.name)
+    decoder = onnx_runner(Path(str(model))) if runtime == "onnx" else ready.decoder
+    ids = torch.tensor([ready.tokenizer.encode(prompt)], dtype=torch.int64)
+    with torch.no_grad():
+        longer = continue_ids(
+            decoder,
+            ids,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            eos=getattr(ready.config, "eos_token_id", None),
+        )
+    return ready.tokenizer.decode(longer[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def _ready(opening: Opening) -> _Ready:
+    """Return a decoder that runs, from MODEL or from an output folder."""
+    if isinstance(opening.model, str) and is_output(opening.model):
+        opened = open_folder(
+            opening.model, device=opening.device or "cpu", trust_remote_code=opening.trust_remote_code
+        )
+        config = opened.config
+        return _Ready(opened.decoder, opened.tokenizer, config, longest_context(config), opening.model)
+    source = opening.open()
+    decoder = partial(module_logits, source.model)
+    return _Ready(decoder, source.tokenizer, source.config, context_of(source), source.name)

@@ -1,0 +1,272 @@
+"""`compile`: from a decoder and a text to a verified folder, and `apply`: the same from a plan.
+
+    open → capture → learn → lower → verify → write → read back → measure → report → rename
+
+Nothing appears under the output's name before everything in it was verified.  What took long is kept
+beside it: the state of learning and then the plan lie in DIR.state until DIR is complete.
+"""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from dispfx.api.opening import Opening, Paths, Text, learn_settings, open_text, require_tokens
+from dispfx.api.programs import analyse, batches_of, learn, only_planned
+from dispfx.api.stages import Stages
+from dispfx.api.writing import Task, write_output
+from dispfx.deploy.checkpoint import PLAN_FILE
+from dispfx.deploy.folder import refuse_existing
+from dispfx.errors import DataError, OutputError, VerificationError
+from dispfx.ir.plan import BudgetOf, Plan
+from dispfx.ir.program import Program
+from dispfx.learn.settings import LearnSettings
+from dispfx.learn.state import saved_step
+from dispfx.preconditions import check_ratio
+from dispfx.report import NullObserver, Observer, Report, load_report
+from dispfx.source import Source
+
+ALIGNMENT = {"cuda": 64, "cpu": 8}
+
+
+def compile(
+    model: str | nn.Module,
+    ratio: float,
+    *,
+    out: str | Path,
+    data: Paths | Tensor | None = None,
+    eval_data: Paths | None = None,
+    eval_windows: int | None = None,
+    tokenizer: str | None = None,
+    ratio_of: BudgetOf = "blocks",
+    settings: LearnSettings | None = None,
+    align: int | None = None,
+    skip: Sequence[str] = (),
+    target: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    resume: bool = False,
+    export: str | None = None,
+    print_after: Sequence[str] = (),
+    observer: Observer | None = None,
+    command: str | None = None,
+) -> Report:
+    """Make a decoder smaller by `ratio` and write a verified folder.
+
+    Args:
+        model: MODEL (see `dispfx.origin`), or a module.
+        ratio: share of the counted parameters to remove, in (0, 1).
+        out: folder to write; it must not exist.
+        data: text or token files, or token ids, to learn from; the demo brings its own.
+        eval_data: text to measure on; the last tenth of `data` by default, which is not learned from.
+        settings: of learning; the paper's by default, the demo's own for `demo`.
+        align: widths become multiples of this; 64 for a GPU target and 8 for a CPU by default.
+        resume: go on from DIR.state; with a complete folder, do nothing.
+        export: none, onnx or pt2; onnx for the demo and none otherwise by default.
+
+    Raises:
+        DispfxError: for everything in the input that cannot be used.
+        VerificationError: if two forms of the pruned decoder disagree; no folder is written then.
+    """
+    path = Path(out).expanduser()
+    watcher = observer or NullObserver()
+    check_ratio(ratio)
+    if resume and (path / "report.json").is_file():
+        watcher.note(f"{path} is complete; there is nothing to do")
+        return load_report(path / "report.json")
+    refuse_existing(path)
+    stages = Stages(watcher)
+    opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
+    how = Learning(ratio, ratio_of, settings, align, tuple(skip), target, resume, tuple(print_after))
+    learned = learn_from(opening, data, eval_data, how, state_folder(path, resume), stages)
+    return _finish(
+        Task(
+            path,
+            learned.state,
+            learned.source,
+            learned.program,
+            learned.plan,
+            learned.text,
+            export=export,
+            eval_windows=eval_windows,
+            command=command,
+            data_names=_data_names(data),
+        ),
+        stages,
+    )
+
+
+def apply(
+    model: str | nn.Module,
+    plan: str | Path | Plan,
+    *,
+    out: str | Path,
+    data: Paths | Tensor | None = None,
+    eval_data: Paths | None = None,
+    eval_windows: int | None = None,
+    tokenizer: str | None = None,
+    target: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    export: str | None = None,
+    print_after: Sequence[str] = (),
+    observer: Observer | None = None,
+    command: str | None = None,
+) -> Report:
+    """Remove what a plan says from the decoder it was learned on, and write a verified folder.
+
+    Raises:
+        PlanMismatchError: if the plan belongs to another decoder.
+        DispfxError, VerificationError: as `compile`.
+    """
+    path = refuse_existing(Path(out).expanduser())
+    read = plan if isinstance(plan, Plan) else Plan.load(plan)
+    stages = Stages(observer or NullObserver())
+    with stages("open"):
+        source = Opening(model, revision, dtype, device, trust_remote_code, tokenizer).open()
+        text = open_text(source, data, eval_data)
+    program = only_planned(_analyse(source, stages, (), print_after), read)
+    return _finish(
+        Task(
+            path,
+            None,
+            source,
+            program,
+            read,
+            text,
+            export=export,
+            eval_windows=eval_windows,
+            command=command,
+            data_names=_data_names(data),
+        ),
+        stages,
+    )
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How a plan is learned; the fields are those of `compile`."""
+
+    ratio: float
+    ratio_of: BudgetOf = "blocks"
+    settings: LearnSettings | None = None
+    align: int | None = None
+    skip: tuple[str, ...] = ()
+    target: str | None = None
+    resume: bool = False
+    print_after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """A plan, and what it was learned from."""
+
+    source: Source
+    text: Text
+    program: Program
+    plan: Plan
+    state: Path
+
+
+def learn_from(
+    opening: Opening,
+    data: Paths | Tensor | None,
+    eval_data: Paths | None,
+    how: Learning,
+    state: Path,
+    stages: Stages,
+) -> Learned:
+    """Open a decoder and a text, learn a plan, and keep it in `state`.
+
+    Raises:
+        DispfxError: for everything in the input that cannot be used.
+    """
+    settings = how.settings or learn_settings(opening.model)
+    with stages("open"):
+        source = opening.open()
+        text = open_text(source, data, eval_data)
+    if text.learn is None:
+        raise DataError("text to learn from is needed", hint="name a text file with --data")
+    batches = batches_of(text.learn, settings, text.measure)
+    program = _analyse(source, stages, how.skip, how.print_after)
+    require_tokens(source, text.learn, program.vocabulary_size)
+    if how.resume:
+        stages.observer.note(_resumption(state))
+    with stages("learn"):
+        plan = learn(
+            program,
+            batches,
+            how.ratio,
+            of=how.ratio_of,
+            align=how.align or ALIGNMENT[how.target or program.device.type],
+            settings=settings,
+            state_dir=state,
+            resume=how.resume,
+            on_step=stages.observer.learning,
+        )
+    plan.save(state / PLAN_FILE)
+    return Learned(source, text, program, plan, state)
+
+
+def _resumption(state: Path) -> str:
+    step = saved_step(state)
+    return f"no state in {state}: starting at step 0" if step is None else f"going on at step {step}"
+
+
+def _analyse(source: Source, stages: Stages, skip: Sequence[str], print_after: Sequence[str]) -> Program:
+    with stages("capture"):
+        program = analyse(source.model, skip=skip, print_after=print_after, show=stages.observer.printed)
+    stages.observer.found(program)
+    return program
+
+
+def _finish(task: Task, stages: Stages) -> Report:
+    """Write the folder; keep the plan where that fails, and remove the state where it does not."""
+    try:
+        report = write_output(task, stages)
+    except VerificationError as error:
+        if task.state is not None:
+            plan = task.state / PLAN_FILE
+            error.hint = f"the plan is kept: dispfx apply {task.source.name} {plan} --out {task.path}"
+        raise
+    if task.state is not None:
+        remove_state(task.state)
+    stages.observer.finished(report)
+    return report
+
+
+def remove_state(state: Path) -> None:
+    """Remove DIR.state once what it was for is complete."""
+    shutil.rmtree(state, ignore_errors=True)
+
+
+def state_folder(path: Path, resume: bool) -> Path:
+    """Return DIR.state, after refusing to overwrite an unfinished run.
+
+    Raises:
+        OutputError: if DIR.state exists and is not to be resumed.
+    """
+    state = path.with_name(f"{path.name}.state")
+    if state.exists() and not resume:
+        raise OutputError(
+            "an unfinished run left its state",
+            where=str(state),
+            hint="go on with --resume, or remove that folder to start anew",
+        )
+    return state
+
+
+def _data_names(data: Any) -> tuple[str, ...]:
+    if data is None:
+        return ()
+    if isinstance(data, Tensor):
+        return ("tokens",)
+    paths = [data] if isinstance(data, str | Path) else data
+    return tuple(Path(path).name for path in paths)

@@ -1,0 +1,262 @@
+"""From a decoder to its program, and from program and plan to modules that run.
+
+    module → capture → canonicalize → find residual stream → find branches → find sites    (analyse)
+           → insert gates                                                                   (gate)
+           → lower gates → gather-add                                                       (lower)
+
+Shape legend: B batch, T tokens, V vocabulary, N features of a site.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dispfx.capturing import capture as capture_module
+from dispfx.errors import PlanMismatchError
+from dispfx.ir.budget import hard_masks
+from dispfx.ir.plan import Budget, BudgetOf, Plan, site_keys
+from dispfx.ir.program import Program
+from dispfx.learn.records import StepRecord
+from dispfx.learn.settings import LearnSettings
+from dispfx.learn.text import TokenBatches
+from dispfx.learn.trainer import learn as learn_masks
+from dispfx.passes.canonicalize import Canonicalize
+from dispfx.passes.find_branches import FindBranches
+from dispfx.passes.find_residual_stream import FindResidualStream
+from dispfx.passes.find_sites import FindSites
+from dispfx.passes.gather_add import GatherAdd
+from dispfx.passes.insert_gates import InsertGates
+from dispfx.passes.lower_gates import LowerGates
+from dispfx.pipeline import Pass, Pipeline
+
+WriteSpelling = Literal["index-add", "gather-add"]
+Show = Callable[[str, str], None]
+
+# Every pass, in the order of the compiler.
+PASSES = (
+    Canonicalize.name,
+    FindResidualStream.name,
+    FindBranches.name,
+    FindSites.name,
+    InsertGates.name,
+    LowerGates.name,
+    GatherAdd.name,
+)
+
+
+def analysis(skip: Sequence[str] = ()) -> list[Pass]:
+    """Return the passes that find what can be pruned."""
+    return [Canonicalize(), FindResidualStream(), FindBranches(), FindSites(tuple(skip))]
+
+
+def capture(model: nn.Module, *, skip: Sequence[str] = (), vocabulary_size: int | None = None) -> Program:
+    """Return a decoder's program with its branches and sites; the decoder is not changed.
+
+    Args:
+        model: takes token ids (B, T) int64 first and returns logits (B, T, V) or an output with them.
+        skip: patterns of branch names to leave dense.
+        vocabulary_size: ids that the capture is checked with stay below it; by default taken from the
+            input embedding.
+
+    Raises:
+        CaptureError: if torch.export cannot capture the decoder at every batch and length.
+        UnsupportedGraphError: if there is no residual stream, or nothing can be pruned.
+    """
+    return analyse(model, skip=skip, vocabulary_size=vocabulary_size)
+
+
+def analyse(
+    model: nn.Module,
+    *,
+    skip: Sequence[str] = (),
+    vocabulary_size: int | None = None,
+    print_after: Sequence[str] = (),
+    show: Show | None = None,
+) -> Program:
+    """As `capture`; `show` receives the printed graph after each pass named in `print_after`."""
+    program = capture_module(model, vocabulary_size=vocabulary_size)
+    return Pipeline(analysis(skip), print_after=print_after, show=show).run(program)
+
+
+class GatedDecoder(nn.Module):
+    """A decoder whose sites are multiplied by masks; its weights are frozen."""
+
+    def __init__(self, program: Program):
+        super().__init__()
+        self.graph = program.graph_module
+
+    def forward(self, ids: Tensor, masks: Sequence[Tensor]) -> Tensor:
+        """Return logits (B, T, V).
+
+        Args:
+            ids: (B, T) int64.
+            masks: one (N,) float tensor a site, in the order of the program's sites.
+        """
+        return self.graph(ids, *masks)
+
+
+class HardGatedDecoder(nn.Module):
+    """A decoder gated by a plan: removed features are multiplied by zero, nothing is smaller."""
+
+    def __init__(self, program: Program, kept: Sequence[Tensor]):
+        super().__init__()
+        self.gated = gate(program)
+        sizes = [site.size for site in program.sites]
+        self.masks = list(hard_masks(program.sites, kept, device=program.device).split(sizes))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits (B, T, V) of token ids (B, T)."""
+        return self.gated(ids, self.masks)
+
+
+def gate(program: Program, *, print_after: Sequence[str] = (), show: Show | None = None) -> GatedDecoder:
+    """Return the decoder with a gate at every site; masks of ones change no bit."""
+    twin = Pipeline([InsertGates()], print_after=print_after, show=show).run(program.clone())
+    return GatedDecoder(twin)
+
+
+def gated(program: Program, plan: Plan) -> nn.Module:
+    """Return the decoder with a plan's masks applied: token ids (B, T) to logits (B, T, V).
+
+    Raises:
+        PlanMismatchError: if the plan was made for another decoder.
+    """
+    return HardGatedDecoder(program, _selections(program, plan))
+
+
+def lower(
+    program: Program,
+    plan: Plan,
+    *,
+    write: WriteSpelling = "index-add",
+    print_after: Sequence[str] = (),
+    show: Show | None = None,
+) -> torch.fx.GraphModule:
+    """Return the pruned decoder: token ids (B, T) to logits (B, T, V), on sliced weights.
+
+    Args:
+        program: of the decoder; it is not changed, and its tensors are not copied where nothing is cut.
+        plan: what to keep.
+        write: `index-add` is the spelling of the method; `gather-add` the one that is fast on a GPU.
+
+    Raises:
+        PlanMismatchError: if the plan was made for another decoder.
+    """
+    _require_same_decoder(program, plan)
+    return lower_program(program, plan, write=write, print_after=print_after, show=show).graph_module
+
+
+def lower_program(
+    program: Program,
+    plan: Plan,
+    *,
+    write: WriteSpelling = "index-add",
+    print_after: Sequence[str] = (),
+    show: Show | None = None,
+) -> Program:
+    """As `lower`, but return the program, and let a decoder pass whose weights are still to come."""
+    kept = plan.for_sites(program.sites)
+    by_name = {site.name: indices for site, indices in zip(program.sites, kept, strict=True)}
+    passes: list[Pass] = [InsertGates(), LowerGates(by_name)]
+    if write == "gather-add":
+        passes.append(GatherAdd())
+    twin = Pipeline(passes, print_after=print_after, show=show).run(program.clone())
+    _attach(twin.graph_module, program.unused)
+    return twin
+
+
+def learn(
+    program: Program,
+    data: Tensor | TokenBatches,
+    ratio: float,
+    *,
+    of: BudgetOf = "blocks",
+    align: int = 1,
+    settings: LearnSettings | None = None,
+    state_dir: Path | None = None,
+    resume: bool = False,
+    on_step: Callable[[StepRecord], None] = lambda record: None,
+    **changes: Any,
+) -> Plan:
+    """Learn which features every site keeps, and return the plan (arXiv 2410.11988).
+
+    Args:
+        program: of the decoder, on the device to learn on.
+        data: token ids, 1-D, of which the last tenth is held out; or batches.
+        ratio: share of the counted parameters to remove, in (0, 1).
+        of: what is counted.
+        align: widths become multiples of this, or the full width.
+        settings: of the run; the paper's by default.
+        state_dir, resume, on_step: as in `dispfx.learn.trainer.learn`.
+        changes: single settings, as in `steps=100`.
+
+    Raises:
+        BudgetError: if the sites cannot give up that much.
+        DataError: if the text is shorter than one sequence.
+    """
+    chosen = replace(settings or LearnSettings(), **changes)
+    text = data if isinstance(data, TokenBatches) else batches_of(data, chosen)
+    budget = Budget(ratio, of, align)
+    found = learn_masks(
+        gate(program),
+        program.sites,
+        program.shapes,
+        text,
+        budget,
+        chosen,
+        state_dir=state_dir,
+        resume=resume,
+        on_step=on_step,
+        device=program.device,
+        fingerprint=program.fingerprint,
+    )
+    return Plan.of(program, budget, found.kept, chosen.seed)
+
+
+def batches_of(tokens: Tensor, settings: LearnSettings, held_out: Tensor | None = None) -> TokenBatches:
+    """Cut tokens into batches; the last tenth is held out unless other text is given for that."""
+    if held_out is not None:
+        return TokenBatches(tokens, settings.seq_len, settings.batch_size, settings.seed, held_out)
+    return TokenBatches.split(
+        tokens, seq_len=settings.seq_len, batch_size=settings.batch_size, seed=settings.seed
+    )
+
+
+def _selections(program: Program, plan: Plan) -> list[Tensor]:
+    _require_same_decoder(program, plan)
+    return plan.for_sites(program.sites)
+
+
+def _require_same_decoder(program: Program, plan: Plan) -> None:
+    if plan.fingerprint != program.fingerprint:
+        raise PlanMismatchError(
+            f"the plan was made for a decoder with fingerprint {plan.fingerprint[:12]}, this one has "
+            f"{program.fingerprint[:12]}",
+            where=program.model_class,
+            hint="use the same model, revision and dtype source as when the plan was learned",
+        )
+
+
+def only_planned(program: Program, plan: Plan) -> Program:
+    """Leave out the sites that the plan's decoder was told to skip."""
+    planned = {selection.keys for selection in plan.selections}
+    program.sites = tuple(site for site in program.sites if site_keys(site) in planned)
+    return program
+
+
+def _attach(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Register parameters that the graph does not read, so that a checkpoint keeps them."""
+    for path, tensor in tensors.items():
+        if not isinstance(tensor, nn.Parameter):
+            continue
+        *parents, name = path.split(".")
+        owner = module
+        for parent in parents:
+            if parent not in owner._modules:
+                owner.add_module(parent, nn.Module())
+            owner = owner.get_submodule(parent)
+        owner.register_parameter(name, tensor)

@@ -1,0 +1,132 @@
+"""What every compile proves before an output folder exists.
+
+    captured = model     the graph computes what the module computes        (checked by the capture)
+    identity             with everything kept, the gated graph gives the captured graph's very bits
+    lowered = gated      smaller weights compute what the masks computed
+    lowered = zeroed     so does the user's own module with the removed weights set to zero: this one
+                         shares no graph, no gate and no index with the compiler
+    gather-add = lowered
+    reloaded = lowered   read back from disk
+    onnx = lowered       on ONNX Runtime's CPU provider
+
+All but the first run at two batch sizes and lengths that were not traced.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from dispfx.api.programs import GatedDecoder, gate, gated, lower
+from dispfx.capturing import IDENTITY_TOLERANCE, module_logits
+from dispfx.errors import VerificationError
+from dispfx.ir.plan import Plan
+from dispfx.ir.program import Program
+from dispfx.measure.equivalence import Verification, compare_decoders, random_token_ids
+
+# A product over fewer features adds the same numbers in another order.  In float32 the logits of the
+# architectures tried moved by at most 1e-6 of the largest; half precision rounds every product to 8
+# or 11 bits, and the error of a sum of branches grows with their number.
+TOLERANCES = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+
+
+def tolerance_of(program: Program) -> float:
+    """Return the relative error that summing in another order may cause in the program's dtype."""
+    return TOLERANCES.get(program.dtype, 1e-5)
+
+
+def captured_lines(program: Program) -> list[Verification]:
+    """Return what the capture measured against the module."""
+    return [
+        Verification("captured = model", shape, error.absolute, error.relative, IDENTITY_TOLERANCE)
+        for shape, error in program.identity.items()
+    ]
+
+
+def identity_lines(program: Program) -> list[Verification]:
+    """Compare the gated graph with every mask one to the captured graph: equal bits."""
+    decoder = gate(program)
+    ones = [torch.ones(site.size, device=program.device) for site in program.sites]
+    return _compare("identity", program, program.graph_module, lambda ids: decoder(ids, ones), tolerance=0.0)
+
+
+def lowered_lines(
+    program: Program, plan: Plan, lowered: nn.Module, model: nn.Module | None
+) -> list[Verification]:
+    """Compare the lowered decoder with the gated one, the zeroed module, and its fast spelling."""
+    tolerance = tolerance_of(program)
+    lines = _compare("lowered = gated", program, gated(program, plan), lowered, tolerance)
+    if model is not None:
+        zeroed = ZeroedDecoder(model, zeroed_tensors(program, plan))
+        lines += _compare("lowered = zeroed", program, zeroed, lowered, tolerance)
+    fast = lower(program, plan, write="gather-add")
+    return lines + _compare("gather-add = lowered", program, lowered, fast, tolerance)
+
+
+def reloaded_lines(program: Program, lowered: nn.Module, reloaded: nn.Module) -> list[Verification]:
+    """Compare what was read back from disk with the lowered decoder: equal bits."""
+    return _compare("reloaded = lowered", program, lowered, reloaded, tolerance=0.0)
+
+
+class ZeroedDecoder(nn.Module):
+    """The user's own module with other values for some of its parameters; the module is not changed."""
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]):
+        super().__init__()
+        self.tensors = dict(tensors)
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits (B, T, V) of token ids (B, T)."""
+        return module_logits(self.model, ids, self.tensors)
+
+
+def zeroed_tensors(program: Program, plan: Plan) -> dict[str, Tensor]:
+    """Return every tensor that the plan cuts, at full size with zeros where it is cut, by path."""
+    tensors = dict(program.tensors())
+    zeroed: dict[str, Tensor] = {}
+    for site, kept in zip(program.sites, plan.for_sites(program.sites), strict=True):
+        removed = torch.ones(site.size, dtype=torch.bool)
+        removed[kept.long()] = False
+        for cut in site.slices:
+            tensor = zeroed.get(cut.parameter, tensors[cut.parameter].detach())
+            gone = _removed_positions(removed, cut.labels).to(tensor.device)
+            zeroed[cut.parameter] = tensor.index_fill(cut.axis, gone, 0)
+    return zeroed
+
+
+def _removed_positions(removed: Tensor, labels: tuple[int, ...] | None) -> Tensor:
+    if labels is None:
+        return removed.nonzero().flatten()
+    follows = torch.tensor(labels)
+    return ((follows >= 0) & removed[follows.clamp_min(0)]).nonzero().flatten()
+
+
+def check_gates(program: Program, decoder: GatedDecoder) -> None:
+    """Pass if removing features at each site alone changes the logits.
+
+    Raises:
+        VerificationError: naming a site whose gate changes nothing.
+    """
+    ids = random_token_ids(program.vocabulary_size, (1, 8), device=program.device)
+    ones = [torch.ones(site.size, device=program.device) for site in program.sites]
+    with torch.no_grad():
+        plain = decoder(ids, ones)
+        for index, site in enumerate(program.sites):
+            masks = list(ones)
+            masks[index] = torch.zeros(site.size, device=program.device)
+            if torch.equal(decoder(ids, masks), plain):
+                raise VerificationError(
+                    "removing every feature of this site changes no logit", where=site.name
+                )
+
+
+def _compare(name, program: Program, expected, actual, tolerance: float) -> list[Verification]:
+    return compare_decoders(
+        name, expected, actual, tolerance, vocabulary_size=program.vocabulary_size, device=program.device
+    )

@@ -1,0 +1,241 @@
+"""Lower, verify, write, read back, measure: how an output folder comes to be."""
+
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dispfx.api.folders import load
+from dispfx.api.onnx_folder import write_onnx
+from dispfx.api.opening import Text, context_of, require_tokens
+from dispfx.api.programs import lower
+from dispfx.api.stages import Stages
+from dispfx.api.verification import captured_lines, identity_lines, lowered_lines, reloaded_lines
+from dispfx.capturing import export_program
+from dispfx.demo.probe import skill_probe
+from dispfx.deploy import exported, weights
+from dispfx.deploy.checkpoint import underived_buffers, write_checkpoint
+from dispfx.deploy.folder import new_folder
+from dispfx.errors import DispfxError
+from dispfx.ir.count import ParameterCount
+from dispfx.ir.plan import Plan
+from dispfx.ir.program import Program
+from dispfx.measure.equivalence import Verification, random_token_ids, require
+from dispfx.measure.perplexity import perplexity
+from dispfx.report import (
+    Bytes,
+    Parameters,
+    PerplexityChange,
+    Protocol,
+    Ratio,
+    Refused,
+    Report,
+    SiteWidth,
+    SkillChange,
+    model_card,
+    save_report,
+)
+from dispfx.source import Source
+
+EXPORTS = ("none", "onnx", "pt2")
+_PROBE_SEED, _PROBE_SAMPLES = 7, 100
+_NAMED_VERSIONS = ("dispfx", "torch", "transformers", "safetensors", "onnx", "onnxruntime-gpu", "onnxruntime")
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """One folder to write.
+
+    Args:
+        path: DIR.
+        state: DIR.state, or None where nothing was learned.
+        export: none, onnx or pt2; None for the default of the source.
+        eval_windows: how many windows to measure perplexity on; all by default.
+        command: that gives this result again.
+        data_names: files that were learned from.
+    """
+
+    path: Path
+    state: Path | None
+    source: Source
+    program: Program
+    plan: Plan
+    text: Text
+    export: str | None = None
+    eval_windows: int | None = None
+    command: str | None = None
+    data_names: tuple[str, ...] = ()
+
+    @property
+    def exports(self) -> str:
+        """The export that was asked for, or the default."""
+        return self.export or ("onnx" if self.source.origin == "demo" else "none")
+
+
+def write_output(task: Task, stages: Stages) -> Report:
+    """Write DIR whole, verified and read back, and return its report.
+
+    Raises:
+        VerificationError: if two forms disagree; DIR does not exist then.
+    """
+    if task.exports not in EXPORTS:
+        raise DispfxError(f"--export is one of {', '.join(EXPORTS)}, {task.exports!r} was given")
+    with stages("lower"):
+        lowered = lower(task.program, task.plan)
+    lines: list[Verification] = []
+    with stages("verify"):
+        lines += captured_lines(task.program)
+        _add(lines, identity_lines(task.program), stages)
+        _add(lines, lowered_lines(task.program, task.plan, lowered, task.source.model), stages)
+    with new_folder(task.path) as folder:
+        with stages("write"):
+            _write_decoder(task, folder, lowered)
+        with stages("reload"):
+            reloaded = load(folder, device=task.program.device)
+            _add(lines, reloaded_lines(task.program, lowered, reloaded), stages)
+        if task.exports == "onnx":
+            with stages("onnx"):
+                fast = lower(task.program, task.plan, write="gather-add")
+                _add(lines, write_onnx(folder, fast, reloaded, task.program.vocabulary_size), stages)
+        with stages("measure"):
+            report = _measured(task, folder, reloaded, tuple(lines), stages)
+        _write_words(task, folder, report)
+    return report
+
+
+def _add(lines: list[Verification], found: list[Verification], stages: Stages) -> None:
+    """Record comparisons, show them, and stop at one that does not hold."""
+    lines += found
+    for line in found:
+        stages.observer.verified(line)
+    require(*found)
+
+
+def _write_decoder(task: Task, folder: Path, lowered: torch.fx.GraphModule) -> None:
+    """Write a transformers checkpoint, or a graph for a module that transformers does not know."""
+    config = task.source.config
+    if config is not None:
+        stored = underived_buffers(task.source.model, config)
+        write_checkpoint(
+            folder,
+            parameters=dict(lowered.named_parameters()),
+            buffers={name: tensor for name, tensor in lowered.named_buffers() if name in stored},
+            plan=task.plan,
+            sites=task.program.sites,
+            config=config,
+            architecture=type(task.source.model).__name__,
+            generation_config=task.source.generation_config,
+            tokenizer=task.source.tokenizer,
+        )
+    if config is None or task.exports == "pt2":
+        ids = random_token_ids(task.program.vocabulary_size, (2, 8), device=task.program.device)
+        exported.save_program(export_program(lowered, ids), folder)
+    if config is None:
+        task.plan.save(folder / "plan.safetensors")
+
+
+def _measured(
+    task: Task, folder: Path, reloaded: nn.Module, lines: tuple[Verification, ...], stages: Stages
+) -> Report:
+    dense = {**task.program.parameters, **_unused_parameters(task.program)}
+    count = ParameterCount.of_sites(task.program.sites, task.program.shapes, "blocks")
+    known = task.source.config is not None
+    return Report(
+        ratio=Ratio(task.plan.budget.ratio, task.plan.achieved, task.plan.budget.of),
+        parameters=Parameters(
+            dense=sum(tensor.numel() for tensor in dense.values()),
+            pruned=weights.count_parameters(folder) if known else exported.count_parameters(folder),
+            gated=count.dense,
+        ),
+        bytes=Bytes(
+            dense=sum(tensor.numel() * tensor.element_size() for tensor in dense.values()),
+            pruned=weights.count_bytes(folder) if known else (folder / exported.PROGRAM_FILE).stat().st_size,
+        ),
+        perplexity=_perplexity(task, reloaded),
+        verify=lines,
+        sites=tuple(
+            SiteWidth(site.name, site.kind, site.size, len(task.plan.kept[site.name]))
+            for site in task.program.sites
+        ),
+        refused=tuple(Refused(refusal.name, refusal.reason) for refusal in task.program.refused),
+        seed=task.plan.seed,
+        versions=versions(),
+        device=device_name(task.program.device),
+        seconds=dict(stages.seconds),
+        command=task.command or "dispfx.compile",
+        skills=_skills(task, reloaded),
+    )
+
+
+def _unused_parameters(program: Program) -> dict[str, torch.Tensor]:
+    return {path: tensor for path, tensor in program.unused.items() if isinstance(tensor, nn.Parameter)}
+
+
+def _perplexity(task: Task, reloaded: nn.Module) -> PerplexityChange | None:
+    """Measure the captured and the reloaded decoder on text that was not learned from."""
+    if task.text.measure is None:
+        return None
+    require_tokens(task.source, task.text.measure, task.program.vocabulary_size)
+    values = [
+        perplexity(
+            decoder,
+            task.text.measure,
+            context=context_of(task.source),
+            windows=task.eval_windows,
+            device=task.program.device,
+            text=task.text.name,
+            held_out_share=task.text.held_out_share,
+        )
+        for decoder in (task.program.graph_module, reloaded)
+    ]
+    return PerplexityChange(values[0].value, values[1].value, Protocol(**values[0].protocol))
+
+
+def _skills(task: Task, reloaded: nn.Module) -> dict[str, SkillChange]:
+    """Probe the demo's skills: perplexity hides a lost one."""
+    if task.source.origin != "demo":
+        return {}
+    before, after = (
+        skill_probe(decoder, task.source.tokenizer, _PROBE_SEED, _PROBE_SAMPLES)
+        for decoder in (task.program.graph_module, reloaded)
+    )
+    return {skill: SkillChange(before[skill], after[skill]) for skill in before}
+
+
+def _write_words(task: Task, folder: Path, report: Report) -> None:
+    """Write the report, the model card and the log of learning."""
+    save_report(report, folder / "report.json")
+    card = model_card(
+        report,
+        base_model=task.source.name,
+        folder=task.path.name,
+        data=task.data_names,
+        onnx=task.exports == "onnx",
+        on_hub=task.source.origin == "hub",
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    log = task.state / "metrics.jsonl" if task.state is not None else None
+    if log is not None and log.is_file():
+        shutil.copyfile(log, folder / "metrics.jsonl")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that had a part in a result."""
+    found = {"python": platform.python_version()}
+    for name in _NAMED_VERSIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the card, or of the machine's processor architecture."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
