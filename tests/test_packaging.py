@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dispfx import __version__
+
 CHECKOUT = Path(__file__).parent.parent
 SETUPTOOLS = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
@@ -64,7 +66,9 @@ def test_the_symlink_serves_editors_and_leads_to_the_passes():
 
 @pytest.mark.slow
 def test_a_wheel_holds_every_module_and_data_file_once(copied: Path, tmp_path: Path):
-    names = zipfile.ZipFile(build("wheel", copied, tmp_path / "wheel")).namelist()
+    wheel = build("wheel", copied, tmp_path / "wheel")
+    assert wheel.name == f"dispfx-{__version__}-py3-none-any.whl"
+    names = zipfile.ZipFile(wheel).namelist()
     assert max(Counter(names).values()) == 1
     for package, folder in packages_on_disk().items():
         for module in folder.glob("*.py"):
