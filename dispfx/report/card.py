@@ -130,7 +130,7 @@ def _verification(verifications: Sequence[Verification]) -> str:
     ]
     lines.extend(
         f"| {line.name} | {' × '.join(map(str, line.shape))} | {line.max_rel_error:.2e} "
-        f"| {line.tolerance:.0e} |"
+        f"| {format(line.tolerance, '.0e') if line.tolerance else 'equal bits'} |"
         for line in verifications
     )
     return "\n".join(lines)

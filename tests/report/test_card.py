@@ -21,6 +21,7 @@ def test_the_card_tells_the_whole_story(report: Report):
         "Seed 7",
         "torch 2.13.0",
         "| lowered = gated | 2 × 9 | 1.20e-07 | 1e-05 |",
+        "| reloaded = lowered | 1 × 17 | 0.00e+00 | equal bits |",
         "- `layers.1.mlp`: a softmax over a labelled dimension",
         report.command,
     ):
