@@ -9,6 +9,7 @@ one file system.  Whatever goes wrong before it, an interrupt included, removes 
 process leaves it behind, and its name says what it is.
 """
 
+import errno
 import os
 import secrets
 import shutil
@@ -17,6 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dispfx.errors import OutputError
+
+# Of all the errors that work in a folder may meet, these concern the disk under it.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 
 
 def refuse_existing(out: str | os.PathLike[str]) -> Path:
@@ -54,6 +58,10 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield partial
         _publish(partial, path)
+    except OSError as error:
+        if error.errno in _DISK_ERRORS:
+            raise _cannot_write(path, error) from error
+        raise
     finally:
         # After the rename there is nothing left under this name.
         shutil.rmtree(partial, ignore_errors=True)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_without_our_entry_transformers_would_run_with_random_weights(written: W
 def test_a_reloaded_decoder_is_bit_identical(written: Written) -> None:
     ids_BT = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(1))
     plan = reload.read_plan(written.folder)
-    loaded = slice_in_place(checkpoint.skeleton(written.folder), plan)
+    loaded: Any = slice_in_place(checkpoint.skeleton(written.folder), plan)
 
     reload.fill(loaded, written.folder)
 
@@ -135,12 +136,13 @@ def test_a_skeleton_has_the_buffers_and_dtypes_of_the_decoder_and_zeros_for_weig
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     # Casting a decoder rounds its rotary frequencies, which building one in that dtype does not.
-    model = tiny_llama(tie_word_embeddings=False).to(dtype)
+    model: Any = tiny_llama(tie_word_embeddings=False)
+    model.to(dtype)
     model.lm_head.float()
     frequencies = model.model.rotary_emb.inv_freq.clone()
     written = write(tmp_path / "out", model, inner_plan())
 
-    skeleton = checkpoint.skeleton(written.folder)
+    skeleton: Any = checkpoint.skeleton(written.folder)
 
     assert torch.equal(skeleton.model.rotary_emb.inv_freq, frequencies)
     assert skeleton.model.rotary_emb.inv_freq.dtype == dtype
@@ -151,7 +153,7 @@ def test_a_skeleton_has_the_buffers_and_dtypes_of_the_decoder_and_zeros_for_weig
 
 
 def test_a_derived_buffer_is_not_stored_and_a_changed_one_is() -> None:
-    model = tiny_llama()
+    model: Any = tiny_llama()
     assert checkpoint.underived_buffers(model, model.config) == frozenset()
 
     model.model.rotary_emb.inv_freq[0] += 1e-3
@@ -190,7 +192,9 @@ def test_a_config_cannot_choose_an_attention_that_would_be_fetched(written: Writ
     entries["quantization_config"]["attention"] = "some-owner/some-kernel"
     path.write_text(json.dumps(entries))
 
-    assert checkpoint.skeleton(written.folder).config._attn_implementation == "sdpa"
+    skeleton: Any = checkpoint.skeleton(written.folder)
+
+    assert skeleton.config._attn_implementation == "sdpa"
 
 
 def test_remote_code_is_refused_without_a_question(written: Written) -> None:

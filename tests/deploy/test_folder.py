@@ -1,3 +1,4 @@
+import errno
 import os
 from pathlib import Path
 
@@ -24,6 +25,15 @@ def test_a_failure_leaves_nothing(tmp_path: Path, error: type[BaseException]) ->
     with pytest.raises(error), new_folder(tmp_path / "out") as partial:
         (partial / "a.txt").write_text("a")
         raise error
+
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_is_an_output_error_and_another_error_stays_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="No space left"), new_folder(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(ConnectionError), new_folder(tmp_path / "out"):
+        raise ConnectionError
 
     assert os.listdir(tmp_path) == []
 
