@@ -5,7 +5,8 @@ Starting from one threshold over all groups, `settled` moves widths by steps:
 1. Single steps that bring the count closer; of these the one that gives up the least logit margin a
    parameter.  The margin of a feature is the distance of its logit from the threshold.
 2. Where no single step helps: a step up of one group with a step down of another, the closest first.
-3. Where no pair helps (few or wide groups): a step away of one group, then again from 1.
+3. Where no pair helps and the promise is not kept (few or wide groups): a step away of one group,
+   the cheapest margin first, which then stays while the others move as in 1 and 2.
 
 All orders are fixed, so the same logits give the same widths.  Shapes: G groups, N features of all
 groups.
@@ -21,11 +22,12 @@ from dispfx.ir.count import ParameterCount
 from dispfx.ir.groups import Groups
 from dispfx.ir.widths import Ranking, Widths
 
-# Share of the dense count within which widths are left alone: half of the 0.001 that a user is
-# promised, so that the promise does not hang on the last step.
+# Share of the dense count by which a plan may miss the asked ratio where widths allow it.
+PROMISED = 0.001
+# Share within which widths are left alone, so that the promise does not hang on the last step.
 CLOSE = 0.0005
 _PAIRS_TRIED = 32
-_AWAY_TRIED = 8
+_AWAY_TRIED = 16
 
 
 @dataclass(frozen=True)
@@ -60,16 +62,15 @@ class WidthSearch:
         return self._at(taken), self.ranking.threshold(taken)
 
     def settled(self, widths_G: Tensor, threshold: float) -> Tensor:
-        """Return widths within `CLOSE` of the target, or the closest that were found."""
-        best_G = self._descended(widths_G, threshold)
-        if self._is_close(best_G):
-            return best_G
-        for away_G in self._away(best_G):
-            other_G = self._descended(away_G, threshold)
-            if abs(self.error(other_G)) < abs(self.error(best_G)):
-                best_G = other_G
-            if self._is_close(best_G):
+        """Return widths within `PROMISED` of the target, or the closest that were found."""
+        best_G = self._descended(widths_G, threshold, torch.ones(len(widths_G), dtype=torch.bool))
+        while abs(self.error(best_G)) > PROMISED * self.count.dense:
+            steps_away = self._away(best_G, threshold)
+            others = (self._descended(away_G, threshold, away_G == best_G) for away_G in steps_away)
+            closer_G = next((other_G for other_G in others if self._is_closer(other_G, best_G)), None)
+            if closer_G is None:
                 break
+            best_G = closer_G
         return best_G
 
     def smallest_step(self, widths_G: Tensor) -> float:
@@ -84,33 +85,42 @@ class WidthSearch:
     def _is_close(self, widths_G: Tensor) -> bool:
         return abs(self.error(widths_G)) <= CLOSE * self.count.dense
 
-    def _descended(self, widths_G: Tensor, threshold: float) -> Tensor:
+    def _is_closer(self, widths_G: Tensor, than_G: Tensor) -> bool:
+        return abs(self.error(widths_G)) < abs(self.error(than_G))
+
+    def _descended(self, widths_G: Tensor, threshold: float, free_G: Tensor) -> Tensor:
+        """Move free groups by steps and pairs of steps for as long as that helps."""
         while not self._is_close(widths_G):
-            closer_G = self._closer(widths_G, threshold)
+            closer_G = self._closer(widths_G, threshold, free_G)
             if closer_G is None:
                 break
             widths_G = closer_G
         return widths_G
 
-    def _closer(self, widths_G: Tensor, threshold: float) -> Tensor | None:
+    def _closer(self, widths_G: Tensor, threshold: float, free_G: Tensor) -> Tensor | None:
         error = self.error(widths_G)
+        up_G = torch.where(free_G, self.widths.above(widths_G), widths_G)
+        down_G = torch.where(free_G, self.widths.below(widths_G), widths_G)
         for candidates in (self._singles, self._pairs):
-            for candidate_G in candidates(widths_G, threshold, error):
+            for candidate_G in candidates(up_G, widths_G, down_G, threshold, error):
                 # Estimates ignore that two axes of one weight may move, so the exact count decides.
-                if abs(self.error(candidate_G)) < abs(error):
+                if self._is_closer(candidate_G, widths_G):
                     return candidate_G
         return None
 
-    def _singles(self, widths_G: Tensor, threshold: float, error: float) -> Iterator[Tensor]:
-        next_G = self.widths.below(widths_G) if error > 0 else self.widths.above(widths_G)
+    def _singles(
+        self, up_G: Tensor, widths_G: Tensor, down_G: Tensor, threshold: float, error: float
+    ) -> Iterator[Tensor]:
+        next_G = down_G if error > 0 else up_G
         change_G, margin_G = self._effect(widths_G, next_G, threshold)
         closer_G = ((change_G + error).abs() < abs(error)) & (next_G != widths_G)
         price_G = torch.where(closer_G, margin_G / change_G.abs().clamp_min(1.0), torch.inf)
         for group in price_G.argsort(stable=True)[: int(closer_G.sum())].tolist():
             yield _replaced(widths_G, next_G, group)
 
-    def _pairs(self, widths_G: Tensor, threshold: float, error: float) -> Iterator[Tensor]:
-        up_G, down_G = self.widths.above(widths_G), self.widths.below(widths_G)
+    def _pairs(
+        self, up_G: Tensor, widths_G: Tensor, down_G: Tensor, threshold: float, error: float
+    ) -> Iterator[Tensor]:
         gained_G, _ = self._effect(widths_G, up_G, threshold)
         lost_G, _ = self._effect(widths_G, down_G, threshold)
         error_GG = (gained_G[:, None] + lost_G[None, :] + error).abs()
@@ -123,12 +133,16 @@ class WidthSearch:
         for up, down in (divmod(index, len(widths_G)) for index in promising):
             yield _replaced(_replaced(widths_G, up_G, up), down_G, down)
 
-    def _away(self, widths_G: Tensor) -> Iterator[Tensor]:
-        """Yield widths with one of the groups of the largest steps moved, either way."""
-        for next_G in (self.widths.above(widths_G), self.widths.below(widths_G)):
-            change_G = self._effect(widths_G, next_G, 0.0)[0].abs()
-            for group in change_G.argsort(descending=True, stable=True)[:_AWAY_TRIED].tolist():
-                yield _replaced(widths_G, next_G, group)
+    def _away(self, widths_G: Tensor, threshold: float) -> Iterator[Tensor]:
+        """Yield widths with one group moved, either way, the cheapest margin a parameter first."""
+        next_2G = torch.stack((self.widths.above(widths_G), self.widths.below(widths_G)))
+        effects = [self._effect(widths_G, next_G, threshold) for next_G in next_2G]
+        price_2G = torch.stack([margin_G / change_G.abs().clamp_min(1.0) for change_G, margin_G in effects])
+        price_2G[next_2G == widths_G] = torch.inf
+        prices, order = price_2G.flatten().sort(stable=True)
+        for index in order[prices.isfinite()][:_AWAY_TRIED].tolist():
+            direction, group = divmod(index, len(widths_G))
+            yield _replaced(widths_G, next_2G[direction], group)
 
     def _effect(self, widths_G: Tensor, next_G: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
         """Return the change of the count and the logit margin given up if one group moves alone.

@@ -168,6 +168,16 @@ def test_a_pair_of_steps_meets_a_budget_that_single_steps_cannot():
         harden(logits[4:], sites[1:], ParameterCount.of_sites(sites[1:], {"f": (8, 8)}), Budget(0.24))
 
 
+def test_a_step_away_meets_a_budget_that_no_pair_of_steps_leads_to():
+    # 73 of 171 parameters is 1 coarse and 6 fine features.  From the threshold's 2 and 3 (74) a coarse
+    # feature less needs three fine ones more, and one or two of them only lead away.
+    sites = [site("coarse", 3, Slice("c", 0)), site("fine", 12, Slice("f", 0))]
+    count = ParameterCount.of_sites(sites, {"c": (3, 25), "f": (12, 8)})
+    logits = torch.cat((torch.full((3,), 5.0), torch.linspace(1, 0, 12)))
+    kept = harden(logits, sites, count, Budget(1 - 73 / 171))
+    assert [len(indices) for indices in kept] == [1, 6]
+
+
 def test_a_ratio_beyond_the_sites_is_a_budget_error_with_numbers():
     sites, shapes = decoder_sites(2, 16, 16)
     count = ParameterCount.of_sites(sites, shapes, "total")
