@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from dispfx.capturing import export_program
-from dispfx.deploy.onnx_graph import expand_rotary_tables, forget_sources
+from dispfx.deploy.onnx_graph import expand_rotary_tables, forget_sources, widen_scatter_indices
 from dispfx.deploy.section import write_model_files
 from dispfx.errors import DataError, OutputError, UnsupportedGraphError
 from dispfx.measure.equivalence import SHAPES_BT, Verification, compare_decoders
@@ -105,6 +105,7 @@ def export_onnx(
         raise OutputError("the folder of the ONNX model does not exist", where=str(path.parent))
     model = _onnx_model(lowered, sample_ids, opset)
     expand_rotary_tables(model.graph)
+    widen_scatter_indices(model.graph)
     forget_sources(model)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.partial-", dir=path.parent) as partial:
@@ -201,7 +202,12 @@ def _save(model: ir.Model, path: Path, max_inline_bytes: int) -> None:
     size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
     with _silence():
         ir.save(model, path, external_data=f"{path.name}.data" if size > max_inline_bytes else None)
-        onnx.checker.check_model(str(path), full_check=True)
+        try:
+            onnx.checker.check_model(str(path), full_check=True)
+        except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+            raise UnsupportedGraphError(
+                f"the exporter made a model that onnx refuses: {error}", hint="compile with --export none"
+            ) from error
 
 
 def _check_external_data(path: Path) -> None:

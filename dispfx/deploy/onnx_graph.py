@@ -47,6 +47,25 @@ def _like(table: ir.Value, name: str) -> ir.Value:
     return ir.Value(name=name, type=table.type, shape=shape)
 
 
+def widen_scatter_indices(graph: ir.Graph) -> None:
+    """Cast the indices of every ScatterND to int64, the only type the operator takes.
+
+        ScatterND(data, int32 indices, updates) → ScatterND(data, Cast(indices), updates)
+
+    torch adds into a tensor at int32 indices too, and the exporter passes them on as they are.
+    """
+    for node in [node for node in graph if node.op_type == "ScatterND" and node.domain == ""]:
+        indices = node.inputs[1]
+        if indices is None or indices.dtype in (None, ir.DataType.INT64):
+            continue
+        wide = ir.Value(
+            name=f"{node.name}_indices", type=ir.TensorType(ir.DataType.INT64), shape=indices.shape
+        )
+        to = {"to": int(ir.DataType.INT64)}
+        graph.insert_before(node, ir.node("Cast", [indices], attributes=to, outputs=[wide]))
+        node.replace_input_with(1, wide)
+
+
 def forget_sources(model: ir.Model) -> None:
     """Drop the notes of the exporter, which hold stack traces with the paths of this machine."""
     for node in model.graph.all_nodes():

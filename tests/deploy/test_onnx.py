@@ -32,9 +32,11 @@ class Branch(nn.Module):
         self.model: PreTrainedModel = tiny_llama(num_hidden_layers=1)
         self.write = write
         self.linear = nn.Linear(7, 5)
-        self.register_buffer("read", torch.tensor([0, 2, 3, 5, 7, 8, 11]))
-        self.register_buffer("kept", torch.tensor([1, 2, 6, 9, 15]))
-        self.register_buffer("inverse", torch.full((WIDTH,), 5).index_copy(0, self.kept, torch.arange(5)))
+        kept = torch.tensor([1, 2, 6, 9, 15])
+        inverse = torch.full((WIDTH,), 5).index_copy(0, kept, torch.arange(5))
+        self.register_buffer("read", torch.tensor([0, 2, 3, 5, 7, 8, 11], dtype=torch.int32))
+        self.register_buffer("kept", kept.to(torch.int32))
+        self.register_buffer("inverse", inverse.to(torch.int32))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x_BTD = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
