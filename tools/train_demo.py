@@ -44,8 +44,8 @@ PROBE_SEED = 2
 
 @dataclass(frozen=True)
 class Settings:
-    steps: int = 5000
-    batch: int = 16
+    steps: int = 8000
+    batch: int = 64
     length: int = 128
     long_every: int = 8
     lr: float = 3e-3
