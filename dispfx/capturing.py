@@ -303,9 +303,7 @@ def _logits_node(exported: ExportedProgram, vocabulary: int) -> fx.Node:
     raise CaptureError("the graph does not return the logits that the module returns")
 
 
-def _identity(
-    program: Program, model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]
-) -> Difference:
+def _identity(program: Program, model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> Difference:
     """Return how far the graph is from the module at these ids; raise where it is not close."""
     expected = _logits_of(_run(model, ids, arguments), ids)
     try:
@@ -344,5 +342,7 @@ def _first_line(error: Exception) -> str:
 def _user_frame(error: Exception) -> str | None:
     """Return the innermost frame outside torch, as file:line."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "/torch/" not in f.filename and not f.filename.endswith("dispfx/capturing.py")]
+    own = [
+        f for f in frames if "/torch/" not in f.filename and not f.filename.endswith("dispfx/capturing.py")
+    ]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else None

@@ -18,8 +18,7 @@ from torch import Tensor, fx, nn
 
 from dispfx.ir import ops
 from dispfx.ir.ops import aten, packet
-from dispfx.ir.program import Program
-from dispfx.passes.lower_gates import INDEX_PREFIX
+from dispfx.ir.program import INDEX_PREFIX, Program
 from dispfx.pipeline import PassResult
 
 INVERSE_PREFIX = "dispfx_inverse"

@@ -27,11 +27,10 @@ from dispfx.errors import PassError
 from dispfx.ir import ops
 from dispfx.ir.links import slice_positions
 from dispfx.ir.ops import argument, aten, packet
-from dispfx.ir.program import Program
+from dispfx.ir.program import INDEX_PREFIX, Program
 from dispfx.ir.sites import UNTOUCHED, GatePoint, Site
 from dispfx.pipeline import PassResult
 
-INDEX_PREFIX = "dispfx_index"
 Cut = dict[tuple[str, int], np.ndarray]
 
 
@@ -262,6 +261,16 @@ def _count_shape(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
     node.update_arg(1, sizes)
 
 
+def _count_factors(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+    sizes = list(node.args[2])  # type: ignore[arg-type]
+    first = node.args[1] % ops.rank(node.args[0])  # type: ignore[operator, arg-type]
+    for place, size in enumerate(sizes):
+        stays = cut.get((node.name, first + place))
+        if stays is not None and isinstance(size, int) and size != -1:
+            sizes[place] = int(stays.sum())
+    node.update_arg(2, sizes)
+
+
 def _count_parts(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
     value = node.args[0]
     assert isinstance(value, fx.Node)
@@ -315,7 +324,8 @@ def _keep_divisor(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
 
 
 _REWRITES = {
-    **dict.fromkeys(ops.packets("reshape view expand unflatten"), _count_shape),
+    **dict.fromkeys(ops.packets("reshape view expand"), _count_shape),
+    aten.unflatten: _count_factors,
     **dict.fromkeys(ops.packets("split split_with_sizes chunk unsafe_split unsafe_chunk"), _count_parts),
     aten.slice: _count_bounds,
     aten.mean: _keep_divisor,

@@ -23,7 +23,7 @@ from dispfx.deploy.generate import generate as continue_ids
 from dispfx.errors import DataError
 from dispfx.ir.plan import BudgetOf, Plan
 from dispfx.ir.program import Program
-from dispfx.learn.settings import LearnSettings
+from dispfx.learning.settings import LearnSettings
 from dispfx.measure.equivalence import Verification, compare_decoders, random_token_ids, require
 from dispfx.measure.perplexity import Perplexity, perplexity
 from dispfx.preconditions import check_ratio

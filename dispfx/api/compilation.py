@@ -23,8 +23,8 @@ from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import DataError, OutputError, VerificationError
 from dispfx.ir.plan import BudgetOf, Plan
 from dispfx.ir.program import Program
-from dispfx.learn.settings import LearnSettings
-from dispfx.learn.state import saved_step
+from dispfx.learning.settings import LearnSettings
+from dispfx.learning.state import saved_step
 from dispfx.preconditions import check_ratio
 from dispfx.report import NullObserver, Observer, Report, load_report
 from dispfx.source import Source

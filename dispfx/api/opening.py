@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from dispfx.demo.text import generate_text
 from dispfx.errors import DataError
-from dispfx.learn.settings import LearnSettings
-from dispfx.learn.text import HELD_OUT_SHARE
+from dispfx.learning.settings import LearnSettings
+from dispfx.learning.text import HELD_OUT_SHARE
 from dispfx.source import Source, load_source, read_tokens
 
 Paths = Sequence[str | Path] | str | Path

@@ -20,10 +20,10 @@ from dispfx.errors import PlanMismatchError
 from dispfx.ir.budget import hard_masks
 from dispfx.ir.plan import Budget, BudgetOf, Plan, site_keys
 from dispfx.ir.program import Program
-from dispfx.learn.records import StepRecord
-from dispfx.learn.settings import LearnSettings
-from dispfx.learn.text import TokenBatches
-from dispfx.learn.trainer import learn as learn_masks
+from dispfx.learning.records import StepRecord
+from dispfx.learning.settings import LearnSettings
+from dispfx.learning.text import TokenBatches
+from dispfx.learning.trainer import learn as learn_masks
 from dispfx.passes.canonicalize import Canonicalize
 from dispfx.passes.find_branches import FindBranches
 from dispfx.passes.find_residual_stream import FindResidualStream
@@ -191,7 +191,7 @@ def learn(
         of: what is counted.
         align: widths become multiples of this, or the full width.
         settings: of the run; the paper's by default.
-        state_dir, resume, on_step: as in `dispfx.learn.trainer.learn`.
+        state_dir, resume, on_step: as in `dispfx.learning.trainer.learn`.
         changes: single settings, as in `steps=100`.
 
     Raises:

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,7 +69,10 @@ def load_program(folder: Path) -> nn.Module:
         raise DataError(f"there is no {PROGRAM_FILE}", where=str(folder))
     check_archive(path)
     try:
-        return torch.export.load(path).module()
+        with warnings.catch_warnings():
+            # torch 2.11 maps the weights read-only and warns that they can be written to.
+            warnings.simplefilter("ignore")
+            return torch.export.load(path).module()
     except Exception as error:
         # The archive passed the check and torch fails on it in ways of its own; the file is the cause.
         raise DataError(f"torch cannot read the exported program: {error}", where=str(path)) from error

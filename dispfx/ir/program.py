@@ -16,6 +16,9 @@ from torch import Tensor, fx, nn
 
 from dispfx.ir.sites import Branch, Refusal, ResidualStream, Site
 
+# Kept indices of a site are the buffer `dispfx_index.<site>` of a lowered decoder.
+INDEX_PREFIX = "dispfx_index"
+
 
 @dataclass(frozen=True)
 class Leaf:

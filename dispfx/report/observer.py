@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.status import Status
 
 from dispfx.ir.program import Program
-from dispfx.learn.records import StepRecord
+from dispfx.learning.records import StepRecord
 from dispfx.measure.equivalence import Verification
 from dispfx.report.schema import Report
 from dispfx.report.sites import found_lines, refusal_lines

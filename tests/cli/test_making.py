@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dispfx.ir.plan import Budget, Plan, Selection
-from dispfx.learn.settings import LearnSettings
+from dispfx.learning.settings import LearnSettings
 from dispfx.report import Report, from_json
 
 

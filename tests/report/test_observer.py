@@ -5,7 +5,7 @@ import math
 
 from rich.console import Console
 
-from dispfx.learn.records import StepRecord
+from dispfx.learning.records import StepRecord
 from dispfx.measure.equivalence import Verification
 from dispfx.report import NullObserver, Observer, Report, TerminalObserver
 from tests.report.test_sites import program

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dispfx.learn.estimators import GumbelSigmoid, ReinMax, StraightThrough, estimator
+from dispfx.learning.estimators import GumbelSigmoid, ReinMax, StraightThrough, estimator
 
 BITS = 4
 LOGITS = torch.tensor([0.9, -0.4, 2.2, 1.3], dtype=torch.float64)

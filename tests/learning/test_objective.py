@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dispfx.learn.objective import budget_loss, next_token_loss
+from dispfx.learning.objective import budget_loss, next_token_loss
 
 
 @pytest.mark.parametrize(("left", "expected"), [(50.0, math.log(2)), (200.0, math.log(2)), (100.0, 0.0)])

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from dispfx.errors import DataError, PlanMismatchError
 from dispfx.ir.plan import Budget
-from dispfx.learn.settings import LearnSettings
-from dispfx.learn.state import STATE_FILE, saved_step
-from dispfx.learn.trainer import Learned, learn
-from tests.learn.tiny_decoder import batches, markov_tokens, settings, untrained_decoder
+from dispfx.learning.settings import LearnSettings
+from dispfx.learning.state import STATE_FILE, saved_step
+from dispfx.learning.trainer import Learned, learn
+from tests.learning.tiny_decoder import batches, markov_tokens, settings, untrained_decoder
 
 ROOT = Path(__file__).parents[2]
 TEXT = markov_tokens(2_000)
@@ -32,7 +32,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from tests.learn.test_state import digest, run
+from tests.learning.test_state import digest, run
 def kill(record):
     if record.step == 5:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dispfx.learn.settings import HypernetworkName, seed_for
+from dispfx.learning.settings import HypernetworkName, seed_for
 
 INPUT_WIDTH = 32
 RECURRENT_WIDTH = 64

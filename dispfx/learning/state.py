@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dispfx.errors import DataError, PlanMismatchError
-from dispfx.learn.settings import LearnSettings
+from dispfx.learning.settings import LearnSettings
 
 STATE_FILE = "learning.safetensors"
 STATE_VERSION = 1

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dispfx.learn.settings import EstimatorName
+from dispfx.learning.settings import EstimatorName
 
 
 @dataclass(frozen=True, eq=False)

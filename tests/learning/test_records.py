@@ -3,7 +3,7 @@
 import json
 import math
 
-from dispfx.learn.records import METRICS_FILE, MetricsLog, Pace, StepRecord
+from dispfx.learning.records import METRICS_FILE, MetricsLog, Pace, StepRecord
 
 
 def record(step: int, loss: float = 1.5) -> StepRecord:
@@ -53,7 +53,7 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
 
 def test_pace_gives_speed_and_time_left_of_the_last_steps(monkeypatch):
     clock = iter([0.0, 100.0, *(100.0 + step for step in range(1, 40))])
-    monkeypatch.setattr("dispfx.learn.records.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("dispfx.learning.records.perf_counter", lambda: next(clock))
     pace = Pace(tokens_per_step=50)
     assert pace.tick(10) == (0.5, 1000.0)
     for _ in range(30):

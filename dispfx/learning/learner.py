@@ -19,13 +19,13 @@ from torch import Tensor
 from dispfx.errors import DispfxError, PassError
 from dispfx.ir.budget import Groups, ParameterCount
 from dispfx.ir.sites import Site
-from dispfx.learn.estimators import estimator
-from dispfx.learn.hypernetwork import build_hypernetwork
-from dispfx.learn.interrupt import uninterrupted
-from dispfx.learn.objective import budget_loss, next_token_loss
-from dispfx.learn.settings import LearnSettings, seed_for
-from dispfx.learn.state import Position, restore_run, run_tensors
-from dispfx.learn.text import TokenBatches
+from dispfx.learning.estimators import estimator
+from dispfx.learning.hypernetwork import build_hypernetwork
+from dispfx.learning.interrupt import uninterrupted
+from dispfx.learning.objective import budget_loss, next_token_loss
+from dispfx.learning.settings import LearnSettings, seed_for
+from dispfx.learning.state import Position, restore_run, run_tensors
+from dispfx.learning.text import TokenBatches
 
 Gated = Callable[[Tensor, Sequence[Tensor]], Tensor]
 

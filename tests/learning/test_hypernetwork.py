@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dispfx.learn.hypernetwork import GroupHeads, RecurrentHypernetwork, _RowProducts, build_hypernetwork
+from dispfx.learning.hypernetwork import GroupHeads, RecurrentHypernetwork, _RowProducts, build_hypernetwork
 
 SIZES = [6, 10, 6, 3, 10, 6]
 KINDS = ["full", "linear", "none"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import DataError
-from dispfx.learn.settings import seed_for
+from dispfx.learning.settings import seed_for
 
 if TYPE_CHECKING:
     import numpy as np

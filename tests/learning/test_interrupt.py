@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from dispfx.learn.interrupt import uninterrupted
+from dispfx.learning.interrupt import uninterrupted
 
 
 def test_an_interrupt_inside_the_block_arrives_when_the_block_is_done():

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dispfx.errors import DispfxError, PassError
 from dispfx.ir.budget import Groups, ParameterCount
-from dispfx.learn.learner import Learner, Problem, check_gates
-from tests.learn.tiny_decoder import batches, markov_tokens, settings, untrained_decoder
+from dispfx.learning.learner import Learner, Problem, check_gates
+from tests.learning.tiny_decoder import batches, markov_tokens, settings, untrained_decoder
 
 TEXT = markov_tokens(2_000)
 DECODER = untrained_decoder()

@@ -16,11 +16,11 @@ from dispfx.errors import DataError
 from dispfx.ir.budget import Groups, ParameterCount, check_reachable, hard_masks, harden
 from dispfx.ir.plan import Budget
 from dispfx.ir.sites import Site
-from dispfx.learn.learner import Gated, Learner, Problem, StepOutcome, check_gates
-from dispfx.learn.records import MetricsLog, Pace, StepRecord
-from dispfx.learn.settings import LearnSettings
-from dispfx.learn.state import Identity, load_state, save_state, settings_identity
-from dispfx.learn.text import TokenBatches
+from dispfx.learning.learner import Gated, Learner, Problem, StepOutcome, check_gates
+from dispfx.learning.records import MetricsLog, Pace, StepRecord
+from dispfx.learning.settings import LearnSettings
+from dispfx.learning.state import Identity, load_state, save_state, settings_identity
+from dispfx.learning.text import TokenBatches
 
 _HELD_OUT_BATCHES = 8
 

@@ -9,10 +9,10 @@ import torch
 from dispfx.errors import BudgetError, DataError
 from dispfx.ir.budget import ParameterCount, hard_masks, harden
 from dispfx.ir.plan import Budget
-from dispfx.learn.objective import next_token_loss
-from dispfx.learn.text import TokenBatches
-from dispfx.learn.trainer import Learned, learn
-from tests.learn.tiny_decoder import (
+from dispfx.learning.objective import next_token_loss
+from dispfx.learning.text import TokenBatches
+from dispfx.learning.trainer import Learned, learn
+from tests.learning.tiny_decoder import (
     TinyDecoder,
     batches,
     markov_tokens,

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dispfx.ir.sites import Site, SiteKind, Slice
-from dispfx.learn.settings import LearnSettings
-from dispfx.learn.text import TokenBatches
+from dispfx.learning.settings import LearnSettings
+from dispfx.learning.text import TokenBatches
 
 VOCABULARY, WIDTH, INNER, LAYERS, TOKENS = 24, 64, 192, 2, 16
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dispfx.errors import DataError
-from dispfx.learn.text import TokenBatches
+from dispfx.learning.text import TokenBatches
 
 
 def test_an_epoch_reads_every_window_once_in_a_shuffled_order():
