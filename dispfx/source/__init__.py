@@ -12,7 +12,7 @@ package and the checkpoint writer are the only code that knows transformers.
 from dispfx.origin import Origin
 from dispfx.source.loading import load_source
 from dispfx.source.source import Source
-from dispfx.source.text import read_tokens
+from dispfx.source.text import encode, read_tokens
 from dispfx.source.tokenizer import load_folder_tokenizer
 
-__all__ = ["Origin", "Source", "load_folder_tokenizer", "load_source", "read_tokens"]
+__all__ = ["Origin", "Source", "encode", "load_folder_tokenizer", "load_source", "read_tokens"]

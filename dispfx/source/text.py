@@ -33,7 +33,8 @@ def read_tokens(paths: str | Path | Iterable[str | Path], tokenizer: Any | None)
         if stored:
             parts.extend(_stored_tokens(path) for path in members)
         else:
-            parts.append(_encode("\n".join(_text(path) for path in members), tokenizer, members[0]))
+            text = "\n".join(_text(path) for path in members)
+            parts.append(encode(text, tokenizer, where=str(members[0])))
     return torch.cat(parts)
 
 
@@ -52,17 +53,25 @@ def _text(path: Path) -> str:
     return text
 
 
-def _encode(text: str, tokenizer: Any | None, path: Path) -> Tensor:
+def encode(text: str, tokenizer: Any | None, *, where: str | None = None) -> Tensor:
+    """Return the token ids of a text, shape (N,), int64, without special tokens.
+
+    Args:
+        where: the file that the text is from, for the message.
+
+    Raises:
+        DataError: if there is no tokenizer, or it finds no token.
+    """
     if tokenizer is None:
         raise DataError(
             "a tokenizer is needed to read text, and this model has none",
-            where=str(path),
+            where=where,
             hint=f"name one with --tokenizer, or pass a .safetensors file with an integer vector '{TOKENS}'",
         )
     # verbose=False: a text longer than one window is the usual case here, not worth a warning.
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
-        raise DataError("the tokenizer finds no token in the text", where=str(path))
+        raise DataError("the tokenizer finds no token in the text", where=where)
     return torch.tensor(ids, dtype=torch.int64)
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from dispfx.errors import DataError
-from dispfx.source import read_tokens
+from dispfx.source import encode, read_tokens
 from tests.source.byte_tokenizer import byte_tokenizer
 
 
@@ -35,6 +35,13 @@ def test_a_text_longer_than_the_model_gives_no_warning(text: Path, caplog: pytes
     tokenizer = byte_tokenizer()
     assert tokenizer.model_max_length < len(read_tokens(text, tokenizer))
     assert not caplog.records
+
+
+def test_a_text_in_memory_is_encoded_the_same_way(text: Path):
+    tokenizer = byte_tokenizer(bos=True)
+    assert torch.equal(encode(text.read_bytes().decode(), tokenizer), read_tokens(text, tokenizer))
+    with pytest.raises(DataError, match="no token in the text"):
+        encode("", tokenizer)
 
 
 def test_several_texts_are_joined_by_a_line_break(text: Path, tmp_path: Path):
