@@ -26,7 +26,7 @@ INVERSE_PREFIX = "dispfx_inverse"
 
 @dataclass(frozen=True)
 class GatherAdd:
-    """Replace every `index_add` of a lowered program by a gather.
+    """Replace the `index_add` of every write by a gather.
 
     Args:
         row_multiple: a widened projection has a multiple of this many rows.
@@ -41,7 +41,7 @@ class GatherAdd:
     def run(self, program: Program) -> PassResult:
         """Rewrite the graph in place; projections that are widened get new tensors."""
         tensors = dict(program.tensors())
-        writes = [node for node in program.graph.nodes if packet(node) is aten.index_add]
+        writes = [node for node in program.graph.nodes if _is_write(node)]
         for node in writes:
             self._rewrite(program, node, tensors)
         if writes:
@@ -82,6 +82,14 @@ class GatherAdd:
             padded = graph.call_function(aten.constant_pad_nd.default, (small, [0, 0] * back + [0, 1]))
         padded.meta["val"] = torch.nn.functional.pad(small.meta["val"], [0, 0] * back + [0, 1])
         return padded
+
+
+def _is_write(node: fx.Node) -> bool:
+    """Whether the node scatters a site's kept features; a decoder may have an `index_add` of its own."""
+    if packet(node) is not aten.index_add:
+        return False
+    index = node.args[2]
+    return isinstance(index, fx.Node) and str(index.target).startswith(f"{INDEX_PREFIX}.")
 
 
 def _is_own_projection(small: fx.Node, dim: int) -> bool:

@@ -24,12 +24,13 @@ from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.measure.equivalence import Verification, compare_decoders, random_token_ids
 
-# A product over fewer features adds the same numbers in another order.  In float32 the logits of the
-# architectures tried moved by at most 1e-6 of the largest; half precision rounds every product to 8
-# or 11 bits, and the error of a sum of branches grows with their number.
+# A product over fewer features adds the same numbers in another order.  In float32 that moved the logits
+# of tiny decoders by 1e-6 of the largest, and those of SmolLM2-135M, whose stream holds a few very large
+# features through 30 layers, by 2e-5.  A wrong index moves them by 1e-3 and more.  Half precision rounds
+# every product to 11 or 8 bits instead of 24.
 TOLERANCES = {
     torch.float64: 1e-12,
-    torch.float32: 1e-5,
+    torch.float32: 1e-4,
     torch.float16: 1e-2,
     torch.bfloat16: 5e-2,
 }
@@ -37,7 +38,7 @@ TOLERANCES = {
 
 def tolerance_of(program: Program) -> float:
     """Return the relative error that summing in another order may cause in the program's dtype."""
-    return TOLERANCES.get(program.dtype, 1e-5)
+    return TOLERANCES.get(program.dtype, 1e-4)
 
 
 def captured_lines(program: Program) -> list[Verification]:

@@ -1,0 +1,263 @@
+#!/usr/bin/env python3
+"""Sweep tiny models of every causal language model that transformers registers.
+
+    python tools/zoo.py --builder PATH/tiny_decoders.py --out docs/zoo            every architecture
+    python tools/zoo.py --builder PATH/tiny_decoders.py --only llama,gpt2 --dtype bfloat16
+
+Each architecture runs in a process of its own with a time limit: it is captured, analysed, gated with
+random plans of 30 %, lowered, and compared at two shapes that were not traced.  The builder is a Python
+file with `names()` and `build(name, attn=..., experts=...) -> (module, config)`.
+
+Writes OUT.md and OUT.json.  An architecture counts as compiled when the gated graph with masks of ones
+is bit-identical to the captured one, the captured one is within 1e-6 of the module, and the lowered
+decoder is within --tolerance of the gated one at every shape.
+"""
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+RATIO = 0.3
+SEEDS = (1, 2)
+SHAPES = ((2, 9), (1, 17))
+REQUIRED_SHARE = 0.95
+
+
+@dataclass
+class Row:
+    """What one architecture did."""
+
+    name: str
+    status: str = "error"
+    reason: str = ""
+    identity: float | None = None
+    bit_identical: bool = False
+    lowered: float | None = None
+    gathered: float | None = None
+    branches: dict[str, int] = field(default_factory=dict)
+    sites: int = 0
+    share: float = 0.0
+    ungated: list[str] = field(default_factory=list)
+    refused: list[list[str]] = field(default_factory=list)
+    layers: int = 0
+    analysis_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.worker:
+        print(json.dumps(asdict(examine(args))))
+        return
+    names = args.only.split(",") if args.only else load_builder(args.builder).names()
+    rows = []
+    for name in names:
+        row = in_own_process(name, args)
+        rows.append(row)
+        print(line_of(row), flush=True)
+    if args.out:
+        write(rows, args)
+    print(summary(rows))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--builder", type=Path, required=True, help="Python file that builds tiny models")
+    parser.add_argument("--only", help="comma-separated names; all by default")
+    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="of lowered against gated")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds an architecture may take")
+    parser.add_argument("--experts", help="experts_implementation of mixtures, as transformers names it")
+    parser.add_argument("--debug", action="store_true", help="print tracebacks of the compiler's own faults")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def load_builder(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("tiny_decoders", path)
+    if spec is None or spec.loader is None:
+        sys.exit(f"zoo: {path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def in_own_process(name: str, args: argparse.Namespace) -> Row:
+    command = [sys.executable, __file__, "--builder", str(args.builder), "--worker", name]
+    command += ["--dtype", args.dtype, "--tolerance", str(args.tolerance)]
+    command += ["--experts", args.experts] if args.experts else []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=args.limit, check=False)
+    except subprocess.TimeoutExpired:
+        return Row(name, "error", f"took longer than {args.limit:g} s")
+    if args.debug and done.returncode:
+        print(done.stderr[-3000:])
+    lines = done.stdout.strip().splitlines()
+    try:
+        return Row(**json.loads(lines[-1]))
+    except (IndexError, ValueError, TypeError):
+        return Row(name, "error", f"the process ended with {done.returncode}: {done.stderr.strip()[-200:]}")
+
+
+def examine(args: argparse.Namespace) -> Row:
+    """Run one architecture through the compiler."""
+    import torch
+
+    from dispfx.errors import DispfxError, PassError
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    row = Row(args.worker)
+    start = time.perf_counter()
+    try:
+        model = build(args)
+    except Exception as error:
+        row.status, row.reason = "not built", f"{type(error).__name__}: {error}"[:300]
+        return row
+    try:
+        compile_tiny(model.to(getattr(torch, args.dtype)), row, args.tolerance)
+    except PassError as error:
+        row.status, row.reason = "error", str(error)[:400]
+        traceback.print_exc()
+    except DispfxError as error:
+        row.status, row.reason = "refused", f"{error.problem} [{error.where}]"[:400]
+    except Exception as error:
+        row.status, row.reason = "error", f"{type(error).__name__}: {error}"[:400]
+        traceback.print_exc()
+    row.seconds = round(time.perf_counter() - start, 2)
+    return row
+
+
+def build(args: argparse.Namespace) -> Any:
+    """Build with the fastest attention and the experts that the architecture supports."""
+    builder = load_builder(args.builder)
+    experts = [args.experts] if args.experts else ["batched_mm", None]
+    failure: Exception = RuntimeError("nothing was tried")
+    for attention in ("sdpa", "eager"):
+        for implementation in experts:
+            try:
+                return builder.build(args.worker, attn=attention, experts=implementation)[0]
+            except Exception as error:
+                failure = error
+    raise failure
+
+
+def compile_tiny(model: Any, row: Row, tolerance: float) -> None:
+    import torch
+
+    from dispfx import api
+    from dispfx.api.programs import analysis
+    from dispfx.capturing import capture
+    from dispfx.ir.coverage import coverage
+    from dispfx.ir.plan import Plan
+    from dispfx.pipeline import Pipeline
+
+    program = capture(model)
+    row.identity = max(error.relative for error in program.identity.values())
+    start = time.perf_counter()
+    Pipeline(analysis()).run(program)
+    row.analysis_seconds = round(time.perf_counter() - start, 3)
+    row.branches = dict(Counter(branch.kind for branch in program.branches))
+    row.sites = len(program.sites)
+    row.refused = [[refusal.name, refusal.reason] for refusal in program.refused]
+    reached = coverage(program)
+    row.share, row.ungated = round(reached.share, 4), list(reached.ungated)
+    ones = [torch.ones(site.size) for site in program.sites]
+    decoder = api.gate(program)
+    vocabulary = program.vocabulary_size
+    ids = [torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(7)) for shape in SHAPES]
+    with torch.no_grad():
+        row.bit_identical = all(torch.equal(decoder(x, ones), program.graph_module(x)) for x in ids)
+        row.lowered, row.gathered = 0.0, 0.0
+        for seed in SEEDS:
+            plan = Plan.random(program, RATIO, seed)
+            expected = [api.gated(program, plan)(x) for x in ids]
+            lowered, gathered = api.lower(program, plan), api.lower(program, plan, write="gather-add")
+            row.lowered = max(
+                row.lowered, *(relative(lowered(x), y) for x, y in zip(ids, expected, strict=True))
+            )
+            row.gathered = max(
+                row.gathered, *(relative(gathered(x), y) for x, y in zip(ids, expected, strict=True))
+            )
+    right = row.bit_identical and max(row.lowered, row.gathered) <= tolerance
+    row.status = "compiled" if right else "wrong"
+
+
+def relative(actual: Any, expected: Any) -> float:
+    """max|a − b| / max|b|; infinite where a value is not finite."""
+    a, b = actual.double(), expected.double()
+    if not bool(a.isfinite().all() and b.isfinite().all()):
+        return float("inf")
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def whole(row: Row) -> bool:
+    """Compiled with no refusal and nearly every block weight gated."""
+    return row.status == "compiled" and not row.refused and row.share >= REQUIRED_SHARE
+
+
+def line_of(row: Row) -> str:
+    text = f"{row.name:28s} {row.status:9s}"
+    if row.status in ("compiled", "wrong"):
+        refused = "; ".join(f"{name}: {reason}" for name, reason in row.refused[:2])
+        return f"{text} lowered {row.lowered:.1e} share {row.share:.3f} {row.branches} {row.seconds:.1f} s {refused}"
+    return f"{text} {row.reason}"
+
+
+def summary(rows: list[Row]) -> str:
+    counts = Counter(row.status for row in rows)
+    equal = sum(row.status == "compiled" and row.identity == 0.0 for row in rows)
+    return (
+        f"{len(rows)} architectures: {counts['compiled']} compiled "
+        f"({sum(map(whole, rows))} with no refusal and at least {REQUIRED_SHARE:.0%} of the block weights gated, "
+        f"{equal} captured bit-equal), {counts['refused']} refused by name, {counts['not built']} not built, "
+        f"{counts['wrong']} wrong, {counts['error']} errors"
+    )
+
+
+def write(rows: list[Row], args: argparse.Namespace) -> None:
+    import torch
+    import transformers
+
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {args.dtype}"
+    head = [
+        "# Every causal language model of transformers, tiny",
+        "",
+        f"Made by `tools/zoo.py` on {time.strftime('%Y-%m-%d')} with {versions}.",
+        "",
+        summary(rows) + ".",
+        "",
+        "| architecture | result | branches | sites | weights gated | identity | lowered = gated | seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{args.out}.md").write_text("\n".join(head + [cells(row) for row in rows]) + "\n")
+    Path(f"{args.out}.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def cells(row: Row) -> str:
+    if row.status not in ("compiled", "wrong"):
+        reason = row.reason.replace("|", "/").replace("\n", " ").split(" [")[0]
+        return f"| {row.name} | {row.status}: {reason} | | | | | | {row.seconds:.1f} |"
+    branches = ", ".join(f"{count} {kind}" for kind, count in row.branches.items())
+    refused = f", {len(row.refused)} refused ({row.refused[0][1]})" if row.refused else ""
+    return (
+        f"| {row.name} | {row.status}{refused} | {branches} | {row.sites} | {row.share:.1%} | "
+        f"{row.identity:.0e} | {row.lowered:.0e} | {row.seconds:.1f} |"
+    )
+
+
+if __name__ == "__main__":
+    main()
