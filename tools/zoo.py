@@ -212,7 +212,8 @@ def line_of(row: Row) -> str:
     text = f"{row.name:28s} {row.status:9s}"
     if row.status in ("compiled", "wrong"):
         refused = "; ".join(f"{name}: {reason}" for name, reason in row.refused[:2])
-        return f"{text} lowered {row.lowered:.1e} share {row.share:.3f} {row.branches} {row.seconds:.1f} s {refused}"
+        figures = f"lowered {row.lowered:.1e} share {row.share:.3f} {row.branches} {row.seconds:.1f} s"
+        return f"{text} {figures} {refused}"
     return f"{text} {row.reason}"
 
 
@@ -221,8 +222,8 @@ def summary(rows: list[Row]) -> str:
     equal = sum(row.status == "compiled" and row.identity == 0.0 for row in rows)
     return (
         f"{len(rows)} architectures: {counts['compiled']} compiled "
-        f"({sum(map(whole, rows))} with no refusal and at least {REQUIRED_SHARE:.0%} of the block weights gated, "
-        f"{equal} captured bit-equal), {counts['refused']} refused by name, {counts['not built']} not built, "
+        f"({sum(map(whole, rows))} with no refusal and at least {REQUIRED_SHARE:.0%} of the block weights "
+        f"gated, {equal} captured bit-equal), {counts['refused']} refused by name, {counts['not built']} not built, "
         f"{counts['wrong']} wrong, {counts['error']} errors"
     )
 
