@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dispfx.demo.text import generate_text
 from dispfx.errors import DataError
 from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import HELD_OUT_SHARE
-from dispfx.source import Source, load_source, read_tokens
+from dispfx.source import Source, encode, load_source, read_tokens
 
 Paths = Sequence[str | Path] | str | Path
 
@@ -139,8 +138,7 @@ def longest_context(config: Any) -> int:
 
 
 def _demo_tokens(source: Source) -> Tensor:
-    text = generate_text(_DEMO_SEED, _DEMO_CHARACTERS)
-    return torch.tensor(source.tokenizer.encode(text, add_special_tokens=False))  # type: ignore[union-attr]
+    return encode(generate_text(_DEMO_SEED, _DEMO_CHARACTERS), source.tokenizer)
 
 
 def _listed(paths: Paths) -> list[Path]:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dispfx.atomic import share
 from dispfx.errors import DataError, OutputError
 
 WEIGHTS_FILE = "model.safetensors"
@@ -82,6 +83,7 @@ def write_tensors(
         metadata = {"format": _FORMAT, "buffers": json.dumps([name for name in names if name in buffers])}
         with _write_errors(folder / file):
             save_file({name: tensors[name] for name in names}, folder / file, metadata=metadata)
+            share(folder / file)
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dispfx.atomic import replacing
 from dispfx.errors import DataError, PlanMismatchError
 from dispfx.ir.sites import Site
 
@@ -176,7 +177,6 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to `path`; the file appears whole or not at all."""
-        target = Path(path)
         header = {
             "schema_version": self.schema_version,
             "fingerprint": self.fingerprint,
@@ -190,12 +190,8 @@ class Plan:
             ],
         }
         tensors = {selection.site: selection.kept.contiguous() for selection in self.selections}
-        partial = target.with_name(f".{target.name}.partial")
-        try:
+        with replacing(path) as partial:
             save_file(tensors, partial, metadata={"dispfx": json.dumps(header)})
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "Plan":

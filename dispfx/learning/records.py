@@ -2,12 +2,13 @@
 
 import json
 import math
-import os
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TextIO
+
+from dispfx.atomic import replacing
 
 METRICS_FILE = "metrics.jsonl"
 _PACE_STEPS = 20
@@ -97,6 +98,5 @@ def _keep_until(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue  # the last line of a killed run can be cut off
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_text("".join(kept), encoding="utf-8")

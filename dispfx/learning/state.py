@@ -5,7 +5,6 @@ text).  A state is only taken up by a run with the same identity.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from dispfx.atomic import replacing
 from dispfx.errors import DataError, PlanMismatchError
 from dispfx.learning.settings import LearnSettings
 
@@ -63,17 +63,10 @@ def saved_step(folder: Path) -> int | None:
 
 def save_state(folder: Path, identity: Identity, position: Position, tensors: Mapping[str, Tensor]) -> None:
     """Write the state; a reader finds the old one or the new one, whole."""
-    target = folder / STATE_FILE
-    partial = folder / f".{STATE_FILE}.partial"
     header = {"version": STATE_VERSION, "identity": identity, "position": asdict(position)}
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    try:
+    with replacing(folder / STATE_FILE) as partial:
         save_file(contiguous, partial, metadata={"dispfx": json.dumps(header)})
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())  # else a power cut can leave the new name on an empty file
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load_state(folder: Path, identity: Identity) -> tuple[Position, dict[str, Tensor]] | None:

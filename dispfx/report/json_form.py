@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dispfx.atomic import replacing
 from dispfx.errors import DataError
 from dispfx.report.schema import Report
 
@@ -54,13 +55,8 @@ def from_json(text: str, where: str = "report.json") -> Report:
 
 def save_report(report: Report, path: str | os.PathLike[str]) -> None:
     """Write report.json; it appears whole or not at all."""
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.partial")
-    try:
+    with replacing(path) as partial:
         partial.write_text(to_json(report), encoding="utf-8")
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load_report(path: str | os.PathLike[str]) -> Report:
