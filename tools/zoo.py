@@ -22,6 +22,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,10 @@ def main() -> None:
         return
     names = args.only.split(",") if args.only else load_builder(args.builder).names()
     rows = []
-    for name in names:
-        row = in_own_process(name, args)
-        rows.append(row)
-        print(line_of(row), flush=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for row in pool.map(lambda name: in_own_process(name, args), names):
+            rows.append(row)
+            print(line_of(row), flush=True)
     if args.out:
         write(rows, args)
     print(summary(rows))
@@ -79,6 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--tolerance", type=float, default=1e-4, help="of lowered against gated")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds an architecture may take")
+    parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
     parser.add_argument("--experts", help="experts_implementation of mixtures, as transformers names it")
     parser.add_argument("--debug", action="store_true", help="print tracebacks of the compiler's own faults")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -223,7 +225,8 @@ def summary(rows: list[Row]) -> str:
     return (
         f"{len(rows)} architectures: {counts['compiled']} compiled "
         f"({sum(map(whole, rows))} with no refusal and at least {REQUIRED_SHARE:.0%} of the block weights "
-        f"gated, {equal} captured bit-equal), {counts['refused']} refused by name, {counts['not built']} not built, "
+        f"gated, {equal} captured bit-equal), {counts['refused']} refused by name, "
+        f"{counts['not built']} not built, "
         f"{counts['wrong']} wrong, {counts['error']} errors"
     )
 
