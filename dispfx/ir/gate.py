@@ -3,8 +3,9 @@
 Size legend: x (..., N, ...) with N features at `dim`; mask (N,).
 
 The mask is cast to the dtype of `x`.  With a mask of ones no bit of `x` changes, since 1 · x = x for
-every float including NaN and infinities; a zero removes the feature.  Gates are the only operation
-that dispfx adds to a graph before lowering, and the only one a lowered graph may not contain.
+every number, infinities and both zeros among them, and a NaN stays a NaN; a zero removes the feature.
+Gates are the only operation that dispfx adds to a graph before lowering, and the only one a lowered
+graph may not contain.
 """
 
 import torch

@@ -1,0 +1,99 @@
+"""The gate operation: its schema, its gradient, and that ones change no bit."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dispfx.ir.gate import GATE, gate
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGER_OF = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def every_kind_of_number(dtype: torch.dtype) -> Tensor:
+    """Return (4, 5) values with NaN, infinities, both zeros, subnormals and the largest numbers."""
+    limits = torch.finfo(dtype)
+    smallest = limits.smallest_normal * limits.eps  # the smallest subnormal
+    special = [
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        0.0,
+        -0.0,
+        limits.max,
+        limits.min,
+        smallest,
+        -smallest,
+    ]
+    plain = [1.0, -1.0, 1 / 3, limits.eps, 3.14159, -2.71828, 65.5, 1e-3, -7.0, limits.tiny, -limits.tiny]
+    return torch.tensor([*special, *plain], dtype=torch.float64).to(dtype).view(4, 5)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(INTEGER_OF[x.element_size()])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ones_change_no_bit_of_any_number(dtype: torch.dtype, dim: int):
+    x = every_kind_of_number(dtype)
+    assert x.isnan().any() and x.isinf().any() and bool(((x == 0) & x.signbit()).any())
+    for mask_dtype in (dtype, torch.float32):
+        gated = gate(x, torch.ones(x.shape[dim], dtype=mask_dtype), dim)
+        assert gated.dtype == dtype
+        assert torch.equal(gated.isnan(), x.isnan()), "a NaN stays a NaN, whatever its payload"
+        assert torch.equal(bits(gated)[~x.isnan()], bits(x)[~x.isnan()])
+
+
+def test_a_mask_multiplies_its_dimension_alone():
+    x, mask = torch.randn(2, 3, 4), torch.tensor([1.0, 0.0, 0.5])
+    gated = gate(x, mask, 1)
+    for feature, value in enumerate(mask):
+        assert torch.equal(gated[:, feature], x[:, feature] * value)
+
+
+def test_the_result_is_a_new_tensor():
+    x = torch.randn(2, 3)
+    before = x.clone()
+    gate(x, torch.ones(3), 1).fill_(7.0)
+    assert torch.equal(x, before)
+
+
+def test_the_schema_and_every_registration_hold():
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    mask = torch.rand(3, requires_grad=True)
+    torch.library.opcheck(GATE, (x, mask, 1))
+    torch.library.opcheck(GATE, (x.detach().bfloat16(), mask, 1))
+    assert str(GATE._schema) == "dispfx::gate(Tensor x, Tensor mask, SymInt dim) -> Tensor"
+
+
+def test_the_fake_kernel_knows_shape_and_dtype_and_refuses_a_wide_mask():
+    with FakeTensorMode():
+        x = torch.empty(2, 3, 4, dtype=torch.bfloat16)
+        gated = GATE(x, torch.empty(3), 1)
+        assert (gated.shape, gated.dtype) == (x.shape, x.dtype)
+        with pytest.raises(ValueError, match="one dimension"):
+            GATE(x, torch.empty(3, 1), 1)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_gradients_are_those_of_the_product(dim: int):
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(x.shape[dim], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda value, m: gate(value, m, dim), (x, mask))
+
+
+def test_each_gradient_is_computed_only_where_it_is_asked():
+    x, mask = torch.randn(2, 3), torch.rand(3, requires_grad=True)
+    gate(x, mask, 1).sum().backward()
+    assert x.grad is None
+    torch.testing.assert_close(mask.grad, x.sum(0))
+
+
+def test_a_mask_gradient_in_half_precision_is_summed_in_float32():
+    """65,536 ones summed in bfloat16 stop at 256; the mask's gradient must not."""
+    x = torch.ones(65536, 2, dtype=torch.bfloat16)
+    mask = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    gate(x, mask, 1).sum().backward()
+    assert mask.grad is not None and mask.grad.tolist() == [65536.0, 65536.0]
