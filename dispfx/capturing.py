@@ -12,7 +12,6 @@ How a decoder becomes a graph:
    because `Dim.AUTO` may fix a dimension without saying so.
 """
 
-import hashlib
 import inspect
 import math
 import traceback
@@ -26,19 +25,14 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
 
 from dispfx.errors import CaptureError
-from dispfx.ir.inline import inline_modes
-from dispfx.ir.ops import source_line
-from dispfx.ir.program import Program, with_tensors
+from dispfx.ir.program import Program
+from dispfx.unlifting import program_of, straight_line, user_inputs, user_outputs
 
 TRACED_SHAPE = (3, 13)
 OTHER_SHAPE = (2, 17)
 IDENTITY_TOLERANCE = 1e-6
-SAMPLED_VALUES = 64
-
-_TENSOR_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 def capture(model: nn.Module, *, vocabulary_size: int | None = None) -> Program:
@@ -60,7 +54,7 @@ def capture(model: nn.Module, *, vocabulary_size: int | None = None) -> Program:
         arguments = _fixed_arguments(model)
         ids = _token_ids(model, vocabulary, TRACED_SHAPE)
         expected = _logits_of(_run(model, ids, arguments), ids)
-        exported = _functional(_export(model, ids, arguments))
+        exported = straight_line(_export(model, ids, arguments))
         program = _program_of(exported, model, expected.shape[-1])
         program.identity = {
             shape: _identity(program, model, _token_ids(model, vocabulary, shape), arguments)
@@ -104,18 +98,6 @@ class Difference:
     relative: float
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Return a digest of class, ordered parameter paths, shapes, and a sample of each tensor."""
-    digest = hashlib.sha256(type(model).__qualname__.encode())
-    for path, tensor in model.named_parameters():
-        digest.update(f"{path}:{tuple(tensor.shape)};".encode())
-        flat = tensor.detach().reshape(-1)
-        step = max(1, flat.numel() // SAMPLED_VALUES)
-        if not tensor.is_meta:
-            digest.update(flat[::step][:SAMPLED_VALUES].to("cpu", torch.float32).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def _require_decoder(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise CaptureError(f"a decoder is a torch.nn.Module, this is a {type(model).__name__}")
@@ -136,14 +118,20 @@ def _embedding_rows(model: nn.Module) -> int:
 
 @contextmanager
 def _evaluation(model: nn.Module) -> Iterator[None]:
-    """Hold the module in evaluation mode and put every training flag back after."""
+    """Hold the module in evaluation mode, and a config that has `use_cache` at False; put both back."""
     flags = {module: module.training for module in model.modules()}
+    config = getattr(model, "config", None)
+    caches = getattr(config, "use_cache", None)
     model.eval()
+    if caches:
+        config.use_cache = False  # type: ignore[union-attr]
     try:
         yield
     finally:
         for module, training in flags.items():
             module.training = training
+        if caches:
+            config.use_cache = caches  # type: ignore[union-attr]
 
 
 def _fixed_arguments(model: nn.Module) -> dict[str, Any]:
@@ -198,108 +186,16 @@ def _export(model: nn.Module, ids: Tensor, arguments: dict[str, Any]) -> Exporte
         ) from error
 
 
-def _functional(exported: ExportedProgram) -> ExportedProgram:
-    """Replace in-place operations by functional ones, where there are any."""
-    if not any(_mutates(node) for node in exported.graph.nodes):
-        return exported
-    return exported.run_decompositions({})
-
-
-def _mutates(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and schema.is_mutable
-
-
 def _program_of(exported: ExportedProgram, model: nn.Module, vocabulary: int) -> Program:
-    own = _own_tensors(model)
-    ties = _ties(model)
-    tensors = {**own, **{name: value for name, value in exported.constants.items() if name not in own}}
-    graph = _unlifted(exported, ties, vocabulary)
-    graph_module = with_tensors(graph, {path: tensors[path] for path in _paths_read(graph)})
-    read = dict(graph_module.named_parameters()) | dict(graph_module.named_buffers())
-    return Program(
-        graph_module,
-        model_class=f"{type(model).__module__}.{type(model).__qualname__}",
-        fingerprint=fingerprint(model),
-        ties=ties,
-        unused={path: tensor for path, tensor in own.items() if path not in read and path not in ties},
-    )
-
-
-def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the module's tensors by path, each tied one under every path, sharing storage."""
-    twins: dict[int, Tensor] = {}
-    tensors = {}
-    for path, tensor in model.named_parameters(remove_duplicate=False):
-        twins.setdefault(id(tensor), nn.Parameter(tensor.detach(), requires_grad=False))
-        tensors[path] = twins[id(tensor)]
-    for path, tensor in model.named_buffers(remove_duplicate=False):
-        tensors[path] = tensor.detach()
-    return tensors
-
-
-def _ties(model: nn.Module) -> dict[str, str]:
-    """Map each further path of a parameter that has several to its first path."""
-    first: dict[int, str] = {}
-    ties = {}
-    for path, tensor in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(tensor), path) != path:
-            ties[path] = first[id(tensor)]
-    return ties
-
-
-def _paths_read(graph: fx.Graph) -> list[str]:
-    return [str(node.target) for node in graph.nodes if node.op == "get_attr"]
-
-
-def _unlifted(exported: ExportedProgram, ties: Mapping[str, str], vocabulary: int) -> fx.Graph:
-    """Return a graph from token ids to logits in which tensors are `get_attr` nodes by path."""
-    source = exported.graph
-    inline_modes(source, exported.graph_module)
-    specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
-    graph, copies, reads = fx.Graph(), {}, {}
-    ids = next(name for name, spec in specs.items() if spec.kind == InputKind.USER_INPUT)
-    ordered = [node for node in source.nodes if node.name == ids]
-    ordered += [node for node in source.nodes if node.name != ids and node.op != "output"]
-    for node in ordered:
-        if node.op == "placeholder" and node.name != ids:
-            spec = specs[node.name]
-            if spec.kind in _TENSOR_KINDS:
-                assert spec.target is not None
-                path = ties.get(spec.target, spec.target)
-                copies[node] = reads.get(path) or _read(graph, path, node)
-                reads[path] = copies[node]
-            continue
-        if node.op == "get_attr":
-            raise CaptureError(
-                f"a higher-order operation reads the sub-graph {node.target}",
-                where=source_line(node),
-                hint="control flow that depends on data cannot be pruned",
-            )
-        copies[node] = graph.node_copy(node, lambda old: copies[old])
-    logits = _logits_node(exported, vocabulary)
-    graph.output(copies[logits])
-    graph.output_node().meta["val"] = logits.meta["val"]
-    graph.lint()
-    return graph
-
-
-def _read(graph: fx.Graph, path: str, placeholder: fx.Node) -> fx.Node:
-    node = graph.create_node("get_attr", path, name=path.replace(".", "_"))
-    node.meta["val"] = placeholder.meta["val"]
-    return node
+    ids = user_inputs(exported)[0]
+    return program_of(exported, model, {"input_ids": ids}, {"logits": _logits_node(exported, vocabulary)})
 
 
 def _logits_node(exported: ExportedProgram, vocabulary: int) -> fx.Node:
-    user = {
-        spec.arg.name
-        for spec in exported.graph_signature.output_specs
-        if spec.kind == OutputKind.USER_OUTPUT and hasattr(spec.arg, "name")
-    }
-    for node in exported.graph.output_node().args[0]:  # type: ignore[union-attr]
-        value = node.meta.get("val") if isinstance(node, fx.Node) and node.name in user else None
+    for node in user_outputs(exported):
+        value = node.meta.get("val")
         if isinstance(value, Tensor) and value.dim() == 3 and value.shape[-1] == vocabulary:
-            return node  # type: ignore[return-value]
+            return node
     raise CaptureError("the graph does not return the logits that the module returns")
 
 

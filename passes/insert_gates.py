@@ -4,7 +4,7 @@
                                y = linear(g, w)
 
 Rules:
-1. Site i gets the input `mask_i`, shape (size,), in the order of `program.sites`.
+1. Site i gets the input `mask_i`, shape (size,), in the order of `program.sites`, behind the others.
 2. At each gate point the named users take the gated value; every other user keeps the plain one.
 3. Where positions do not follow features one to one, the mask is first gathered by their labels;
    positions that follow none are multiplied by one.
@@ -34,8 +34,8 @@ class InsertGates:
     def run(self, program: Program) -> PassResult:
         """Rewrite the graph in place."""
         tensors = dict(program.tensors())
-        ids = next(node for node in program.graph.nodes if node.op == "placeholder")
-        nodes, last = program.nodes, ids
+        nodes = program.nodes
+        last = [node for node in program.graph.nodes if node.op == "placeholder"][-1]
         for index, site in enumerate(program.sites):
             with program.graph.inserting_after(last):
                 last = program.graph.placeholder(f"mask_{index}")

@@ -89,14 +89,15 @@ class GatedDecoder(nn.Module):
         super().__init__()
         self.graph = program.graph_module
 
-    def forward(self, ids: Tensor, masks: Sequence[Tensor]) -> Tensor:
-        """Return logits (B, T, V).
+    def forward(self, ids: Tensor, masks: Sequence[Tensor], *further: Tensor) -> Any:
+        """Return what the program returns: logits (B, T, V), followed by caches where it has them.
 
         Args:
             ids: (B, T) int64.
             masks: one (N,) float tensor a site, in the order of the program's sites.
+            further: the program's inputs after the token ids.
         """
-        return self.graph(ids, *masks)
+        return self.graph(ids, *further, *masks)
 
 
 class HardGatedDecoder(nn.Module):
@@ -108,9 +109,9 @@ class HardGatedDecoder(nn.Module):
         sizes = [site.size for site in program.sites]
         self.masks = list(hard_masks(program.sites, kept, device=program.device).split(sizes))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return logits (B, T, V) of token ids (B, T)."""
-        return self.gated(ids, self.masks)
+    def forward(self, ids: Tensor, *further: Tensor) -> Any:
+        """Return what the program returns for token ids (B, T) and its further inputs."""
+        return self.gated(ids, self.masks, *further)
 
 
 def gate(program: Program, *, print_after: Sequence[str] = (), show: Show | None = None) -> GatedDecoder:

@@ -22,7 +22,7 @@ class Flow:
 
     @staticmethod
     def of(graph: fx.Graph) -> "Flow":
-        """Return the flow of a graph whose only placeholder that matters is the first."""
+        """Return the flow from the first input, the token ids; other inputs count as constants."""
         order = {node: index for index, node in enumerate(graph.nodes)}
         ids = next(node for node in graph.nodes if node.op == "placeholder")
         dependent = {ids}
@@ -100,8 +100,10 @@ class Flow:
     def choke_points(self, graph: fx.Graph) -> set[fx.Node]:
         """Return the nodes that every path from token ids to logits crosses.
 
-        In the graph's order such a node has no edge that passes over it.  One sweep finds them.
+        In the graph's order such a node has no edge that passes over it.  One sweep finds them.  What
+        the graph returns beside the logits, such as a cache, is on no path.
         """
+        output, logits = graph.output_node(), ops.logits_of(graph)
         on_path = self._between(graph)
         points: set[fx.Node] = set()
         reach = 0
@@ -110,16 +112,21 @@ class Flow:
                 continue
             if reach <= self.order[node]:
                 points.add(node)
-            users = [self.order[user] for user in node.users if user in on_path]
+            users = [
+                self.order[user]
+                for user in node.users
+                if user in on_path and (user is not output or node is logits)
+            ]
             reach = max(reach, *users) if users else reach
         return points
 
     def _between(self, graph: fx.Graph) -> set[fx.Node]:
-        output = graph.output_node()
-        leads_out: set[fx.Node] = {output}
+        logits = ops.logits_of(graph)
+        leads_out: set[fx.Node] = {graph.output_node(), logits}
         for node in reversed(list(graph.nodes)):
             if node in self.dependent and any(
-                user in leads_out and (user is output or node in ops.operands(user)) for user in node.users
+                user.op != "output" and user in leads_out and node in ops.operands(user)
+                for user in node.users
             ):
                 leads_out.add(node)
         return leads_out

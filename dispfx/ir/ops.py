@@ -121,6 +121,14 @@ def _is_symbolic(node: fx.Node) -> bool:
     return isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
+def logits_of(graph: fx.Graph) -> fx.Node:
+    """Return the value of the logits: what the graph returns, or the first of several."""
+    returned = graph.output_node().args[0]
+    first = returned[0] if isinstance(returned, list | tuple) else returned
+    assert isinstance(first, fx.Node)
+    return first
+
+
 def consumers(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the users of a value; where a user returns several tensors, each of them instead."""
     for user in node.users:

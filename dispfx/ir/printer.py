@@ -37,7 +37,7 @@ def _line(node: fx.Node) -> str:
     if node.op == "get_attr":
         return f"{node.name} = {node.target}{_shape(node)}"
     if node.op == "output":
-        return f"return {node.args[0]}"
+        return f"return {_argument(node.args[0])}"
     values = [_argument(value) for value in node.args]
     values += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
     return f"{node.name} = {_operation(node)}({', '.join(values)}){_shape(node)}"

@@ -1,8 +1,9 @@
 """The program being compiled: one torch.fx graph, its tensors, and what is known about it.
 
-`Program` is the compiler's only mutable object.  The graph takes token ids first and returns
-logits; its tensors are `get_attr` nodes whose targets are the decoder's own parameter paths.  The
-facts (`stream`, `branches`, `sites`, …) are frozen and hold names, so they stay true for a copy.
+`Program` is the compiler's only mutable object.  The graph takes token ids first and returns logits
+first; where it has a cache, further inputs and outputs follow.  Its tensors are `get_attr` nodes whose
+targets are the decoder's own parameter paths.  The facts (`stream`, `branches`, `sites`, …) are frozen
+and hold names, so they stay true for a copy.
 """
 
 import copy
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from dispfx.ir import ops
 from dispfx.ir.sites import Branch, Refusal, ResidualStream, Site
 
 # Kept indices of a site are the buffer `dispfx_index.<site>` of a lowered decoder.
@@ -46,10 +48,13 @@ class Program:
     """A decoder on its way through the compiler.
 
     Args:
-        graph_module: forward(input_ids (B, T) int64, …) -> logits (B, T, V).
+        graph_module: forward(input_ids (B, T) int64, …) -> logits (B, T, V), or a tuple that starts with
+            them.
         model_class: qualified class name of the captured module.
         fingerprint: identifies the decoder's structure and weights.
         stage: captured, canonical, gated or lowered; `dispfx.ir.spec` says what each allows.
+        inputs: names of the graph's inputs, token ids first; a cached capture has more than these.
+        outputs: names of what the graph returns, logits first; a cached capture returns its caches too.
         stream: the residual stream, once found.
         leaves: what writes into the stream, once found.
         branches: the branches with at least one site, once found.
@@ -65,6 +70,8 @@ class Program:
     model_class: str
     fingerprint: str
     stage: str = "captured"
+    inputs: tuple[str, ...] = ("input_ids",)
+    outputs: tuple[str, ...] = ("logits",)
     stream: ResidualStream | None = None
     leaves: tuple[Leaf, ...] = ()
     branches: tuple[Branch, ...] = ()
@@ -118,8 +125,7 @@ class Program:
     @property
     def vocabulary_size(self) -> int:
         """Width of the logits."""
-        output = self.graph.output_node().args[0]
-        return int(output.meta["val"].shape[-1])  # type: ignore[union-attr]
+        return int(ops.logits_of(self.graph).meta["val"].shape[-1])
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and buffers by path."""

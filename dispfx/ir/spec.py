@@ -1,8 +1,8 @@
 """What a valid program is at each stage.
 
-captured   one input that matters (token ids), one output (logits), every tensor read exists
+captured   the named inputs (token ids first) and outputs (logits first), every tensor read exists
 canonical  and: no in-place operation, no operation that does nothing, one read a tensor
-gated      and: one mask input a site after the ids, every gate multiplies an activation by one
+gated      and: one mask input a site after the others, every gate multiplies an activation by one
 lowered    canonical again, no gate left, all index tensors inside their dimension
 """
 
@@ -31,11 +31,16 @@ def verify_program(program: Program) -> str | None:
 
 def _shape_of_program(program: Program) -> str | None:
     inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
-    expected = 1 + (len(program.sites) if program.stage == "gated" else 0)
+    expected = len(program.inputs) + (len(program.sites) if program.stage == "gated" else 0)
     if len(inputs) != expected:
         return f"a {program.stage} program has {expected} input(s), this one has {len(inputs)}"
-    output = program.graph.output_node().args[0]
-    return None if isinstance(output, fx.Node) else "a program returns one tensor"
+    returned = program.graph.output_node().args[0]
+    values = returned if isinstance(returned, list | tuple) else (returned,)
+    if not all(isinstance(value, fx.Node) for value in values):
+        return "a program returns tensors and nothing else"
+    if len(values) != len(program.outputs):
+        return f"this program returns {len(program.outputs)} tensor(s), the graph {len(values)}"
+    return None
 
 
 def _missing_tensor(program: Program) -> str | None:
