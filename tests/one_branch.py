@@ -1,0 +1,72 @@
+"""Decoders of one residual branch, whose middle a test writes as a function.
+
+logits = head(x + down(middle(up(x))))        x = embedding(ids)
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import dispfx
+from dispfx.api.verification import ZeroedDecoder, zeroed_tensors
+from dispfx.ir.plan import Plan
+from dispfx.ir.program import Program
+from tests.plain_decoders import perturb
+from tests.programs import relative_error, token_ids
+
+WIDTH, INNER, VOCABULARY = 16, 24, 31
+# Sums of two dozen float32 numbers in another order.
+ORDER_OF_SUMS = 1e-5
+
+
+class OneBranch(nn.Module):
+    """Embedding, one residual addition, head."""
+
+    def __init__(self, mlp: nn.Module):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.mlp = mlp
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        return self.head(x + self.mlp(x))
+
+
+class Middle(nn.Module):
+    """down(middle(up(x))); `scale` and `order` are there for the middle to use."""
+
+    def __init__(
+        self, middle: Callable[["Middle", Tensor], Tensor], *, up: int = INNER, down: int = INNER, bias=True
+    ):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, up, bias=bias)
+        self.down = nn.Linear(down, WIDTH, bias=bias)
+        self.scale = nn.Parameter(0.5 + torch.rand(down))
+        self.register_buffer("order", torch.randperm(up))
+        self.middle = middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.middle(self, self.up(x)))
+
+
+def one_branch(mlp: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """Return a seeded decoder in evaluation mode."""
+    torch.manual_seed(seed)
+    return perturb(OneBranch(mlp()))
+
+
+def require_one_function(model: nn.Module, program: Program, ratio: float = 0.4) -> None:
+    """Pass if gated, lowered, gathered and the zeroed module agree for random plans, and matter."""
+    ids = token_ids(2, 9, vocabulary=VOCABULARY)
+    with torch.no_grad():
+        for seed in range(2):
+            plan = Plan.random(program, ratio, seed)
+            gated = dispfx.gated(program, plan)(ids)
+            assert relative_error(gated, model(ids)) > 1e-4, "the plan must remove something that matters"
+            zeroed = ZeroedDecoder(model, zeroed_tensors(program, plan))(ids)
+            assert relative_error(zeroed, gated) <= ORDER_OF_SUMS
+            for write in ("index-add", "gather-add"):
+                lowered = dispfx.lower(program, plan, write=write)(ids)
+                assert relative_error(lowered, gated) <= ORDER_OF_SUMS, write
