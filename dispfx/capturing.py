@@ -47,17 +47,17 @@ def capture(model: nn.Module, *, vocabulary_size: int | None = None) -> Program:
         CaptureError: if the module cannot be exported, works at one shape only, or the graph
             differs from the module by more than `IDENTITY_TOLERANCE`.
     """
-    _require_decoder(model)
-    vocabulary = vocabulary_size or _embedding_rows(model)
-    with _evaluation(model), torch.no_grad(), warnings.catch_warnings():
+    require_decoder(model)
+    vocabulary = vocabulary_size or embedding_rows(model)
+    with evaluation(model), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         arguments = _fixed_arguments(model)
-        ids = _token_ids(model, vocabulary, TRACED_SHAPE)
+        ids = token_ids(model, vocabulary, TRACED_SHAPE)
         expected = _logits_of(_run(model, ids, arguments), ids)
         exported = straight_line(_export(model, ids, arguments))
         program = _program_of(exported, model, expected.shape[-1])
         program.identity = {
-            shape: _identity(program, model, _token_ids(model, vocabulary, shape), arguments)
+            shape: _identity(program, model, token_ids(model, vocabulary, shape), arguments)
             for shape in (TRACED_SHAPE, OTHER_SHAPE)
         }
     return program
@@ -98,14 +98,14 @@ class Difference:
     relative: float
 
 
-def _require_decoder(model: nn.Module) -> None:
+def require_decoder(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise CaptureError(f"a decoder is a torch.nn.Module, this is a {type(model).__name__}")
     if next(model.parameters(), None) is None:
         raise CaptureError("a decoder has parameters, this module has none", where=type(model).__name__)
 
 
-def _embedding_rows(model: nn.Module) -> int:
+def embedding_rows(model: nn.Module) -> int:
     """Return the number of tokens: the rows of the embedding that comes first in the module."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -117,7 +117,7 @@ def _embedding_rows(model: nn.Module) -> int:
 
 
 @contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
+def evaluation(model: nn.Module) -> Iterator[None]:
     """Hold the module in evaluation mode, and a config that has `use_cache` at False; put both back."""
     flags = {module: module.training for module in model.modules()}
     config = getattr(model, "config", None)
@@ -140,7 +140,7 @@ def _fixed_arguments(model: nn.Module) -> dict[str, Any]:
     return {"use_cache": False} if "use_cache" in accepted else {}
 
 
-def _token_ids(model: nn.Module, vocabulary: int, shape: tuple[int, int]) -> Tensor:
+def token_ids(model: nn.Module, vocabulary: int, shape: tuple[int, int]) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     low = min(4, vocabulary - 1)
     ids = torch.randint(low, vocabulary, shape, generator=generator)
@@ -153,7 +153,7 @@ def _run(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> Any:
     except Exception as error:
         raise CaptureError(
             f"the module must take token ids of shape {tuple(ids.shape)}; it raised "
-            f"{type(error).__name__}: {_first_line(error)}",
+            f"{type(error).__name__}: {first_line(error)}",
             where=type(model).__name__,
             hint="wrap the decoder in a module whose forward takes token ids first",
         ) from error
@@ -180,8 +180,8 @@ def _export(model: nn.Module, ids: Tensor, arguments: dict[str, Any]) -> Exporte
         return torch.export.export(model, (ids,), arguments, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise CaptureError(
-            f"torch.export cannot capture this module: {type(error).__name__}: {_first_line(error)}",
-            where=_user_frame(error) or type(model).__name__,
+            f"torch.export cannot capture this module: {type(error).__name__}: {first_line(error)}",
+            where=user_frame(error) or type(model).__name__,
             hint="run again with --debug for the whole report of torch.export",
         ) from error
 
@@ -207,11 +207,11 @@ def _identity(program: Program, model: nn.Module, ids: Tensor, arguments: Mappin
     except Exception as error:
         raise CaptureError(
             f"the graph traced at {TRACED_SHAPE} tokens does not run at {tuple(ids.shape)}: "
-            f"{_first_line(error)}",
+            f"{first_line(error)}",
             where=type(model).__name__,
             hint="a loop over time fixes the length; such a decoder cannot be compiled",
         ) from error
-    found = _difference(actual, expected)
+    found = difference(actual, expected)
     if not found.relative <= IDENTITY_TOLERANCE:
         raise CaptureError(
             f"the graph must give the module's logits within {IDENTITY_TOLERANCE:g}, "
@@ -221,7 +221,7 @@ def _identity(program: Program, model: nn.Module, ids: Tensor, arguments: Mappin
     return found
 
 
-def _difference(actual: Tensor, expected: Tensor) -> Difference:
+def difference(actual: Tensor, expected: Tensor) -> Difference:
     """Compare logits; infinite where shapes differ or a value is not finite."""
     if actual.shape != expected.shape or not bool(expected.isfinite().all() & actual.isfinite().all()):
         return Difference(math.inf, math.inf)
@@ -230,12 +230,12 @@ def _difference(actual: Tensor, expected: Tensor) -> Difference:
     return Difference(absolute, absolute / largest if largest else absolute)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__
 
 
-def _user_frame(error: Exception) -> str | None:
+def user_frame(error: Exception) -> str | None:
     """Return the innermost frame outside torch, as file:line."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [
