@@ -14,11 +14,13 @@ from tests.report.example import example_report
 
 
 @pytest.fixture
-def dispfx() -> Callable[..., Result]:
+def dispfx(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """Run the command line and return its exit code and output."""
 
     def run(*words: Any) -> Result:
-        return CliRunner().invoke(app, [str(word) for word in words])
+        plain = [str(word) for word in words]
+        monkeypatch.setattr("sys.argv", ["dispfx", *plain])
+        return CliRunner().invoke(app, plain)
 
     return run
 
