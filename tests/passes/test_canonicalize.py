@@ -1,0 +1,106 @@
+"""canonicalize: one spelling for every operation, and nothing that does nothing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dispfx.capturing import capture
+from dispfx.ir.program import Program
+from dispfx.passes.canonicalize import Canonicalize
+from dispfx.pipeline import Pipeline
+from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch
+from tests.passes.golden import lines_of, names_of
+from tests.programs import token_ids
+
+
+class Noisy(nn.Module):
+    """A plain MLP with one of everything that does nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x.to(torch.float32)).detach()
+        h = self.dropout(h[:, :, :])
+        return self.down(F.relu(h))
+
+
+def captured(mlp) -> Program:
+    return capture(one_branch(mlp))
+
+
+def canonical(mlp) -> Program:
+    return Pipeline([Canonicalize()]).run(captured(mlp))
+
+
+def test_what_does_nothing_is_erased():
+    program = captured(Noisy)
+    ids = token_ids(2, 9, vocabulary=VOCABULARY)
+    before = program.graph_module(ids)
+    assert lines_of(program, "to", "linear", "detach", "dropout", "relu", "add") == (
+        "  to = to(embedding, torch.float32): (B, T, 16) float32\n"
+        "  linear = linear(to, mlp_up_weight, mlp_up_bias): (B, T, 24) float32\n"
+        "  detach = detach(linear): (B, T, 24) float32\n"
+        "  dropout = dropout(slice_2, 0.1, False): (B, T, 24) float32\n"
+        "  relu = relu(dropout): (B, T, 24) float32\n"
+        "  add = add(to, linear_1): (B, T, 16) float32"
+    )
+    Pipeline([Canonicalize()]).run(program)
+    assert lines_of(program, "linear", "relu", "add") == (
+        "  linear = linear(embedding, mlp_up_weight, mlp_up_bias): (B, T, 24) float32\n"
+        "  relu = relu(linear): (B, T, 24) float32\n"
+        "  add = add(embedding, linear_1): (B, T, 16) float32"
+    )
+    assert not {"to", "detach", "dropout", "slice_1", "slice_2"} & names_of(program)
+    assert torch.equal(program.graph_module(ids), before)
+
+
+def test_views_are_spelled_as_reshapes():
+    program = canonical(lambda: Middle(lambda m, h: h.view(-1, INNER).relu().view(h.shape)))
+    assert lines_of(program, "view") == "  view = reshape(linear, [-1, 24]): (?, 24) float32"
+
+
+def test_assertions_about_metadata_are_erased():
+    program = captured(Noisy)
+    assert any("assert" in name for name in names_of(program))
+    Pipeline([Canonicalize()]).run(program)
+    assert not any("assert" in name for name in names_of(program))
+
+
+NEAR_MISSES = {
+    "a cast that changes the dtype": (lambda m, h: h.double().relu().float(), ("to", "to_1")),
+    "a slice of a part": (lambda m, h: torch.cat([h[..., :5], h[..., 5:]], -1), ("slice_1", "slice_2")),
+    "a slice with a step": (lambda m, h: torch.cat([h[..., ::2], h[..., 1::2]], -1), ("slice_1", "slice_2")),
+    "a view of the bits": (lambda m, h: h * (h.view(torch.int32) > 0).float(), ("view", "to")),
+}
+
+
+@pytest.mark.parametrize("name", sorted(NEAR_MISSES))
+def test_what_does_something_is_left_alone(name: str):
+    middle, kept = NEAR_MISSES[name]
+    program = captured(lambda: Middle(middle))
+    ids = token_ids(2, 9, vocabulary=VOCABULARY)
+    lines, before = lines_of(program, *kept), program.graph_module(ids)
+    Pipeline([Canonicalize()]).run(program)
+    assert lines_of(program, *kept) == lines
+    assert torch.equal(program.graph_module(ids), before)
+
+
+def test_a_second_run_changes_nothing():
+    program = canonical(Noisy)
+    program.stage = "captured"
+    again = Pipeline([Canonicalize()])
+    again.run(program)
+    assert not again.ran[0].result.changed
+
+
+def test_dropout_in_training_mode_is_refused_rather_than_erased():
+    """The capture holds the module in evaluation mode, so such a node can only be someone's own."""
+    program = captured(Noisy)
+    node = program.node("dropout")
+    node.args = (*node.args[:2], True)
+    Pipeline([Canonicalize()]).run(program)
+    assert "dropout" in names_of(program)
