@@ -18,3 +18,9 @@ def names_of(program: Program) -> set[str]:
 
 def _name(line: str) -> str:
     return line[2:].split(" = ")[0].split(":")[0]
+
+
+def calls_of(program: Program, operation: str) -> str:
+    """Return the printed calls of an operation, in the graph's order, without the names they get."""
+    calls = [line.split(" = ", 1)[1] for line in print_program(program).splitlines() if " = " in line]
+    return "\n".join(call for call in calls if call.startswith(f"{operation}("))

@@ -1,0 +1,196 @@
+"""find-branches: what writes into the stream, of which kind, under which name."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dispfx.ir.program import Program
+from dispfx.passes.find_branches import FindBranches
+from dispfx.pipeline import Pipeline
+from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch
+from tests.plain_decoders import FORMS, build, perturb
+from tests.programs import program_before, token_ids
+
+
+def found(model: nn.Module) -> Program:
+    return Pipeline([FindBranches()]).run(program_before(FindBranches, model))
+
+
+def text_of(program: Program) -> str:
+    """Return one line a leaf: what it reads, what it writes, and into what."""
+    return "\n".join(
+        f"{leaf.branch} ({leaf.kind}): {leaf.entry} → {leaf.top} → {leaf.user}" for leaf in program.leaves
+    )
+
+
+EXPECTED = {
+    "pre-norm": (
+        "layers.0.attention (attention): add → linear_3 → add_2\n"
+        "layers.0.mlp (mlp): add_2 → linear_6 → add_4"
+    ),
+    "parallel-one-add": (
+        "layers.0.attention (attention): add → linear_3 → add_1\n"
+        "layers.0.mlp (mlp): add → linear_5 → add_1"
+    ),
+    "parallel-two-adds": (
+        "layers.0.attention (attention): add → linear_3 → add_1\n"
+        "layers.0.mlp (mlp): add → linear_5 → add_2"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", sorted(EXPECTED))
+def test_leaves_of_every_arrangement_are_split_and_named(form: str):
+    assert text_of(found(build(FORMS[form], layers=1))) == EXPECTED[form]
+
+
+def test_the_cone_of_a_leaf_ends_at_the_stream():
+    program = found(build(FORMS["parallel-one-add"], layers=1))
+    attention, mlp = program.leaves
+    assert program.stream is not None
+    assert not (attention.nodes | mlp.nodes) & set(program.stream.values)
+    assert not attention.nodes & mlp.nodes
+
+
+class Experts(nn.Module):
+    """Two MLPs whose sum is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.routed = Middle(lambda m, h: F.gelu(h)), Middle(lambda m, h: F.silu(h))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared(x) + self.routed(x)
+
+
+def test_leaves_of_one_kind_under_one_addition_are_one_branch():
+    program = found(one_branch(Experts))
+    assert [(leaf.branch, leaf.kind) for leaf in program.leaves] == [("mlp", "mlp")]
+    assert program.leaves[0].user == "add_1" and program.leaves[0].top == "add"
+
+
+class Explicit(nn.Module):
+    """Attention spelled out: two products of activations with a softmax between."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.value, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mix = mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).transpose(1, 2)
+        return self.out(self.mix(scores.tril()) @ self.value(x))
+
+
+class Scan(nn.Module):
+    """A running sum over time."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).cumsum(1))
+
+
+class Router(nn.Module):
+    """An MLP scaled by a softmax that no product of activations takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.route, self.body = nn.Linear(WIDTH, 2), Middle(lambda m, h: F.gelu(h))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * self.route(x).softmax(-1)[..., :1]
+
+
+KINDS = {
+    "attention": lambda: Explicit(lambda scores: scores.softmax(-1)),
+    "mixer": lambda: Explicit(lambda scores: scores / scores.shape[-1]),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_product_of_activations_is_attention_only_with_a_softmax_between(kind: str):
+    assert [leaf.kind for leaf in found(one_branch(KINDS[kind])).leaves] == [kind]
+
+
+def test_a_scan_over_time_is_a_mixer():
+    assert [leaf.kind for leaf in found(one_branch(Scan)).leaves] == ["mixer"]
+
+
+def test_a_softmax_that_scales_an_mlp_makes_it_no_attention():
+    assert [leaf.kind for leaf in found(one_branch(Router)).leaves] == ["mlp"]
+
+
+class SameModule(nn.Module):
+    """One module used by two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.mlp = Middle(lambda m, h: F.gelu(h))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        x = x + self.mlp(x)
+        return self.head(x + self.mlp(x))
+
+
+def test_names_are_unique_where_layers_share_a_module():
+    torch.manual_seed(0)
+    names = [leaf.branch for leaf in found(perturb(SameModule())).leaves]
+    assert names == ["mlp.mlp.1", "mlp.mlp.2"]
+
+
+class TwoVersions(nn.Module):
+    """The second branch reads the stream before and after the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.first, self.second = Middle(lambda m, h: F.gelu(h)), Middle(lambda m, h: F.gelu(h))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        y = x + self.first(x)
+        return self.head(y + self.second(x - 2 * y))
+
+
+def two_versions() -> nn.Module:
+    torch.manual_seed(0)
+    return perturb(TwoVersions())
+
+
+def test_a_branch_that_reads_two_versions_of_the_stream_is_refused_and_the_other_stays():
+    program = found(two_versions())
+    assert [leaf.branch for leaf in program.leaves] == ["first"]
+    (refusal,) = program.refused
+    assert refusal.reason == "a branch must read one version of the residual stream, this one reads 2"
+    assert refusal.parameter == "second.down.bias"
+    assert refusal.source is not None and "one_branch.py:" in refusal.source, "the line that computes it"
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(lambda: build(FORMS["pre-norm"], layers=1), id="all branches fit"),
+        pytest.param(
+            two_versions,
+            id="one is refused",
+            marks=pytest.mark.xfail(strict=True, reason="refusals are added a second time"),
+        ),
+    ],
+)
+def test_a_second_run_changes_nothing_and_the_graph_is_not_touched(model):
+    program = program_before(FindBranches, model())
+    ids = token_ids(2, 9, vocabulary=VOCABULARY)
+    before = program.graph_module(ids)
+    pipeline = Pipeline([FindBranches(), FindBranches()])
+    pipeline.run(program)
+    assert [ran.result.changed for ran in pipeline.ran] == [True, False]
+    assert torch.equal(program.graph_module(ids), before)
