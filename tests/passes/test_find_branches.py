@@ -172,7 +172,9 @@ def test_a_branch_that_reads_two_versions_of_the_stream_is_refused_and_the_other
     (refusal,) = program.refused
     assert refusal.reason == "a branch must read one version of the residual stream, this one reads 2"
     assert refusal.parameter == "second.down.bias"
-    assert refusal.source is not None and "one_branch.py:" in refusal.source, "the line that computes it"
+    assert refusal.source is not None and "test_find_branches.py:" in refusal.source, (
+        "the line that computes it"
+    )
 
 
 @pytest.mark.parametrize(
