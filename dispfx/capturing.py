@@ -117,21 +117,21 @@ def embedding_rows(model: nn.Module) -> int:
 
 
 @contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """Hold the module in evaluation mode, and a config that has `use_cache` at False; put both back."""
+def evaluation(model: nn.Module, *, use_cache: bool = False) -> Iterator[None]:
+    """Hold the module in evaluation mode, and its config's `use_cache` as asked; put both back."""
     flags = {module: module.training for module in model.modules()}
     config = getattr(model, "config", None)
-    caches = getattr(config, "use_cache", None)
+    before = getattr(config, "use_cache", None)
     model.eval()
-    if caches:
-        config.use_cache = False  # type: ignore[union-attr]
+    if before is not None:
+        config.use_cache = use_cache  # type: ignore[union-attr]
     try:
         yield
     finally:
         for module, training in flags.items():
             module.training = training
-        if caches:
-            config.use_cache = caches  # type: ignore[union-attr]
+        if before is not None:
+            config.use_cache = before  # type: ignore[union-attr]
 
 
 def _fixed_arguments(model: nn.Module) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def lower(
     Raises:
         PlanMismatchError: if the plan was made for another decoder.
     """
-    _require_same_decoder(program, plan)
+    require_same_decoder(program, plan)
     return lower_program(program, plan, write=write, print_after=print_after, show=show).graph_module
 
 
@@ -228,11 +228,12 @@ def batches_of(tokens: Tensor, settings: LearnSettings, held_out: Tensor | None 
 
 
 def _selections(program: Program, plan: Plan) -> list[Tensor]:
-    _require_same_decoder(program, plan)
+    require_same_decoder(program, plan)
     return plan.for_sites(program.sites)
 
 
-def _require_same_decoder(program: Program, plan: Plan) -> None:
+def require_same_decoder(program: Program, plan: Plan) -> None:
+    """Raise PlanMismatchError where the plan was made for another decoder."""
     if plan.fingerprint != program.fingerprint:
         raise PlanMismatchError(
             f"the plan was made for a decoder with fingerprint {plan.fingerprint[:12]}, this one has "

@@ -61,7 +61,8 @@ class Program:
         sites: what can be pruned, in the order of the stream.
         refused: what is left dense, and why.
         closures: by site, the labels of every (value, dimension) that is cut with it.
-        identity: the difference to the captured module that the capture measured, by (batch, tokens).
+        identity: the difference to the captured module that the capture measured, by (batch, tokens), or
+            (batch, tokens, cached tokens).
         ties: path of every tied parameter -> the path under which its tensor is kept.
         unused: tensors of the decoder that the graph does not read, by path.
     """
@@ -78,7 +79,7 @@ class Program:
     sites: tuple[Site, ...] = ()
     refused: tuple[Refusal, ...] = ()
     closures: Mapping[str, Mapping[tuple[str, int], np.ndarray]] = field(default_factory=dict)
-    identity: Mapping[tuple[int, int], Any] = field(default_factory=dict)
+    identity: Mapping[tuple[int, ...], Any] = field(default_factory=dict)
     ties: Mapping[str, str] = field(default_factory=dict)
     unused: Mapping[str, Tensor] = field(default_factory=dict)
 

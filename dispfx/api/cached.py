@@ -1,0 +1,109 @@
+"""Decoders with a key-value cache: captured, lowered by the plan of any other capture, run step by step.
+
+    module → capture with a cache → canonicalize → … → find sites      (capture_cached)
+           → lower gates by a plan → gather-add                        (lower_cached)
+
+Shape legend: B batch, T new tokens, P cached tokens, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx, nn
+
+from dispfx.api.programs import (
+    Show,
+    WriteSpelling,
+    analysis,
+    lower_program,
+    only_planned,
+    require_same_decoder,
+)
+from dispfx.cached_capture import capture_cached as capture_prepared
+from dispfx.ir.cached_inputs import cache_tensors, positions_of
+from dispfx.ir.plan import Plan
+from dispfx.ir.program import Program
+from dispfx.pipeline import Pipeline
+from dispfx.source.cached_forward import cached_forward
+
+
+def capture_cached(
+    model: nn.Module,
+    *,
+    skip: Sequence[str] = (),
+    vocabulary_size: int | None = None,
+    print_after: Sequence[str] = (),
+    show: Show | None = None,
+) -> Program:
+    """Return the program of a transformers decoder with its cache; the decoder is not changed.
+
+    Its graph takes `program.inputs` by position and returns a tuple of `program.outputs`; both are
+    described in `dispfx.ir.cached_inputs`.  Its sites cut the same parameters as those of a capture
+    without a cache, so `Plan.for_sites` finds what a plan made on either keeps here.
+
+    Args:
+        model, skip, vocabulary_size, print_after, show: as for `dispfx.api.programs.analyse`.
+
+    Raises:
+        CaptureError: if the decoder takes no cache, or torch.export cannot capture it with one.
+        UnsupportedGraphError: if its cache is not made of keys and values, or nothing can be pruned.
+    """
+    program = capture_prepared(cached_forward(model), vocabulary_size=vocabulary_size)
+    return Pipeline(analysis(skip), print_after=print_after, show=show).run(program)
+
+
+def lower_cached(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    write: WriteSpelling = "gather-add",
+    vocabulary_size: int | None = None,
+) -> Program:
+    """Return the lowered program, with its cache, of a plan that was made on any capture of the decoder.
+
+    Raises:
+        CaptureError, UnsupportedGraphError: as `capture_cached`.
+        PlanMismatchError: if the plan was made for another decoder.
+    """
+    program = capture_cached(model, vocabulary_size=vocabulary_size)
+    require_same_decoder(program, plan)
+    return lower_program(only_planned(program, plan), plan, write=write)
+
+
+class CachedDecoder:
+    """Runs a graph with a cache on one piece of text after another and keeps the cache between.
+
+        decoder = CachedDecoder(program.graph_module)
+        logits = decoder(prompt_ids, attention_mask)     # prefill, (B, T, V)
+        logits = decoder(next_ids)                       # decode, (B, 1, V)
+
+    Args:
+        graph: of a cached program, lowered or not.
+    """
+
+    def __init__(self, graph: fx.GraphModule):
+        self._graph = graph
+        self._caches = cache_tensors(graph.graph)
+        self._mask: Tensor | None = None
+        self._past: tuple[Tensor, ...] = ()
+
+    def reset(self) -> None:
+        """Forget the text so far."""
+        self._mask, self._past = None, ()
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the logits (B, T, V) of T new tokens.
+
+        Args:
+            ids: (B, T) int64.
+            attention_mask: (B, T), 0 at padding, which must stand on the left; all ones by default.
+        """
+        new = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids)
+        if self._mask is None:
+            self._past = tuple(cache.empty(len(ids), ids.device) for cache in self._caches)
+        self._mask = new if self._mask is None else torch.cat([self._mask, new], dim=1)
+        positions = positions_of(self._mask, ids.shape[1])
+        logits, *past = self._graph(ids, self._mask, positions, *self._past)
+        self._past = tuple(past)
+        return logits

@@ -1,0 +1,202 @@
+"""Capture with a cache: one graph for prefill and decode.
+
+    logits, present = graph(input_ids, attention_mask, position_ids, past)
+
+Entry points: `capture_cached` for a decoder that `dispfx.source.cached_forward` has prepared, and
+`export_cached_program` for a rewritten graph.
+
+1. The graph takes T new tokens after P cached ones, with batch, T and P free; P = 0 is prefill and
+   T = 1 is decode.  It is traced at 3 × 13 tokens after 34, so that no two dynamic sizes are equal.
+2. Keys and values are inputs and outputs by name: `past_key_values.N.key`, (B, heads, P, size), and
+   `present.N.key`, (B, heads, P + T, size).  N is the layer's own number in the decoder's cache.
+3. Parameters keep the decoder's own paths and the program has the decoder's own fingerprint, so a plan
+   made on a capture without a cache lowers this one.
+4. The graph runs at the traced shape, another one, prefill and a decode step, and every output must
+   be what the module gives there.
+
+Shape legend: B batch, T new tokens, P cached tokens, V vocabulary.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+
+from dispfx.capturing import (
+    IDENTITY_TOLERANCE,
+    Difference,
+    difference,
+    embedding_rows,
+    evaluation,
+    first_line,
+    require_decoder,
+    user_frame,
+)
+from dispfx.errors import CaptureError
+from dispfx.ir.cached_inputs import CACHED_INPUTS, CachedShape, CacheTensor, cache_tensors, sample_inputs
+from dispfx.ir.program import Program
+from dispfx.unlifting import program_of, straight_line, user_inputs, user_outputs
+
+TRACED_SHAPE = CachedShape(batch=3, tokens=13, past=34)
+OTHER_SHAPES = (CachedShape(2, 17, 5), CachedShape(2, 7, 0), CachedShape(1, 1, 9))
+
+
+@dataclass(frozen=True, eq=False)
+class CachedForward:
+    """A decoder whose forward pass takes its cache as plain tensors.
+
+    Args:
+        module: forward(input_ids (B, T), attention_mask (B, P + T), position_ids (B, T), past) ->
+            [logits (B, T, V), *present]; `past` and `present` are lists of tensors, in the order of
+            `caches`.  Its only sub-module is `decoder`.
+        decoder: the decoder itself.
+        name: of the attribute of `module` that holds the decoder.
+        caches: what each tensor of the cache is.
+    """
+
+    module: nn.Module
+    decoder: nn.Module
+    name: str
+    caches: tuple[CacheTensor, ...]
+
+
+def capture_cached(forward: CachedForward, *, vocabulary_size: int | None = None) -> Program:
+    """Return the graph of a decoder with its cache; the decoder itself is not changed.
+
+    Args:
+        forward: the prepared decoder.
+        vocabulary_size: ids are drawn below it; by default taken from the input embedding.
+
+    Raises:
+        CaptureError: if the decoder cannot be exported with a cache, works at some shapes only, or the
+            graph differs from the decoder by more than `IDENTITY_TOLERANCE`.
+    """
+    decoder = forward.decoder
+    require_decoder(decoder)
+    vocabulary = vocabulary_size or embedding_rows(decoder)
+    device = next(decoder.parameters()).device
+    found: dict[tuple[int, ...], Difference] = {}
+    with evaluation(decoder, use_cache=True), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = sample_inputs(forward.caches, TRACED_SHAPE, vocabulary, device)
+        _run(forward, traced, TRACED_SHAPE)
+        program = _program_of(straight_line(_export(forward, traced)), forward)
+        for shape in (TRACED_SHAPE, *OTHER_SHAPES):
+            inputs = sample_inputs(forward.caches, shape, vocabulary, device)
+            found[shape] = _identity(program, forward, inputs, shape)
+    program.identity = found
+    return program
+
+
+def export_cached_program(module: fx.GraphModule) -> ExportedProgram:
+    """Return the graph of a cached program as an `ExportedProgram`, dynamic in B, T and P.
+
+    Args:
+        module: the graph module of a cached program, lowered or not.  The exported program takes its
+            inputs by position and returns a tuple of its outputs.
+    """
+    caches = cache_tensors(module.graph)
+    device = next(module.parameters()).device
+    rows = 2  # Only the sizes matter here.
+    inputs = sample_inputs(caches, TRACED_SHAPE, rows, device)
+    batch, sequence, past = Dim("batch"), Dim("sequence"), Dim("past_sequence")
+    shapes = (
+        {0: batch, 1: sequence},
+        {0: batch, 1: Dim.AUTO},
+        {0: batch, 1: sequence},
+        *({0: batch, 2: past} for _ in caches),
+    )
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.export.export(
+            module,
+            inputs,
+            dynamic_shapes=shapes,
+            strict=False,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
+
+
+def _run(forward: CachedForward, inputs: tuple[Tensor, ...], shape: CachedShape) -> list[Tensor]:
+    try:
+        return forward.module(*_grouped(inputs))
+    except Exception as error:
+        raise CaptureError(
+            f"the decoder must take {shape.tokens} tokens after {shape.past} cached ones; it raised "
+            f"{type(error).__name__}: {first_line(error)}",
+            where=user_frame(error) or type(forward.decoder).__name__,
+            hint="a capture without a cache may still work",
+        ) from error
+
+
+def _grouped(inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a `CachedForward` module: the caches in one list."""
+    first = len(CACHED_INPUTS)
+    return (*inputs[:first], list(inputs[first:]))
+
+
+def _export(forward: CachedForward, inputs: tuple[Tensor, ...]) -> ExportedProgram:
+    rows = {0: Dim.AUTO, 1: Dim.AUTO}
+    shapes = (rows, rows, rows, [{0: Dim.AUTO, 2: Dim.AUTO} for _ in forward.caches])
+    try:
+        return torch.export.export(
+            forward.module,
+            _grouped(inputs),
+            dynamic_shapes=shapes,
+            strict=False,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
+    except Exception as error:
+        raise CaptureError(
+            f"torch.export cannot capture this decoder with its cache: {type(error).__name__}: "
+            f"{first_line(error)}",
+            where=user_frame(error) or type(forward.decoder).__name__,
+            hint="a capture without a cache may still work",
+        ) from error
+
+
+def _program_of(exported: ExportedProgram, forward: CachedForward) -> Program:
+    names = [*CACHED_INPUTS, *(cache.past for cache in forward.caches)]
+    inputs = dict(zip(names, user_inputs(exported), strict=True))
+    returned = ["logits", *(cache.present for cache in forward.caches)]
+    values = user_outputs(exported)
+    if len(values) != len(returned):
+        raise CaptureError(
+            f"a cached graph returns {len(returned)} tensors, this one {len(values)}",
+            where=type(forward.decoder).__name__,
+        )
+    outputs = dict(zip(returned, values, strict=True))
+    return program_of(exported, forward.decoder, inputs, outputs, prefix=f"{forward.name}.")
+
+
+def _identity(
+    program: Program, forward: CachedForward, inputs: tuple[Tensor, ...], shape: CachedShape
+) -> Difference:
+    """Return how far the graph's logits are from the decoder's; raise where any output is not close."""
+    expected = _run(forward, inputs, shape)
+    try:
+        actual = program.graph_module(*inputs)
+    except Exception as error:
+        raise CaptureError(
+            f"the cached graph does not run for {shape.tokens} tokens after {shape.past} cached ones: "
+            f"{first_line(error)}",
+            where=type(forward.decoder).__name__,
+            hint="the length is fixed somewhere in the decoder; a capture without a cache may still work",
+        ) from error
+    found = dict(zip(program.outputs, map(difference, actual, expected), strict=True))
+    _require_close(found, shape, type(forward.decoder).__name__)
+    return found["logits"]
+
+
+def _require_close(found: Mapping[str, Difference], shape: CachedShape, where: str) -> None:
+    for name, between in found.items():
+        if not between.relative <= IDENTITY_TOLERANCE:
+            raise CaptureError(
+                f"the cached graph must give what the decoder gives within {IDENTITY_TOLERANCE:g}; {name} "
+                f"differs by {between.relative:.2e} for {shape.tokens} tokens after {shape.past} cached ones",
+                where=where,
+            )

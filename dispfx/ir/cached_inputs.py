@@ -1,0 +1,95 @@
+"""The inputs and outputs of a program with a cache: their names, and tensors for them.
+
+    input_ids (B, T), attention_mask (B, P + T), position_ids (B, T), past_key_values.N.key/value
+    →   logits (B, T, V), present.N.key/value
+
+The names are those that clients of ONNX decoders expect.
+Shape legend: B batch, T new tokens, P cached tokens, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+CACHED_INPUTS = ("input_ids", "attention_mask", "position_ids")
+
+
+class CachedShape(NamedTuple):
+    """How many sequences, new tokens and cached tokens."""
+
+    batch: int
+    tokens: int
+    past: int
+
+
+@dataclass(frozen=True)
+class CacheTensor:
+    """One tensor of a cache, (B, heads, P, size).
+
+    Args:
+        name: the layer's number and what it holds, such as `0.key`.
+    """
+
+    name: str
+    heads: int
+    size: int
+    dtype: torch.dtype
+
+    @property
+    def past(self) -> str:
+        """Name of the input."""
+        return f"past_key_values.{self.name}"
+
+    @property
+    def present(self) -> str:
+        """Name of the output."""
+        return f"present.{self.name}"
+
+    def empty(self, batch: int, device: torch.device) -> Tensor:
+        """Return what a cache holds before the first token, (B, heads, 0, size)."""
+        return torch.empty(batch, self.heads, 0, self.size, dtype=self.dtype, device=device)
+
+
+def cache_tensors(graph: fx.Graph) -> tuple[CacheTensor, ...]:
+    """Return the caches that a graph takes, in the order of its inputs; none where it has no cache."""
+    found = []
+    for node in graph.nodes:
+        prefix, _, rest = node.name.partition("past_key_values_")
+        if node.op == "placeholder" and not prefix and rest:
+            value = node.meta["val"]
+            layer, kind = rest.rsplit("_", 1)
+            found.append(CacheTensor(f"{layer}.{kind}", value.shape[1], value.shape[3], value.dtype))
+    return tuple(found)
+
+
+def positions_of(attention_mask: Tensor, tokens: int) -> Tensor:
+    """Return the position of each new token among those that are no padding, (B, T) int64.
+
+    Args:
+        attention_mask: (B, P + T), 0 at padding; the last `tokens` columns are the new ones.  Padding
+            itself is at position 0.
+    """
+    positions = attention_mask.long().cumsum(-1) - 1
+    return positions.clamp(min=0)[:, -tokens:].contiguous()
+
+
+def sample_inputs(
+    caches: Sequence[CacheTensor], shape: CachedShape, vocabulary: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Return seeded inputs of a shape; where something is cached, one of the cached tokens is padding."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    low = min(4, vocabulary - 1)
+    ids = torch.randint(low, vocabulary, (shape.batch, shape.tokens), generator=generator).to(device)
+    mask = torch.ones(shape.batch, shape.past + shape.tokens, dtype=torch.int64, device=device)
+    if shape.past:
+        mask[0, 0] = 0
+    past = [
+        torch.randn(shape.batch, cache.heads, shape.past, cache.size, generator=generator).to(
+            device, cache.dtype
+        )
+        for cache in caches
+    ]
+    return (ids, mask, positions_of(mask, shape.tokens), *past)

@@ -1,0 +1,165 @@
+"""A transformers decoder whose cache is plain tensors, so that it can be captured with it.
+
+    decoder(ids, cache)    →    forward(ids, mask, positions, [k0, v0, …]) → [logits, k0', v0', …]
+
+No architecture is known by name.  One forward pass shows which layers keep keys and values; a cache
+that holds anything else (the state of a recurrence, a window of a convolution, compressed keys) is
+refused.  Every layer's cache grows without limit here, also where the decoder attends to a sliding
+window only: its mask still hides what is outside the window, and all caches have one length.
+"""
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import cache_utils
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from dispfx.cached_capture import CachedForward
+from dispfx.capturing import evaluation, first_line
+from dispfx.errors import CaptureError, UnsupportedGraphError
+from dispfx.ir.cached_inputs import CacheTensor
+
+# `past_key_values` is being renamed; newer versions accept the old name with a warning.
+_CACHE_ARGUMENTS = ("cache", "past_key_values")
+_KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
+# Stands for a layer without a cache of its own; older versions have none.
+_PLACEHOLDER = getattr(cache_utils, "DummyLayer", DynamicLayer)
+_SAMPLE = (2, 5)
+
+
+def cached_forward(model: nn.Module) -> CachedForward:
+    """Prepare a decoder for a capture with a cache; the decoder is not changed.
+
+    Raises:
+        CaptureError: if it takes no cache, or does not return one.
+        UnsupportedGraphError: if its cache is not made of keys and values (B, heads, tokens, size).
+    """
+    argument = _cache_argument(model)
+    layers = _observed_layers(model, argument)
+    module = _CachedModule(model, argument, [_kept_as(layer) for layer in layers])
+    caches = [tensor for index, layer in enumerate(layers) for tensor in _tensors(layer, index)]
+    return CachedForward(module, model, "decoder", tuple(caches))
+
+
+class _CachedModule(nn.Module):
+    """A decoder that takes and returns keys and values as a list, layer by layer.
+
+    Args:
+        argument: under which name the decoder takes its cache.
+        kept: for each layer of the cache None where it holds keys and values, else what stands for it,
+            such as for a layer that uses another's keys and values.
+    """
+
+    def __init__(self, decoder: nn.Module, argument: str, kept: Sequence[type | None]):
+        super().__init__()
+        self.decoder = decoder
+        self._argument = argument
+        self._kept = tuple(kept)
+        self._takes = _accepted(decoder)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[Tensor]
+    ) -> list[Tensor]:
+        cache: Any = DynamicCache()
+        pairs = iter(zip(past[::2], past[1::2], strict=True))
+        cache.layers = [_filled(*next(pairs)) if empty is None else empty() for empty in self._kept]
+        optional = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": True}
+        arguments = {name: value for name, value in optional.items() if name in self._takes}
+        output = self.decoder(input_ids, **{self._argument: cache}, **arguments)
+        layers = [layer for layer, empty in zip(cache.layers, self._kept, strict=True) if empty is None]
+        return [output.logits, *(tensor for layer in layers for tensor in _pair(layer))]
+
+
+def _filled(keys: Tensor, values: Tensor) -> DynamicLayer:
+    layer = DynamicLayer()
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys, values
+    return layer
+
+
+def _pair(layer: Any) -> tuple[Tensor, Tensor]:
+    return layer.keys, layer.values
+
+
+def _accepted(model: nn.Module) -> frozenset[str]:
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
+def _cache_argument(model: nn.Module) -> str:
+    for name in _CACHE_ARGUMENTS:
+        if name in _accepted(model):
+            return name
+    raise CaptureError(
+        f"a capture with a cache needs a decoder that takes one ({' or '.join(_CACHE_ARGUMENTS)})",
+        where=type(model).__name__,
+        hint="capture it without a cache",
+    )
+
+
+def _observed_layers(model: nn.Module, argument: str) -> list[Any]:
+    """Return the layers of the cache that a forward pass leaves behind."""
+    ids = torch.ones(_SAMPLE, dtype=torch.int64, device=next(model.parameters()).device)
+    with evaluation(model, use_cache=True), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            output = model(ids, **({"use_cache": True} if "use_cache" in _accepted(model) else {}))
+        except Exception as error:
+            raise CaptureError(
+                f"the decoder must run with a cache; it raised {type(error).__name__}: {first_line(error)}",
+                where=type(model).__name__,
+            ) from error
+    cache = getattr(output, argument, None)
+    if not isinstance(cache, Cache):
+        raise UnsupportedGraphError(
+            f"the decoder must return a cache of keys and values; it returns {_kind(cache)}",
+            where=type(model).__name__,
+            hint="capture it without a cache",
+        )
+    layers = list(getattr(cache, "layers", []))
+    for layer in layers:
+        _require_keys_and_values(layer, model)
+    if all(_is_empty(layer) for layer in layers):
+        raise UnsupportedGraphError("the decoder's cache stays empty", where=type(model).__name__)
+    return layers
+
+
+def _require_keys_and_values(layer: Any, model: nn.Module) -> None:
+    """Refuse a layer that holds anything else than keys and values (B, heads, T, size)."""
+    pair = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    shapes = [tuple(getattr(tensor, "shape", ())) for tensor in pair]
+    regular = all(len(shape) == 4 and (shape[0], shape[2]) == _SAMPLE for shape in shapes)
+    if type(layer) not in (*_KEYS_AND_VALUES, _PLACEHOLDER) or not (regular or _is_empty(layer)):
+        held = f" with {shapes[0]} and {shapes[1]}" if any(shapes) else ""
+        raise UnsupportedGraphError(
+            "a layer's cache must be keys and values (batch, heads, tokens, size); this one is "
+            f"{_kind(layer)}{held}",
+            where=type(model).__name__,
+            hint="capture the decoder without a cache",
+        )
+
+
+def _is_empty(layer: Any) -> bool:
+    return layer.keys is None or layer.keys.numel() == 0
+
+
+def _kept_as(layer: Any) -> type | None:
+    if not _is_empty(layer):
+        return None
+    return _PLACEHOLDER if type(layer) is _PLACEHOLDER else DynamicLayer
+
+
+def _kind(value: Any) -> str:
+    return "none" if value is None else f"a {type(value).__name__}"
+
+
+def _tensors(layer: Any, index: int) -> list[CacheTensor]:
+    if _is_empty(layer):
+        return []
+    return [
+        CacheTensor(f"{index}.{name}", tensor.shape[1], tensor.shape[3], tensor.dtype)
+        for name, tensor in (("key", layer.keys), ("value", layer.values))
+    ]
