@@ -304,6 +304,18 @@ def _count_bounds(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
     node.args, node.kwargs = (value, dim, taken[0], taken[-1] + 1, steps.pop() if steps else 1), {}
 
 
+def _count_groups(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+    """A convolution with a filter for every channel has as many groups as channels."""
+    stays = cut.get((node.name, 1))
+    if stays is None or not ops.is_depthwise(node):
+        return
+    if packet(node) is aten.convolution:
+        node.update_arg(8, int(stays.sum()))
+    else:
+        node.args = node.args[:6]
+        node.kwargs = {**node.kwargs, "groups": int(stays.sum())}
+
+
 def _keep_divisor(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
     """A mean over a cut dimension is a sum over the kept features divided by the full size."""
     value = node.args[0]
@@ -327,6 +339,8 @@ _REWRITES = {
     **dict.fromkeys(ops.packets("reshape view expand"), _count_shape),
     aten.unflatten: _count_factors,
     **dict.fromkeys(ops.packets("split split_with_sizes chunk unsafe_split unsafe_chunk"), _count_parts),
+    **dict.fromkeys(ops.packets("new_ones new_zeros new_full new_empty"), _count_shape),
+    **dict.fromkeys(ops.CONVOLUTIONS, _count_groups),
     aten.slice: _count_bounds,
     aten.mean: _keep_divisor,
 }

@@ -28,7 +28,7 @@ from dispfx.measure.equivalence import Verification, compare_decoders, random_to
 from dispfx.measure.perplexity import Perplexity, perplexity
 from dispfx.preconditions import check_ratio
 from dispfx.report import NullObserver, Observer
-from dispfx.source import read_tokens
+from dispfx.source import encode, read_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +199,7 @@ def generate(
     if ready.tokenizer is None:
         raise DataError("text needs a tokenizer, and this decoder has none", where=ready.name)
     decoder = onnx_runner(Path(str(model))) if runtime == "onnx" else ready.decoder
-    ids = torch.tensor([ready.tokenizer.encode(prompt)], dtype=torch.int64)
+    ids = encode(prompt, ready.tokenizer)[None]
     with torch.no_grad():
         longer = continue_ids(
             decoder,

@@ -102,7 +102,9 @@ def write_output(task: Task, stages: Stages) -> Report:
                 fast = lower(task.program, task.plan, write="gather-add")
                 _add(lines, write_onnx(folder, fast, reloaded, task.program.vocabulary_size), stages)
         with stages("measure"):
-            report = _measured(task, folder, reloaded, tuple(lines), stages)
+            measured = _perplexity(task, reloaded)
+            skills = _skills(task, reloaded)
+        report = _report(task, folder, tuple(lines), measured, skills, stages)
         _write_words(task, folder, report)
     return report
 
@@ -138,8 +140,13 @@ def _write_decoder(task: Task, folder: Path, lowered: torch.fx.GraphModule) -> N
         task.plan.save(folder / "plan.safetensors")
 
 
-def _measured(
-    task: Task, folder: Path, reloaded: nn.Module, lines: tuple[Verification, ...], stages: Stages
+def _report(
+    task: Task,
+    folder: Path,
+    lines: tuple[Verification, ...],
+    measured: PerplexityChange | None,
+    skills: dict[str, SkillChange],
+    stages: Stages,
 ) -> Report:
     dense = {**task.program.parameters, **_unused_parameters(task.program)}
     count = ParameterCount.of_sites(task.program.sites, task.program.shapes, "blocks")
@@ -155,7 +162,7 @@ def _measured(
             dense=sum(tensor.numel() * tensor.element_size() for tensor in dense.values()),
             pruned=weights.count_bytes(folder) if known else (folder / exported.PROGRAM_FILE).stat().st_size,
         ),
-        perplexity=_perplexity(task, reloaded),
+        perplexity=measured,
         verify=lines,
         sites=tuple(
             SiteWidth(site.name, site.kind, site.size, len(task.plan.kept[site.name]))
@@ -167,7 +174,7 @@ def _measured(
         device=device_name(task.program.device),
         seconds=dict(stages.seconds),
         command=task.command or "dispfx.compile",
-        skills=_skills(task, reloaded),
+        skills=skills,
     )
 
 

@@ -28,6 +28,7 @@ SHAPE_OPS = VIEWS | MULTIPLE | packets(
     "transpose permute t expand slice select cat stack movedim narrow swapaxes numpy_T"
 )  # fmt: skip
 PRODUCTS = packets("linear addmm mm bmm baddbmm matmul einsum mv dot _grouped_mm conv1d convolution")
+CONVOLUTIONS = packets("conv1d convolution")
 ATTENTION = packets("scaled_dot_product_attention")
 SOFTMAX = packets("softmax _softmax _safe_softmax")
 MIXERS = packets(
@@ -45,7 +46,9 @@ METADATA_ONLY = packets(
     "sym_size sym_numel sym_stride"
 )  # fmt: skip
 # Pointwise by definition, though torch does not tag them so.
-UNTAGGED_POINTWISE = packets("hardswish log_sigmoid multiply masked_fill __and__ __or__ logaddexp")
+UNTAGGED_POINTWISE = packets(
+    "hardswish hardsigmoid hardtanh leaky_relu log_sigmoid mish multiply masked_fill __and__ __or__ logaddexp"
+)  # fmt: skip
 
 
 def packet(node: fx.Node) -> object:
@@ -65,7 +68,22 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def is_product(node: fx.Node) -> bool:
     """Whether the node contracts a dimension of two operands."""
-    return packet(node) in PRODUCTS
+    return packet(node) in PRODUCTS and not is_depthwise(node)
+
+
+def groups_of(node: fx.Node) -> int:
+    """Return the number of channel groups of a convolution."""
+    groups = argument(node, 8 if packet(node) is aten.convolution else 6, "groups", 1)
+    assert isinstance(groups, int)
+    return groups
+
+
+def is_depthwise(node: fx.Node) -> bool:
+    """Whether the node is a convolution that filters every channel by itself."""
+    if packet(node) not in CONVOLUTIONS or not isinstance(node.args[0], fx.Node):
+        return False
+    channels = shape_of(node.args[0])[1]
+    return groups_of(node) == channels == shape_of(node)[1]
 
 
 def is_gate(node: fx.Node) -> bool:

@@ -7,9 +7,10 @@ Kinds of connection:
     Link         position `a_positions[i]` of one dimension is position `b_positions[i]` of another
     Contraction  a product sums over both dimensions together
     Mixing       the operation combines all positions of a dimension (a softmax, a norm, a mean)
+    Free         all positions of a dimension are alike, and the graph spells out how many there are
 
-A dimension without a connection is unrelated to every other one, which is right for a broadcast.
-An operation without a rule gives None: it is opaque.
+A dimension that a rule leaves out is Mixing: what is not known to be safe refuses the site.  Dimensions
+of size one are broadcast and need no connection.  An operation without a rule gives None: it is opaque.
 """
 
 import operator
@@ -19,12 +20,22 @@ from torch import fx
 
 from dispfx.ir import ops
 from dispfx.ir.links import products, reductions, shapes
-from dispfx.ir.links.connections import Alternatives, Connection, Contraction, Dimension, Link, Mixing
+from dispfx.ir.links.connections import (
+    Alternatives,
+    Connection,
+    Contraction,
+    Dimension,
+    Free,
+    Link,
+    Mixing,
+    ends,
+)
 from dispfx.ir.links.shapes import slice_positions
 from dispfx.ir.ops import aten, packet
 
 __all__ = [
-    "Alternatives", "Connection", "Contraction", "Dimension", "Link", "Mixing", "links", "slice_positions",
+    "Alternatives", "Connection", "Contraction", "Dimension", "Free", "Link", "Mixing", "links",
+    "slice_positions",
 ]  # fmt: skip
 
 
@@ -35,12 +46,21 @@ def links(node: fx.Node) -> list[Connection] | None:
     """
     if node.op in ("placeholder", "get_attr", "output"):
         return []
-    rule = _RULES.get(packet(node))  # type: ignore[arg-type]
-    if rule is not None:
-        return rule(node)
-    if ops.is_pointwise(node):
-        return reductions.pointwise(node)
-    return None
+    rule = _RULES.get(packet(node), reductions.pointwise if ops.is_pointwise(node) else None)
+    found = rule(node) if rule is not None else None
+    return found if found is None else [*found, *_left_out(node, found)]
+
+
+def _left_out(node: fx.Node, found: list[Connection]) -> list[Connection]:
+    """Return a Mixing for every dimension that a rule says nothing of."""
+    known = {dimension for connection in found for dimension in ends(connection)}
+    values = [value for value in (node, *node.all_input_nodes) if ops.is_tensor(value)]
+    return [
+        Mixing((value, dim))
+        for value in values
+        for dim, size in enumerate(ops.shape_of(value))
+        if size != 1 and (value, dim) not in known
+    ]
 
 
 _RULES: dict[object, Callable[[fx.Node], list[Connection] | None]] = {
@@ -67,9 +87,12 @@ _RULES: dict[object, Callable[[fx.Node], list[Connection] | None]] = {
     aten.index: shapes.indexed,
     aten.index_select: shapes.index_selected,
     aten.type_as: reductions.first_only,
+    aten.conv1d: products.convolution,
+    aten.convolution: products.convolution,
+    **dict.fromkeys(ops.packets("index_add index_put scatter_add"), shapes.scattered),
     **dict.fromkeys(ops.VIEWS, shapes.reshaped),
     **dict.fromkeys(ops.REDUCTIONS, reductions.reduction),
     **dict.fromkeys(ops.ORDERED, reductions.ordered),
-    **dict.fromkeys(ops.NORMS, reductions.norm),
+    **dict.fromkeys(ops.NORMS - ops.packets("group_norm"), reductions.norm),
     **dict.fromkeys(ops.METADATA_ONLY, reductions.metadata_only),
 }

@@ -47,7 +47,25 @@ class Mixing:
     average: bool = False
 
 
-Connection: TypeAlias = Link | Alternatives | Contraction | Mixing
+@dataclass(frozen=True, eq=False)
+class Free:
+    """All positions of a dimension of the result are alike; its size is an argument of the operation."""
+
+    result: Dimension
+
+
+Connection: TypeAlias = Link | Alternatives | Contraction | Mixing | Free
+
+
+def ends(connection: Connection) -> tuple[Dimension, ...]:
+    """Return the dimensions that a connection speaks of."""
+    match connection:
+        case Link(a=a, b=b) | Contraction(a=a, b=b):
+            return (a, b)
+        case Alternatives(whole=whole, factors=factors):
+            return (whole, *(factor.b for factor in factors))
+        case Mixing(operand=dimension) | Free(result=dimension):
+            return (dimension,)
 
 
 def same(a: fx.Node, a_dim: int, b: fx.Node, b_dim: int) -> list[Connection]:

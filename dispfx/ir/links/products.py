@@ -3,7 +3,7 @@
 from torch import fx
 
 from dispfx.ir.links.connections import Connection, Contraction, Mixing, aligned, operand, same
-from dispfx.ir.ops import argument, rank
+from dispfx.ir.ops import argument, groups_of, is_depthwise, rank
 
 
 def linear(node: fx.Node) -> list[Connection]:
@@ -38,6 +38,18 @@ def _vector_product(node: fx.Node, a: fx.Node, b: fx.Node) -> list[Connection]:
 
 def with_addend(node: fx.Node) -> list[Connection]:
     return aligned(operand(node, 0), node) + matrix_product(node, first=1)
+
+
+def convolution(node: fx.Node) -> list[Connection]:
+    """A convolution over time: channels are contracted, or, where each has its own filter, kept."""
+    x, weight = operand(node, 0), operand(node, 1)
+    bias = argument(node, 2, "bias")
+    found = same(x, 0, node, 0) + same(weight, 0, node, 1)
+    if isinstance(bias, fx.Node):
+        found += same(bias, 0, node, 1)
+    if is_depthwise(node):
+        return found + same(x, 1, node, 1)
+    return [*found, Contraction((x, 1), (weight, 1))] if groups_of(node) == 1 else found
 
 
 def einsum(node: fx.Node) -> list[Connection] | None:

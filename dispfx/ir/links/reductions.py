@@ -5,6 +5,7 @@ from torch import fx
 from dispfx.ir import ops
 from dispfx.ir.links.connections import (
     Connection,
+    Free,
     Mixing,
     aligned,
     dimension,
@@ -23,11 +24,19 @@ def first_only(node: fx.Node) -> list[Connection]:
     return aligned(operand(node, 0), node)
 
 
+# Norms take the order of the norm before the dimensions.
+_SIZED = ops.packets("new_ones new_zeros new_full new_empty")
+_ORDER_FIRST = ops.packets("norm linalg_vector_norm")
+
+
 def metadata_only(node: fx.Node) -> list[Connection]:
-    """The result's values do not depend on the operand, but its dimensions have the same sizes."""
+    """The result's values do not depend on the operand: its dimensions have the same sizes, or are free."""
     value = next((value for value in node.all_input_nodes if ops.is_tensor(value)), None)
     like = packet(node) in (aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)
-    return aligned(value, node) if value is not None and like else []
+    if value is not None and like:
+        return aligned(value, node)
+    fixed = packet(node) in _SIZED and ops.is_tensor(node)
+    return [Free((node, dim)) for dim in range(rank(node))] if fixed else []
 
 
 def reduction(node: fx.Node) -> list[Connection]:
@@ -35,7 +44,8 @@ def reduction(node: fx.Node) -> list[Connection]:
     value = operand(node, 0)
     if len(tensor_operands(node)) == 2:
         return pointwise(node)
-    dims = argument(node, 1, "dim")
+    at = 2 if packet(node) in _ORDER_FIRST else 1
+    dims = argument(node, at, "dim")
     listed = dims if isinstance(dims, list | tuple) else [dims]
     reduced = {dimension(value, dim) for dim in listed} if dims not in (None, []) else set(range(rank(value)))
     average = packet(node) in ops.AVERAGES
@@ -66,4 +76,6 @@ def norm(node: fx.Node) -> list[Connection]:
     assert isinstance(shape, list | tuple)
     first = rank(value) - len(shape)
     found: list[Connection] = [Mixing((value, dim)) for dim in range(first, rank(value))]
+    if not ops.is_tensor(node):
+        return found
     return found + [link for operand in tensor_operands(node) for link in aligned(operand, node)]

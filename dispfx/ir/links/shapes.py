@@ -10,12 +10,14 @@ from dispfx.ir import ops
 from dispfx.ir.links.connections import (
     Alternatives,
     Connection,
+    Free,
     Link,
     Mixing,
     aligned,
     dimension,
     operand,
     same,
+    tensor_operands,
 )
 from dispfx.ir.ops import argument, aten, packet, rank, shape_of
 
@@ -90,7 +92,11 @@ def _factored(whole: fx.Node, dim: int, parts: fx.Node, dims: Sequence[int]) -> 
 
 
 def expanded(node: fx.Node) -> list[Connection]:
-    return aligned(operand(node, 0), node)
+    """An expand repeats along the dimensions that its operand does not have, or has one position of."""
+    value = operand(node, 0)
+    new = rank(node) - rank(value)
+    repeated = [dim for dim in range(rank(node)) if dim < new or shape_of(value)[dim - new] == 1]
+    return [*aligned(value, node), *(Free((node, dim)) for dim in repeated)]
 
 
 def others(value: fx.Node, node: fx.Node, dim: int) -> list[Connection]:
@@ -188,6 +194,16 @@ def indexed(node: fx.Node) -> list[Connection] | None:
     for dim in range(len(taken), rank(value)):
         found += same(value, dim, node, dim + shift)
     return found
+
+
+def scattered(node: fx.Node) -> list[Connection]:
+    """Rows of one operand are put or added at some rows of another; the other dimensions agree."""
+    values = tensor_operands(node)
+    base, rows = values[0], values[-1]
+    if packet(node) is not aten.index_add or rank(rows) != rank(base):
+        return []
+    taken = dimension(base, node.args[1])
+    return [*others(base, node, taken), *others(rows, node, taken)]
 
 
 def index_selected(node: fx.Node) -> list[Connection]:
