@@ -37,6 +37,8 @@ class OneBranch(nn.Module):
 class Middle(nn.Module):
     """down(middle(up(x))); `scale` and `order` are there for the middle to use."""
 
+    order: Tensor
+
     def __init__(
         self, middle: Callable[["Middle", Tensor], Tensor], *, up: int = INNER, down: int = INNER, bias=True
     ):

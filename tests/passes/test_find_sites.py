@@ -14,7 +14,6 @@ from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch, requi
 from tests.plain_decoders import FORMS, build, perturb
 from tests.programs import program_before, token_ids
 
-
 SAME_NAME = pytest.mark.xfail(strict=True, reason="two sites of one kind want one name for buffer and module")
 
 

@@ -1,0 +1,278 @@
+"""What dispfx refuses, at which pass, and what it says."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dispfx
+from dispfx.errors import CaptureError, UnsupportedGraphError
+from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch, require_one_function
+from tests.plain_decoders import perturb
+
+
+class Decoder(nn.Module):
+    """Two MLPs around an arrangement that a test writes; `mix` are learned weights."""
+
+    def __init__(self, arrange: Callable[["Decoder", Tensor], Tensor]):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.first, self.second = Middle(lambda m, h: F.gelu(h)), Middle(lambda m, h: F.gelu(h))
+        self.mix = nn.Parameter(torch.rand(4, 2, 2))
+        self.narrow = nn.Linear(WIDTH, WIDTH // 2)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.arrange = arrange
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.arrange(self, self.embedding(ids)))
+
+
+def decoder(arrange: Callable[[Decoder, Tensor], Tensor]) -> nn.Module:
+    torch.manual_seed(0)
+    return perturb(Decoder(arrange))
+
+
+def without_residual(m: Decoder, x: Tensor) -> Tensor:
+    return m.second(m.first(x))
+
+
+def mixed_streams(m: Decoder, x: Tensor) -> Tensor:
+    """Two streams, which learned weights mix before and after every branch."""
+    streams = torch.stack([x, 0.5 * x], dim=-2)
+    for at, branch in enumerate((m.first, m.second)):
+        streams = m.mix[2 * at] @ streams
+        streams = m.mix[2 * at + 1] @ torch.stack([streams[..., 0, :] + branch(streams[..., 0, :]),
+                                                   streams[..., 1, :]], dim=-2)  # fmt: skip
+    return streams.sum(-2)
+
+
+def reversible(m: Decoder, x: Tensor) -> Tensor:
+    """Two streams that each layer crosses."""
+    a, b = x, x
+    a = a + m.first(b)
+    b = b + m.second(a)
+    return a * b
+
+
+def projected_between(m: Decoder, x: Tensor) -> Tensor:
+    """A product stands in the stream itself."""
+    x = x + m.first(x)
+    x = F.pad(m.narrow(x), (0, WIDTH // 2))
+    return x + m.second(x)
+
+
+STREAMS = {
+    "no residual branch": (without_residual, "no addition in this graph is one"),
+    "streams mixed by learned weights": (mixed_streams, "stream"),
+    "reversible layers": (reversible, "no residual addition is crossed by every path"),
+    "a product in the stream": (projected_between, "computed from several streams"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(STREAMS))
+def test_a_decoder_without_one_residual_stream_is_refused_whole(name: str):
+    arrange, reason = STREAMS[name]
+    with pytest.raises(UnsupportedGraphError, match=reason) as error:
+        dispfx.capture(decoder(arrange))
+    assert error.value.exit_code == 2 and error.value.where
+
+
+INNER_SITES: dict[str, tuple[Callable[[Middle, Tensor], Tensor], int, str]] = {
+    "a softmax over the features": (lambda m, h: h.softmax(-1), INNER, "softmax combines all features"),
+    "a norm over the features": (lambda m, h: F.layer_norm(h, (INNER,)), INNER, "layer_norm combines all"),
+    "the largest feature": (lambda m, h: h - h.amax(-1, keepdim=True), INNER, "amax combines all features"),
+    "a reshape that splits the features": (
+        lambda m, h: h.unflatten(-1, (4, 6)).softmax(-1).flatten(-2), INNER,
+        "a reshape splits the features into groups",
+    ),
+    "an operation without a rule": (lambda m, h: h.repeat(1, 1, 2), 2 * INNER, "no rule is known for aten"),
+    "one position for two features": (
+        lambda m, h: torch.cat([h, h], -1), 2 * INNER, "one position would follow two features",
+    ),
+    "a shuffle of the features": (lambda m, h: h[..., m.order], INNER, "aten.index"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(INNER_SITES))
+def test_an_inner_site_is_refused_where_its_features_do_not_stay_apart(name: str):
+    middle, down, reason = INNER_SITES[name]
+    model = one_branch(lambda: Middle(middle, down=down))
+    program = dispfx.capture(model)
+    assert [site.kind for site in program.sites] == ["read", "write"]
+    require_one_function(model, program)
+    (refusal,) = program.refused
+    assert refusal.name == "mlp.inner" and reason in refusal.reason
+    assert refusal.source is not None
+
+
+def test_a_mixer_keeps_what_its_scan_combines():
+    """A scan makes the branch a mixer, whose inner features stay by design: no site, no refusal."""
+    model = one_branch(lambda: Middle(lambda m, h: h.cumsum(-1)))
+    program = dispfx.capture(model)
+    assert [site.kind for site in program.sites] == ["read", "write"] and not program.refused
+    require_one_function(model, program)
+
+
+class WrittenAndRead(nn.Module):
+    """What the branch writes feeds a product of its own as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.gate = Middle(lambda m, h: F.gelu(h)), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return y * torch.sigmoid(self.gate(y))
+
+
+def test_a_written_value_that_feeds_a_product_has_one_selection_for_both():
+    model = one_branch(WrittenAndRead)
+    program = dispfx.capture(model)
+    assert [site.kind for site in program.sites] == ["read", "inner", "inner"]
+    assert {cut.parameter for cut in program.sites[2].slices} == {
+        "mlp.body.down.weight", "mlp.body.down.bias", "mlp.gate.weight",
+    }  # fmt: skip
+    require_one_function(model, program)
+
+
+class StreamInside(nn.Module):
+    """The branch multiplies what it writes by the stream itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = Middle(lambda m, h: F.gelu(h))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * x
+
+
+def test_a_write_that_is_bound_to_the_stream_is_refused():
+    program = dispfx.capture(one_branch(StreamInside))
+    assert [(refusal.name.split(".")[-1], refusal.reason) for refusal in program.refused] == [
+        ("write", "the features reach the residual stream itself")
+    ]
+
+
+class TiedToHead(nn.Module):
+    """The down projection's weight is the head's too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.down.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        return self.head(x + self.down(F.gelu(self.up(x))))
+
+
+def test_a_write_whose_rows_are_logits_is_refused():
+    torch.manual_seed(0)
+    program = dispfx.capture(TiedToHead())
+    reasons = {refusal.name: refusal.reason for refusal in program.refused}
+    assert "the features reach the decoder's output" in reasons.values()
+    assert not any(site.kind == "write" for site in program.sites)
+
+
+class Encoder(nn.Module):
+    """Returns one vector a sequence, not one a token."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.pool = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.pool(self.embedding(ids).mean(1))
+
+
+class Loop(nn.Module):
+    """A recurrence in Python, which a trace unrolls to the traced length."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.cell = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, state, states = self.embedding(ids), torch.zeros(ids.shape[0], WIDTH), []
+        for step in range(ids.shape[1]):
+            state = torch.tanh(self.cell(state) + x[:, step])
+            states.append(state)
+        return self.head(x + torch.stack(states, 1))
+
+
+class Branching(nn.Module):
+    """Python control flow on a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        return self.head(x if x.sum() > 0 else -x)
+
+
+class Autocast(nn.Module):
+    """Switches autocast on for its product."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.head(self.embedding(ids))
+
+
+class NoWords(nn.Module):
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids.float()
+
+
+CAPTURES = {
+    "an encoder": (Encoder, r"logits of shape \(3, 13, 'V'\) were expected"),
+    "a loop over time": (Loop, "does not run at"),
+    "control flow on a value": (Branching, "torch.export cannot capture this module"),
+    "no parameters": (NoWords, "a decoder has parameters"),
+    "no token ids": (lambda: nn.Linear(WIDTH, WIDTH), "the module must take token ids"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CAPTURES))
+def test_what_is_no_decoder_of_token_ids_is_refused_at_capture(name: str):
+    make, reason = CAPTURES[name]
+    with pytest.raises(CaptureError, match=reason) as error:
+        dispfx.capture(make().eval())
+    assert error.value.exit_code == 2 and (error.value.where or error.value.hint)
+
+
+def test_autocast_inside_the_decoder_is_refused():
+    with pytest.raises(UnsupportedGraphError, match="autocast is switched on") as error:
+        dispfx.capture(Autocast().eval())
+    assert error.value.exit_code == 2
+
+
+def test_something_else_than_a_module_is_refused():
+    with pytest.raises(CaptureError, match=r"a decoder is a torch\.nn\.Module, this is a list"):
+        dispfx.capture([])  # type: ignore[arg-type]
+
+
+def test_a_decoder_in_which_nothing_can_be_pruned_says_every_reason():
+    class Dense(nn.Module):
+        """A branch that binds everything it touches to the stream or to itself."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.weight.softmax(0)).softmax(-1)
+
+    with pytest.raises(UnsupportedGraphError, match="at least one branch must be prunable") as error:
+        dispfx.capture(one_branch(Dense))
+    assert "softmax" in str(error.value)
