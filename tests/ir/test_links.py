@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from dispfx.ir.links import _RULES, Alternatives, Contraction, Link, Mixing, links
-from dispfx.ir.links.connections import Connection, Dimension
+from dispfx.ir.links.connections import Connection, Dimension, Free, ends
 from dispfx.ir.ops import is_pointwise
 
 aten = torch.ops.aten
@@ -141,17 +141,26 @@ CASES: dict[str, Case] = {
     "new_zeros": call(aten.new_zeros.default, x(2, 3), [2, 3]),
     "new_ones": call(aten.new_ones.default, x(2, 3), [2, 3]),
     "new_full": call(aten.new_full.default, x(2, 3), [2, 3], 1.0),
+    "zeros": call(aten.zeros.default, [2, 3]),
+    "ones": call(aten.ones.default, [2, 3]),
+    "full": call(aten.full.default, [2, 3], 2.0),
     "add that broadcasts": call(aten.add.Tensor, x(2, 3, 4), x(3, 1)),
     "mul by a vector": call(aten.mul.Tensor, x(2, 3, 4), x(4)),
     "where": call(aten.where.self, x(5, 6) > 0, x(5, 6), x(6)),
     "masked_fill": call(aten.masked_fill.Scalar, x(5, 6), x(5, 6) > 0, 0.0),
+    "conv1d": call(aten.conv1d.default, x(2, 3, 6), x(5, 3, 2), x(5)),
+    "conv1d of every channel": call(aten.conv1d.default, x(2, 3, 6), x(3, 1, 2), x(3), [1], [1], [1], 3),
+    "conv1d of groups": call(aten.conv1d.default, x(2, 4, 6), x(6, 2, 2), None, [1], [0], [1], 2),
+    "convolution of every channel": call(
+        aten.convolution.default, x(2, 3, 6), x(3, 1, 2), x(3), [1], [1], [1], False, [0], 3
+    ),
+    "index_add": call(aten.index_add.default, x(2, 7, 3), 1, ids(4), x(2, 4, 3)),
+    "index_put": call(aten.index_put.default, x(7, 3), [ids(4)], x(4, 3)),
+    "scatter_add": call(aten.scatter_add.default, x(7, 3), 0, ids(4, 3), x(4, 3)),
     "silu": call(aten.silu.default, x(2, 3)),
     "cast": call(aten.to.dtype, x(2, 3), torch.float32),
     "pow": call(aten.pow.Tensor_Scalar, x(2, 3), 2),
 }  # fmt: skip
-
-# Dimensions of a result that no operand has; the lowering counts the size of an `expand` anew.
-MADE_BY_THE_OPERATION = {("expand", 0), ("expand", 2)}
 
 # Operations that return several tensors of which only the dimensions that pass through matter.
 SEVERAL_RESULTS: dict[str, Case] = {
@@ -281,24 +290,7 @@ def stops(connections: list[Connection]) -> set[Dimension]:
     return found
 
 
-def cases(known_faults: dict[str, str]) -> list[Any]:
-    """Return the names of all cases, those with a known fault marked as such."""
-    marks = {name: pytest.mark.xfail(strict=True, reason=reason) for name, reason in known_faults.items()}
-    return [pytest.param(name, marks=marks[name]) if name in marks else name for name in sorted(CASES)]
-
-
-_ENDS_HERE = "a label that arrives at the result is lost"
-WRONG_LINKS = {"embedding": "a row of the table is linked to nothing"}
-LOST_LABELS = {
-    **WRONG_LINKS,
-    **dict.fromkeys(("norm", "vector norm"), "the rule takes the order for the dimension"),
-    **dict.fromkeys(("softmax", "_softmax", "_safe_softmax", "log_softmax", "argsort"), _ENDS_HERE),
-    **dict.fromkeys(("cumsum", "cumprod", "index", "index of two dimensions", "index_select"), _ENDS_HERE),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_full"), _ENDS_HERE),
-}
-
-
-@pytest.mark.parametrize("name", cases(WRONG_LINKS))
+@pytest.mark.parametrize("name", sorted(CASES))
 def test_links_say_exactly_what_moves(name: str):
     case = CASES[name]
     node, operands = node_of(case)
@@ -335,20 +327,20 @@ def unrelated(moved: np.ndarray) -> bool:
     return len(rows) == 0 or bool((rows == rows[0]).all())
 
 
-@pytest.mark.parametrize("name", cases(LOST_LABELS))
+@pytest.mark.parametrize("name", sorted(CASES))
 def test_no_label_is_lost_between_operand_and_result(name: str):
     """A dimension that matters is linked, or it is one where labels are gated or refused."""
     case = CASES[name]
     node, operands = node_of(case)
     connections = links(node) or []
-    known = stops(connections) | {end for link in flat(connections) for end in (link.a, link.b)}
+    known = {end for connection in connections for end in ends(connection)}
     for operand, value in operands.items():
         for dim in range(value.dim()):
             matters = any(table.any() for table in influence(case, node, operands, (operand, dim)))
             if value.is_floating_point() and value.shape[dim] > 1 and matters:
                 assert (operand, dim) in known, f"{operand.name} dimension {dim}"
     for dim, size in enumerate(node.meta["val"].shape):
-        if size > 1 and (name, dim) not in MADE_BY_THE_OPERATION:
+        if size > 1:
             assert (node, dim) in known, f"result dimension {dim}"
 
 
@@ -377,15 +369,7 @@ def masked(value: Tensor, dim: int, mask: Tensor) -> Tensor:
     return value * mask.view(shape)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="the rule expects one result"))
-        if name in ("native_layer_norm", "_fused_rms_norm")
-        else name
-        for name in sorted(SEVERAL_RESULTS)
-    ],
-)
+@pytest.mark.parametrize("name", sorted(SEVERAL_RESULTS))
 def test_an_operation_with_several_results_stops_what_it_combines(name: str):
     case = SEVERAL_RESULTS[name]
     node, operands = node_of(case)
@@ -418,11 +402,21 @@ def reduced_dim(value: Tensor, result: Tensor) -> int:
     raise AssertionError("no dimension was removed")
 
 
+@pytest.mark.parametrize("name", ["expand", "new_ones", "new_zeros", "new_full", "ones", "full"])
+def test_positions_of_a_free_dimension_are_alike(name: str):
+    node, _ = node_of(CASES[name])
+    free = [connection.result for connection in links(node) or [] if isinstance(connection, Free)]
+    assert free
+    for _, dim in free:
+        first = node.meta["val"].narrow(dim, 0, 1)
+        assert torch.equal(node.meta["val"], first.expand_as(node.meta["val"]))
+
+
 def test_every_rule_has_a_case():
     tested = {case.target.overloadpacket for case in (*CASES.values(), *SEVERAL_RESULTS.values())}
     tested.add(operator.getitem)
     numbers_only = {aten.sym_size, aten.sym_numel, aten.sym_stride}
-    arbitrary = {aten.empty_like, aten.new_empty}
+    arbitrary = {aten.empty_like, aten.new_empty, aten.empty}
     rest = set(_RULES) - tested - numbers_only - arbitrary
     assert {str(packet) for packet in rest} <= {
         # Spellings of cases above, which share their rule.
