@@ -5,7 +5,8 @@
 Rules:
 1. The written operand of each residual addition is computed from one version of the stream; the
    nodes between are its cone.  A cone that reads several versions is refused.
-2. The operand is split at additions whose two operands both hold a product.
+2. The operand is split at additions whose two operands both hold a product.  Where it mixes the branch
+   with the stream it reads, as `α · (branch - x)` does, the branch alone is the leaf.
 3. A leaf is attention if it holds scaled dot-product attention, or a product of two activations with
    a softmax behind one of them; it is a mixer if it holds a convolution, a scan, or any other product
    of two activations; otherwise it is an MLP.
@@ -89,7 +90,7 @@ def _leaves(write: fx.Node, operand: fx.Node, stream: ResidualStream, flow: Flow
         return Refusal(operand.name, "a branch without a matrix product", source=ops.source_line(operand))
     entry = entries.pop()
     leaves = []
-    for top, user in _split(operand, write, holding, flow):
+    for top, user in _split(operand, write, holding, flow, entry):
         inside, _ = flow.cone(top, stop=lambda node: node.name in values)
         leaves.append(_Found(top, user, frozenset(inside), entry, _kind(inside, flow)))
     return _merged(leaves, operand, write, nodes)
@@ -105,14 +106,17 @@ def _holding_products(nodes: set[fx.Node], flow: Flow) -> set[fx.Node]:
 
 
 def _split(
-    top: fx.Node, user: fx.Node, holding: set[fx.Node], flow: Flow
+    top: fx.Node, user: fx.Node, holding: set[fx.Node], flow: Flow, entry: fx.Node
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the parts of a written operand and who takes each (rule 2)."""
+    """Yield the parts of a written operand and who takes each (rule 2); `entry` is the stream value read."""
     root = flow.root(top)
     parts = [value for value in flow.inputs(root) if value in holding]
-    if ops.packet(root) is ops.aten.add and len(parts) == 2 and len(root.users) == 1:
+    sums = ops.packet(root) in (ops.aten.add, ops.aten.sub) and len(flow.inputs(root)) == 2
+    if sums and len(parts) == 1 and set(flow.inputs(root)) - set(parts) == {entry}:
+        yield from _split(parts[0], root, holding, flow, entry)
+    elif ops.packet(root) is ops.aten.add and len(parts) == 2 and len(root.users) == 1:
         for part in parts:
-            yield from _split(part, root, holding, flow)
+            yield from _split(part, root, holding, flow, entry)
     else:
         yield top, user
 

@@ -1,9 +1,9 @@
 """Find the dimensions of every branch that can be pruned, and everything cut with them.
 
 Rules (each closure follows `dispfx.ir.closure`):
-1. Read: the products of a branch that no other product feeds share one selection of their input's
-   features (S1, S3).  The gate stands on the edges from value to product, so a norm is computed at
-   full width and then selected from.
+1. Read: the products of a branch that sum over the stream's features, because no other product feeds
+   them or because their input's features lead to the stream, share one selection (S1, S3).  The gate
+   stands on the edges from value to product, so a norm is computed at full width and then selected from.
 2. Inner: the contracted features of every other product of a branch, where their closure is complete
    (S4 in an MLP; latents in an attention).  Heads are not pruned: an attention's output projection
    contracts over heads, and no site is made there.
@@ -102,8 +102,9 @@ class _Search:
     def leaf(self, leaf: Leaf) -> None:
         """Find the read, inner and write sites of one leaf."""
         products = list(self._weight_products(leaf))
-        reads = self._reads(leaf, [product for product in products if product.first])
-        inner = self._inner(leaf, [product for product in products if not product.first])
+        readers = [product for product in products if product.first or self._sums_over_stream(product)]
+        reads = self._reads(leaf, readers)
+        inner = self._inner(leaf, [product for product in products if product not in readers])
         writes = self._writes(leaf)
         if reads or inner or writes:
             self.branches.append(Branch(leaf.branch, leaf.kind, reads, inner, writes))  # type: ignore[arg-type]
@@ -117,6 +118,18 @@ class _Search:
             is_product = ops.is_product(node) or ops.packet(node) in ops.ATTENTION
             if is_product or any(value in fed for value in self.flow.inputs(node)):
                 fed.add(node)
+
+    def _sums_over_stream(self, product: _WeightProduct) -> bool:
+        """Whether a product that another one feeds sums over the stream's own features all the same.
+
+        So does an expert whose tokens, or their weights, a router has chosen.
+        """
+        assert self.program.stream is not None
+        if product.size != self.program.stream.width:
+            return False
+        labels = np.arange(product.size, dtype=np.int32)
+        found = close([(product.activation, labels)], self.around)
+        return isinstance(found, Mismatch) and found.stream
 
     def _reads(self, leaf: Leaf, products: list[_WeightProduct]) -> tuple[str, ...]:
         names = []

@@ -253,12 +253,13 @@ def _count_sizes(program: Program, cut: Cut) -> None:
 
 
 def _count_shape(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
-    sizes = list(node.args[1])  # type: ignore[arg-type]
+    at = 0 if packet(node) in ops.FACTORIES else 1
+    sizes = list(node.args[at])  # type: ignore[arg-type]
     for dim, size in enumerate(sizes):
         stays = cut.get((node.name, dim))
         if stays is not None and isinstance(size, int) and size != -1:
             sizes[dim] = int(stays.sum())
-    node.update_arg(1, sizes)
+    node.update_arg(at, sizes)
 
 
 def _count_factors(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
@@ -336,7 +337,7 @@ def _keep_divisor(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
 
 
 _REWRITES = {
-    **dict.fromkeys(ops.packets("reshape view expand"), _count_shape),
+    **dict.fromkeys(ops.packets("reshape view expand") | ops.FACTORIES, _count_shape),
     aten.unflatten: _count_factors,
     **dict.fromkeys(ops.packets("split split_with_sizes chunk unsafe_split unsafe_chunk"), _count_parts),
     **dict.fromkeys(ops.packets("new_ones new_zeros new_full new_empty"), _count_shape),

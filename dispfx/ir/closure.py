@@ -32,10 +32,12 @@ class Mismatch:
     Args:
         reason: what was required and what was found.
         node: the graph node where it was found.
+        stream: whether the features are those of the residual stream.
     """
 
     reason: str
     node: fx.Node | None = None
+    stream: bool = False
 
 
 @dataclass
@@ -104,7 +106,7 @@ class _Walk:
         """Add labels to a dimension; refuse where they disagree with what is there."""
         node, dim = dimension
         if node in self._around.stream:
-            raise _Refused(Mismatch("the features reach the residual stream itself", node))
+            raise _Refused(Mismatch("the features reach the residual stream itself", node, stream=True))
         if ops.is_dynamic(node, dim):
             raise _Refused(Mismatch("the features reach a dimension whose size changes between runs", node))
         known = self.closure.labels.get(dimension)

@@ -45,6 +45,7 @@ METADATA_ONLY = packets(
     "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty "
     "sym_size sym_numel sym_stride"
 )  # fmt: skip
+FACTORIES = packets("zeros ones full empty")
 # Pointwise by definition, though torch does not tag them so.
 UNTAGGED_POINTWISE = packets(
     "hardswish hardsigmoid hardtanh leaky_relu log_sigmoid mish multiply masked_fill __and__ __or__ logaddexp"

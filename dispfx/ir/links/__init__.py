@@ -95,4 +95,5 @@ _RULES: dict[object, Callable[[fx.Node], list[Connection] | None]] = {
     **dict.fromkeys(ops.ORDERED, reductions.ordered),
     **dict.fromkeys(ops.NORMS - ops.packets("group_norm"), reductions.norm),
     **dict.fromkeys(ops.METADATA_ONLY, reductions.metadata_only),
+    **dict.fromkeys(ops.FACTORIES, reductions.factory),
 }

@@ -24,6 +24,11 @@ def first_only(node: fx.Node) -> list[Connection]:
     return aligned(operand(node, 0), node)
 
 
+def factory(node: fx.Node) -> list[Connection]:
+    """Every position of a constant is alike."""
+    return [Free((node, dim)) for dim in range(rank(node))]
+
+
 # Norms take the order of the norm before the dimensions.
 _SIZED = ops.packets("new_ones new_zeros new_full new_empty")
 _ORDER_FIRST = ops.packets("norm linalg_vector_norm")
