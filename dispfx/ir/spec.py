@@ -1,15 +1,19 @@
 """What a valid program is at each stage.
 
 captured   the named inputs (token ids first) and outputs (logits first), every tensor read exists
-canonical  and: no in-place operation, no operation that does nothing, one read a tensor
+canonical  and: no in-place operation, one read a tensor, every fact names a value that exists
 gated      and: one mask input a site after the others, every gate multiplies an activation by one
 lowered    canonical again, no gate left, all index tensors inside their dimension
+
+That canonicalize erased what does nothing is its own promise, which its second run shows.
 """
 
 from torch import fx
 
 from dispfx.ir import ops
 from dispfx.ir.program import Program
+
+_INDEXED = ops.packets("index_select index_add")
 
 STAGES = ("captured", "canonical", "gated", "lowered")
 
@@ -26,6 +30,8 @@ def verify_program(program: Program) -> str | None:
     if program.stage != "captured":
         problems += (_not_canonical(program.graph), _stale_fact(program))
     problems += (_gates(program),)
+    if program.stage == "lowered":
+        problems += (_index_outside(program),)
     return next((problem for problem in problems if problem), None)
 
 
@@ -87,4 +93,20 @@ def _gates(program: Program) -> str | None:
             return f"{gate.name} does not stand on an activation"
         if not isinstance(dim, int) or not 0 <= dim < ops.rank(value):
             return f"{gate.name} gates dimension {dim} of {value.name}"
+    return None
+
+
+def _index_outside(program: Program) -> str | None:
+    """Every position that a lowered read or write takes must exist, where the index has values yet."""
+    tensors = dict(program.tensors())
+    for node in program.graph.nodes:
+        if ops.packet(node) not in _INDEXED:
+            continue
+        value, dim, index = node.args[:3]
+        positions = tensors.get(str(index.target)) if index.op == "get_attr" else None
+        if positions is None or positions.is_meta or positions.numel() == 0:
+            continue
+        size = ops.shape_of(value)[dim]
+        if int(positions.min()) < 0 or int(positions.max()) >= size:
+            return f"{node.name} takes positions of {index.target} that are not in [0, {size})"
     return None
