@@ -207,7 +207,7 @@ class Plan:
                 header = json.loads((file.metadata() or {})["dispfx"])
                 names = list(file.keys())
                 return _plan_of_header(header, {name: file.get_tensor(name) for name in names})
-        except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (SafetensorError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise DataError(
                 f"this file is not a plan: {error}", where=str(path), hint="pass a plan.safetensors"
             ) from error
@@ -218,30 +218,33 @@ def _plan_of_header(header: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
         raise ValueError(
             f"its format is version {header['schema_version']}, this program reads {SCHEMA_VERSION}"
         )
-    budget = Budget(float(header["budget"]["ratio"]), header["budget"]["of"], int(header["budget"]["align"]))
+    entries = header["sites"]
+    if sorted(entry["name"] for entry in entries) != sorted(tensors):
+        raise ValueError("its header and its tensors name different sites")
+    selections = tuple(_checked_selection(entry, tensors[entry["name"]]) for entry in entries)
+    if len({selection.keys for selection in selections}) < len(selections):
+        raise ValueError("two of its sites cut the same axes")
+    achieved = float(header["achieved"])
+    if not 0.0 <= achieved < 1.0:
+        raise ValueError(f"it removes a share of {achieved}")
+    versions = {str(name): str(version) for name, version in header["versions"].items()}
+    budget = _checked_budget(header["budget"])
+    return Plan(str(header["fingerprint"]), budget, selections, achieved, int(header["seed"]), versions)
+
+
+def _checked_budget(entry: dict[str, Any]) -> Budget:
+    budget = Budget(float(entry["ratio"]), entry["of"], int(entry["align"]))
     if not 0.0 <= budget.ratio < 1.0 or budget.of not in ("blocks", "total") or budget.align < 1:
         raise ValueError(f"its budget is impossible: {budget}")
-    names = [entry["name"] for entry in header["sites"]]
-    if sorted(names) != sorted(tensors):
-        raise ValueError("its header and its tensors name different sites")
-    selections = tuple(
-        Selection(
-            str(entry["name"]),
-            int(entry["size"]),
-            _checked_kept(entry["name"], int(entry["size"]), tensors[entry["name"]]),
-            tuple(str(key) for key in entry["keys"]),
-        )
-        for entry in header["sites"]
-    )
-    versions = {str(name): str(version) for name, version in header["versions"].items()}
-    return Plan(
-        str(header["fingerprint"]),
-        budget,
-        selections,
-        float(header["achieved"]),
-        int(header["seed"]),
-        versions,
-    )
+    return budget
+
+
+def _checked_selection(entry: dict[str, Any], kept: Tensor) -> Selection:
+    name, keys = str(entry["name"]), entry["keys"]
+    if not isinstance(keys, list) or not keys or not all(isinstance(key, str) for key in keys):
+        raise ValueError(f"site {name}: its keys must be a list of parameter axes, and are {keys!r}")
+    size = int(entry["size"])
+    return Selection(name, size, _checked_kept(name, size, kept), tuple(keys))
 
 
 def _checked_kept(name: str, size: int, kept: Tensor) -> Tensor:
