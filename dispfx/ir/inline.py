@@ -51,3 +51,5 @@ def _inline(graph: fx.Graph, node: fx.Node, owner: torch.nn.Module, body_at: int
         user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
         graph.erase_node(user)
     graph.erase_node(node)
+    if not body.users:
+        graph.erase_node(body)
