@@ -10,6 +10,8 @@ How a decoder becomes a graph:
    become one.  Token ids stay the only input and logits the only output.
 4. The graph runs at the traced and at another shape and must give what the module gives there,
    because `Dim.AUTO` may fix a dimension without saying so.
+5. A decoder on the meta device has shapes and no values: it is captured without being run, rule 4 is
+   left out, and `Program.measured` is False.
 """
 
 import inspect
@@ -27,6 +29,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
 from dispfx.errors import CaptureError
+from dispfx.ir.ops import shape_of
 from dispfx.ir.program import Program
 from dispfx.unlifting import program_of, straight_line, user_inputs, user_outputs
 
@@ -40,7 +43,7 @@ def capture(model: nn.Module, *, vocabulary_size: int | None = None) -> Program:
 
     Args:
         model: takes token ids (B, T) int64 first and returns logits (B, T, V), or an output that
-            holds them.
+            holds them; on the meta device, or with all its values.
         vocabulary_size: ids are drawn below it; by default taken from the input embedding.
 
     Raises:
@@ -53,12 +56,14 @@ def capture(model: nn.Module, *, vocabulary_size: int | None = None) -> Program:
         warnings.simplefilter("ignore")
         arguments = _fixed_arguments(model)
         ids = token_ids(model, vocabulary, TRACED_SHAPE)
-        expected = _logits_of(_run(model, ids, arguments), ids)
-        exported = straight_line(_export(model, ids, arguments))
-        program = _program_of(exported, model, expected.shape[-1])
+        shapes = (TRACED_SHAPE, OTHER_SHAPE) if _has_values(model) else ()
+        if shapes:
+            # What torch.export says of a module that cannot run at all is hard to read.
+            _logits_of(_run(model, ids, arguments), ids)
+        program = _program_of(straight_line(_export(model, ids, arguments)), model)
         program.identity = {
             shape: _identity(program, model, token_ids(model, vocabulary, shape), arguments)
-            for shape in (TRACED_SHAPE, OTHER_SHAPE)
+            for shape in shapes
         }
     return program
 
@@ -103,6 +108,22 @@ def require_decoder(model: nn.Module) -> None:
         raise CaptureError(f"a decoder is a torch.nn.Module, this is a {type(model).__name__}")
     if next(model.parameters(), None) is None:
         raise CaptureError("a decoder has parameters, this module has none", where=type(model).__name__)
+
+
+def _has_values(model: nn.Module) -> bool:
+    """Return whether the module's tensors hold values, which those on the meta device do not.
+
+    Raises:
+        CaptureError: if some do and some do not, as where weights are left on disk.
+    """
+    without = [path for path, tensor in model.named_parameters() if tensor.is_meta]
+    if without and len(without) < sum(1 for _ in model.parameters()):
+        raise CaptureError(
+            f"all parameters must hold values, or none; {len(without)} are on the meta device",
+            where=without[0],
+            hint="load the whole decoder, or put all of it on the meta device",
+        )
+    return not without
 
 
 def embedding_rows(model: nn.Module) -> int:
@@ -186,15 +207,16 @@ def _export(model: nn.Module, ids: Tensor, arguments: dict[str, Any]) -> Exporte
         ) from error
 
 
-def _program_of(exported: ExportedProgram, model: nn.Module, vocabulary: int) -> Program:
+def _program_of(exported: ExportedProgram, model: nn.Module) -> Program:
     ids = user_inputs(exported)[0]
-    return program_of(exported, model, {"input_ids": ids}, {"logits": _logits_node(exported, vocabulary)})
+    return program_of(exported, model, {"input_ids": ids}, {"logits": _logits_node(exported)})
 
 
-def _logits_node(exported: ExportedProgram, vocabulary: int) -> fx.Node:
+def _logits_node(exported: ExportedProgram) -> fx.Node:
+    """Return the value that `_logits_of` takes from what the module returns."""
     for node in user_outputs(exported):
         value = node.meta.get("val")
-        if isinstance(value, Tensor) and value.dim() == 3 and value.shape[-1] == vocabulary:
+        if isinstance(value, Tensor) and value.is_floating_point() and shape_of(node)[:-1] == TRACED_SHAPE:
             return node
     raise CaptureError("the graph does not return the logits that the module returns")
 
