@@ -14,7 +14,7 @@ Rules:
 5. A branch is named after the module that holds its weights, with its kind where that is not unique.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -58,10 +58,12 @@ class FindBranches:
             else:
                 found += leaves
         leaves = tuple(_named(found))
-        changed = leaves != program.leaves or bool(refused)
+        before = (program.leaves, program.refused)
         program.leaves = leaves
-        program.refused += tuple(refused)
-        return PassResult(changed, f"{len(leaves)} branches, {len(refused)} refused")
+        program.refused = tuple(dict.fromkeys((*program.refused, *refused)))
+        return PassResult(
+            before != (program.leaves, program.refused), f"{len(leaves)} branches, {len(refused)} refused"
+        )
 
 
 def _written(program: Program, stream: ResidualStream) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -80,14 +82,15 @@ def _leaves(write: fx.Node, operand: fx.Node, stream: ResidualStream, flow: Flow
     nodes, entries = flow.cone(operand, stop=lambda node: node.name in values)
     if len(entries) != 1:
         return Refusal(
-            name=operand.name,
+            name=_module_path(nodes) or operand.name,
             reason=f"a branch must read one version of the residual stream, this one reads {len(entries)}",
             parameter=_first_parameter(nodes),
             source=ops.source_line(operand),
         )
     holding = _holding_products(nodes, flow)
     if operand not in holding:
-        return Refusal(operand.name, "a branch without a matrix product", source=ops.source_line(operand))
+        reason = "a branch without a matrix product"
+        return Refusal(_module_path(nodes) or operand.name, reason, source=ops.source_line(operand))
     entry = entries.pop()
     leaves = []
     for top, user in _split(operand, write, holding, flow, entry):
@@ -151,7 +154,7 @@ def _behind_softmax(product: fx.Node, nodes: set[fx.Node], flow: Flow) -> bool:
 
 
 def _named(leaves: list[_Found]) -> Iterator[Leaf]:
-    prefixes = [_module_path(leaf) for leaf in leaves]
+    prefixes = [_module_path(leaf.nodes) or leaf.top.name for leaf in leaves]
     names = [
         f"{prefix}.{leaf.kind}" if prefixes.count(prefix) > 1 else prefix
         for prefix, leaf in zip(prefixes, leaves, strict=True)
@@ -168,16 +171,16 @@ def _named(leaves: list[_Found]) -> Iterator[Leaf]:
         )
 
 
-def _module_path(leaf: _Found) -> str:
-    """Return the path of the module that holds the weights of the leaf's products."""
-    weights = [path for node in leaf.nodes if ops.is_product(node) for path in ops.tensors_read(node)]
+def _module_path(nodes: Iterable[fx.Node]) -> str:
+    """Return the path of the module that holds the weights of the products, or ""."""
+    weights = [path for node in nodes if ops.is_product(node) for path in ops.tensors_read(node)]
     paths = [path.split(".")[:-1] for path in sorted(set(weights))]
     shared: list[str] = []
     for parts in zip(*paths, strict=False):
         if len(set(parts)) > 1:
             break
         shared.append(parts[0])
-    return ".".join(shared) or leaf.top.name
+    return ".".join(shared)
 
 
 def _first_parameter(nodes: set[fx.Node]) -> str | None:

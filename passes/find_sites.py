@@ -96,6 +96,7 @@ class _Search:
             self.flow.dependent,
             frozenset(self.nodes[name] for name in stream.values),
             frozenset((self.nodes[leaf.top], self.nodes[leaf.user]) for leaf in self.program.leaves),
+            self.program.caches,
         )
         self.owner: dict[Dimension, np.ndarray] = {}
 
@@ -189,9 +190,8 @@ class _Search:
 
     def _add(self, leaf: Leaf, kind: SiteKind, size: int, closure: Closure) -> str:
         index = len(self.sites)
-        base = f"{leaf.branch}.{kind}"
-        taken = sum(site.name == base or site.name.startswith(f"{base}.") for site in self.sites)
-        name = base if taken == 0 else f"{base}.{taken + 1}"
+        taken = sum(site.branch == leaf.branch and site.kind == kind for site in self.sites)
+        name = f"{leaf.branch}.{kind}" if taken == 0 else f"{leaf.branch}.{kind}_{taken + 1}"
         for dimension, labels in closure.labels.items():
             owner = self.owner.setdefault(dimension, np.full(len(labels), UNTOUCHED, dtype=np.int32))
             owner[labels != UNTOUCHED] = index

@@ -8,7 +8,8 @@ Rules:
 2. Zero rows are added to the weight and bias of a `linear` that nothing else uses, up to a multiple of
    `row_multiple`; any other operand is padded by one column.
 3. An `index_add` into zeros becomes the gather alone.
-The sum over each feature is the same sum in the same order, so no value changes but −0 to 0.
+Each feature is still one sum over the same numbers; a widened projection may run in another kernel, so
+values agree up to the rounding of that kernel.
 """
 
 from dataclasses import dataclass
@@ -80,7 +81,9 @@ class GatherAdd:
         back = ops.rank(small) - 1 - dim
         with graph.inserting_after(small):
             padded = graph.call_function(aten.constant_pad_nd.default, (small, [0, 0] * back + [0, 1]))
-        padded.meta["val"] = torch.nn.functional.pad(small.meta["val"], [0, 0] * back + [0, 1])
+        value = small.meta["val"]
+        sizes = [size + 1 if place == dim else size for place, size in enumerate(value.shape)]
+        padded.meta["val"] = value.new_empty(sizes)
         return padded
 
 
@@ -94,7 +97,8 @@ def _is_write(node: fx.Node) -> bool:
 
 def _is_own_projection(small: fx.Node, dim: int) -> bool:
     """Whether rows can be added to the projection without anything else noticing."""
-    if packet(small) is not aten.linear or len(small.users) != 1 or dim != ops.rank(small) - 1:
+    users = [user for user in small.users if packet(user) not in ops.METADATA_ONLY]
+    if packet(small) is not aten.linear or len(users) != 1 or dim != ops.rank(small) - 1:
         return False
     weights = [value for value in small.args[1:] if isinstance(value, fx.Node)]
     return all(value.op == "get_attr" and len(value.users) == 1 for value in weights)

@@ -77,7 +77,10 @@ def _by_label(
     size = mask.meta["val"].shape[0]
     device = next(iter(tensors.values())).device
     tensors[path] = torch.tensor([size if label == UNTOUCHED else label for label in labels], device=device)
-    index = graph.get_attr(path)
+    index = graph.create_node("get_attr", path, name=path.replace(".", "_"))
     one = graph.call_function(aten.new_ones.default, (mask, [1]))
     padded = graph.call_function(aten.cat.default, ([mask, one],))
-    return graph.call_function(aten.index_select.default, (padded, 0, index))
+    spread = graph.call_function(aten.index_select.default, (padded, 0, index))
+    for node, length in ((index, len(labels)), (one, 1), (padded, size + 1), (spread, len(labels))):
+        node.meta["val"] = torch.empty(length, device="meta")
+    return spread

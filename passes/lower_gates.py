@@ -13,7 +13,8 @@ Rules:
    addition; otherwise `index_add` into zeros, which keeps the order of the user's own additions.
 5. A parameter axis keeps position p if every site that labels p keeps its feature.
 6. Sizes written into the graph on cut dimensions (reshape, expand, split, slice) are counted anew.
-   A mean over a cut dimension becomes a sum divided by the full size, as in the gated graph.
+   A slice whose kept positions no bounds describe becomes `index_select`.  A mean over a cut dimension
+   becomes a sum divided by the full size, as in the gated graph.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from dispfx.errors import PassError
 from dispfx.ir import ops
 from dispfx.ir.links import slice_positions
 from dispfx.ir.ops import argument, aten, packet
@@ -32,6 +32,9 @@ from dispfx.ir.sites import UNTOUCHED, GatePoint, Site
 from dispfx.pipeline import PassResult
 
 Cut = dict[tuple[str, int], np.ndarray]
+
+# Kept positions of a slice that no bounds describe.
+SLICE_PREFIX = "dispfx_slice"
 
 
 @dataclass(frozen=True)
@@ -49,23 +52,18 @@ class LowerGates:
     ensures = "lowered"
 
     def run(self, program: Program) -> PassResult:
-        """Rewrite the graph and slice the tensors of this program.
-
-        Raises:
-            PassError: if a size in the graph cannot be counted anew.
-        """
+        """Rewrite the graph and slice the tensors of this program."""
         masks = {site.name: _mask(site, self.kept[site.name]) for site in program.sites}
         cut = _cut_dimensions(program, masks)
         lowering = _Lowering(program, masks, cut)
         for index, site in enumerate(program.sites):
             for at, point in enumerate(site.gates):
                 lowering.gate(site, point, f"gate_{index}_{at}")
-        _count_sizes(program, cut)
+        _count_sizes(program, cut, lowering.tensors)
         for node in list(program.graph.nodes):
             if node.op == "placeholder" and node.name.startswith("mask_"):
                 _erase_with_users(program.graph, node)
-        tensors = lowering.tensors | _sliced_tensors(program, cut)
-        program.rebuild(tensors)
+        program.rebuild(lowering.tensors | _sliced_tensors(program, cut))
         narrowed = sum(not bool(mask.all()) for mask in masks.values())
         return PassResult(True, f"{narrowed} of {len(masks)} sites narrowed")
 
@@ -165,21 +163,9 @@ class _Lowering:
                     user.replace_input_with(gate, self._into_zeros(point, gate, value, index))
                     continue
                 small = _with_dtype(self.program.graph, value, base)
-                add = self.program.graph.create_node(
-                    "call_function",
-                    aten.index_add.default,
-                    (base, point.dim, index, small),
-                    name=f"{user.name}_into",
-                )
-            add.meta = dict(user.meta)
-            self._rename_write(user, add)
-
-    def _rename_write(self, user: fx.Node, add: fx.Node) -> None:
-        """Let the index_add take the place, and the name, of the residual addition."""
-        name = user.name
-        user.replace_all_uses_with(add)
-        self.program.graph.erase_node(user)
-        self.nodes[name] = add
+            # Rewritten in place, so that the stream's facts go on naming it.
+            user.target = aten.index_add.default
+            user.args, user.kwargs = (base, point.dim, index, small), {}
 
     def _into_zeros(self, point: GatePoint, gate: fx.Node, value: fx.Node, index: fx.Node) -> fx.Node:
         """Return the written features at their places among zeros, in the gated value's full shape."""
@@ -239,9 +225,12 @@ def _sliced_tensors(program: Program, cut: Cut) -> dict[str, Tensor]:
     return sliced
 
 
-def _count_sizes(program: Program, cut: Cut) -> None:
+def _count_sizes(program: Program, cut: Cut, tensors: dict[str, Tensor]) -> None:
     """Rewrite the sizes that the graph spells out on cut dimensions (rule 6)."""
     nodes = {node.name: node for node in program.graph.nodes}
+    for node in list(nodes.values()):
+        if packet(node) is aten.slice:
+            _count_bounds(program, node, cut, tensors)
     for node in list(nodes.values()):
         rewrite = _REWRITES.get(packet(node))
         if rewrite is not None:
@@ -286,7 +275,8 @@ def _count_parts(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
     node.args, node.kwargs = (value, counted, dim), {}
 
 
-def _count_bounds(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+def _count_bounds(program: Program, node: fx.Node, cut: Cut, tensors: dict[str, Tensor]) -> None:
+    """A slice takes the kept among its positions: by new bounds where they lie at equal distances."""
     value = node.args[0]
     assert isinstance(value, fx.Node)
     dim = argument(node, 1, "dim", 0) % ops.rank(value)  # type: ignore[operator]
@@ -296,13 +286,16 @@ def _count_bounds(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
     renumbered = np.cumsum(stays) - 1
     taken = [int(renumbered[position]) for position in slice_positions(node) if stays[position]]
     steps = set(np.diff(taken).tolist())
-    if len(steps) > 1 or not taken:
-        raise PassError(
-            f"the kept features of slice {node.name} do not lie at equal distances",
-            where=ops.source_line(node),
-            hint="leave this branch dense with --skip",
-        )
-    node.args, node.kwargs = (value, dim, taken[0], taken[-1] + 1, steps.pop() if steps else 1), {}
+    if taken and len(steps) <= 1:
+        node.args, node.kwargs = (value, dim, taken[0], taken[-1] + 1, steps.pop() if steps else 1), {}
+        return
+    path = f"{SLICE_PREFIX}.{node.name}"
+    tensors[path] = torch.tensor(taken, dtype=torch.int32, device=program.device)
+    with program.graph.inserting_before(node):
+        index = program.graph.create_node("get_attr", path, name=path.replace(".", "_"))
+    index.meta["val"] = torch.empty(len(taken), dtype=torch.int32, device="meta")
+    node.target = aten.index_select.default
+    node.args, node.kwargs = (value, dim, index), {}
 
 
 def _count_groups(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
@@ -342,6 +335,5 @@ _REWRITES = {
     **dict.fromkeys(ops.packets("split split_with_sizes chunk unsafe_split unsafe_chunk"), _count_parts),
     **dict.fromkeys(ops.packets("new_ones new_zeros new_full new_empty"), _count_shape),
     **dict.fromkeys(ops.CONVOLUTIONS, _count_groups),
-    aten.slice: _count_bounds,
     aten.mean: _keep_divisor,
 }

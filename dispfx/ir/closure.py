@@ -9,10 +9,12 @@ until nothing changes.  The labelled axes of parameters are the site's slices.
    axis is labelled; so a value that feeds two products gates both.
 3. A mean over a labelled dimension gets a gate on its operand, and divides by the full size.
 4. A gate hides what follows it: labels do not cross a gated edge.
-5. Two labels for one position, an operation without a rule, a softmax or norm over a labelled
+5. What a graph returns as its cache is what it takes at the next step, so both carry the same labels.
+6. Two labels for one position, an operation without a rule, a softmax or norm over a labelled
    dimension, a product of two labelled activations, or the residual stream itself refuse the site.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,11 +58,13 @@ class Surroundings:
         dependent: nodes that depend on the token ids; the others are weights or constants.
         stream: the residual stream's values.
         writes: (top, addition) edges where a branch writes; a write gate stands there.
+        caches: for every cached value that goes in or out, those that are the same cache at another time.
     """
 
     dependent: frozenset[fx.Node]
     stream: frozenset[fx.Node]
     writes: frozenset[tuple[fx.Node, fx.Node]]
+    caches: Mapping[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
 
 
 class _Refused(Exception):
@@ -118,6 +122,8 @@ class _Walk:
         if dimension not in self.closure.labels or not np.array_equal(merged, known):
             self.closure.labels[dimension] = merged
             self._pending.append(dimension)
+            for twin in self._around.caches.get(node, ()):
+                self.join((twin, dim), merged)
 
     def run(self) -> None:
         while self._pending:
@@ -132,6 +138,8 @@ class _Walk:
             self._gate(dimension, place)
             return
         if place.op == "output":
+            if value in self._around.caches:
+                return
             raise _Refused(Mismatch("the features reach the decoder's output", place))
         product = ops.is_product(place) or ops.packet(place) in ops.ATTENTION
         if product and len(ops.activations(place, self._around.dependent)) > 1:

@@ -5,6 +5,7 @@ is opaque: the analysis stops there and says so.
 """
 
 import operator
+import os
 from collections.abc import Iterator
 
 import torch
@@ -177,10 +178,11 @@ def activations(node: fx.Node, dependent: frozenset[fx.Node]) -> list[fx.Node]:
 
 
 def source_line(node: fx.Node) -> str | None:
-    """Return the line of the user's model that the node comes from, as `file:line`."""
+    """Return the line of the user's model that the node comes from, as `file:line`; not torch's own."""
     trace = node.meta.get("stack_trace")
     lines = [line.strip() for line in (trace or "").splitlines() if line.strip().startswith("File ")]
-    if not lines:
+    own = [line for line in lines if f"{os.sep}torch{os.sep}" not in line]
+    if not own:
         return None
-    parts = lines[-1].split(",")
+    parts = own[-1].split(",")
     return f"{parts[0].removeprefix('File ').strip(chr(34))}:{parts[1].removeprefix(' line ')}"

@@ -62,7 +62,7 @@ class Program:
         refused: what is left dense, and why.
         closures: by site, the labels of every (value, dimension) that is cut with it.
         identity: the difference to the captured module that the capture measured, by (batch, tokens), or
-            (batch, tokens, cached tokens).
+            (batch, tokens, cached tokens); empty where the module had no values.
         ties: path of every tied parameter -> the path under which its tensor is kept.
         unused: tensors of the decoder that the graph does not read, by path.
     """
@@ -111,6 +111,11 @@ class Program:
         return {path: tuple(tensor.shape) for path, tensor in self.parameters.items()}
 
     @property
+    def measured(self) -> bool:
+        """Whether the capture compared the graph with the module, which takes a module with values."""
+        return bool(self.identity)
+
+    @property
     def device(self) -> torch.device:
         """Where the decoder was captured."""
         return next(self.tensors())[1].device
@@ -127,6 +132,23 @@ class Program:
     def vocabulary_size(self) -> int:
         """Width of the logits."""
         return int(ops.logits_of(self.graph).meta["val"].shape[-1])
+
+    @property
+    def caches(self) -> dict[fx.Node, frozenset[fx.Node]]:
+        """Every cached value that the graph takes or returns, with those that are the same cache.
+
+        A cache goes in as `past_key_values.…` and comes out as `present.…`.
+        """
+        taken = [node for node in self.graph.nodes if node.op == "placeholder"]
+        returned = self.graph.output_node().args[0]
+        values = dict(zip(self.outputs, returned, strict=True)) if len(self.outputs) > 1 else {}  # type: ignore[arg-type]
+        twins: dict[fx.Node, set[fx.Node]] = {}
+        for name, past in zip(self.inputs, taken, strict=False):
+            present = values.get(name.replace("past_key_values.", "present."))
+            if isinstance(present, fx.Node) and name.startswith("past_key_values."):
+                twins.setdefault(past, set()).add(present)
+                twins.setdefault(present, set()).add(past)
+        return {node: frozenset(others) for node, others in twins.items()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and buffers by path."""

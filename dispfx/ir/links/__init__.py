@@ -54,7 +54,8 @@ def links(node: fx.Node) -> list[Connection] | None:
 def _left_out(node: fx.Node, found: list[Connection]) -> list[Connection]:
     """Return a Mixing for every dimension that a rule says nothing of."""
     known = {dimension for connection in found for dimension in ends(connection)}
-    values = [value for value in (node, *node.all_input_nodes) if ops.is_tensor(value)]
+    used = () if packet(node) in ops.METADATA_ONLY else node.all_input_nodes
+    values = [value for value in (node, *used) if ops.is_tensor(value)]
     return [
         Mixing((value, dim))
         for value in values

@@ -35,11 +35,17 @@ _ORDER_FIRST = ops.packets("norm linalg_vector_norm")
 
 
 def metadata_only(node: fx.Node) -> list[Connection]:
-    """The result's values do not depend on the operand: its dimensions have the same sizes, or are free."""
+    """The result's values do not depend on the operand: its dimensions have the same sizes, or are free.
+
+    A size that is asked for depends on the dimension that it is the size of, and on no other.
+    """
     value = next((value for value in node.all_input_nodes if ops.is_tensor(value)), None)
     like = packet(node) in (aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)
     if value is not None and like:
         return aligned(value, node)
+    if value is not None and not ops.is_tensor(node):
+        asked = argument(node, 1, "dim") if packet(node) is aten.sym_size else None
+        return [Mixing((value, dim)) for dim in ([asked] if isinstance(asked, int) else range(rank(value)))]
     fixed = packet(node) in _SIZED and ops.is_tensor(node)
     return [Free((node, dim)) for dim in range(rank(node))] if fixed else []
 
