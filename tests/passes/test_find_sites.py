@@ -14,8 +14,6 @@ from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch, requi
 from tests.plain_decoders import FORMS, build, perturb
 from tests.programs import program_before, token_ids
 
-SAME_NAME = pytest.mark.xfail(strict=True, reason="two sites of one kind want one name for buffer and module")
-
 
 def found(model: nn.Module, *skip: str) -> Program:
     return Pipeline([FindSites(skip)]).run(program_before(FindSites, model))
@@ -72,7 +70,6 @@ class Latent(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
-@SAME_NAME
 def test_latents_of_an_attention_are_inner_sites():
     model = one_branch(Latent)
     program = dispfx.capture(model)
@@ -93,7 +90,6 @@ class TwoReads(nn.Module):
         return self.down(F.silu(self.wide(x)) * self.part(x[..., : WIDTH // 2]))
 
 
-@SAME_NAME
 def test_reads_of_two_widths_are_two_sites():
     model = one_branch(TwoReads)
     program = dispfx.capture(model)

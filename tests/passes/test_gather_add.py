@@ -78,7 +78,8 @@ def test_a_write_among_zeros_becomes_the_gather_alone():
     Pipeline([GatherAdd()]).run(program)
     assert not calls_of(program, "new_zeros") and not calls_of(program, "index_add")
     assert "add(index_select_default" in calls_of(program, "add")
-    assert torch.equal(program.graph_module(ids), before)
+    assert program.shapes["layers.0.attention.out.weight"] == (8, 32), "widened, not padded"
+    assert relative_error(program.graph_module(ids), before) <= 1e-6
 
 
 class Twice(nn.Module):

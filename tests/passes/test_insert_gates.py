@@ -31,9 +31,6 @@ def joined() -> Program:
     return dispfx.capture(one_branch(lambda: Middle(middle, up=2 * INNER)))
 
 
-LABELS_WARN = pytest.mark.xfail(strict=True, reason="reading the labels warns of a missing module")
-
-
 def gated(program: Program) -> Program:
     return Pipeline([InsertGates()]).run(program.clone())
 
@@ -69,7 +66,6 @@ def test_other_users_keep_the_plain_value(plain: Program):
     assert {user.name for user in program.node("embedding").users} == {"gate_0_0", "add"}
 
 
-@LABELS_WARN
 def test_a_mask_is_gathered_where_positions_share_features(joined: Program):
     program = gated(joined)
     site = next(site for site in program.sites if site.kind == "inner")
@@ -78,7 +74,7 @@ def test_a_mask_is_gathered_where_positions_share_features(joined: Program):
     assert "index_select(cat" in calls_of(program, "index_select")
 
 
-@pytest.mark.parametrize("name", ["plain", pytest.param("joined", marks=LABELS_WARN)])
+@pytest.mark.parametrize("name", ["plain", "joined"])
 def test_ones_change_no_bit_and_zeros_leave_the_stream_alone(name: str, request):
     program: Program = request.getfixturevalue(name)
     module, ids = gated(program).graph_module, token_ids(2, 9, vocabulary=VOCABULARY)
@@ -89,7 +85,6 @@ def test_ones_change_no_bit_and_zeros_leave_the_stream_alone(name: str, request)
     torch.testing.assert_close(module(ids, *zeros), x @ program.parameters["head.weight"].T)
 
 
-@LABELS_WARN
 def test_every_mask_gets_a_gradient_and_no_weight_does(joined: Program):
     masks = [torch.ones(site.size, requires_grad=True) for site in joined.sites]
     gated(joined).graph_module(token_ids(2, 9, vocabulary=VOCABULARY), *masks).square().sum().backward()
