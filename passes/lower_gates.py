@@ -253,7 +253,9 @@ def _count_shape(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
 
 def _count_factors(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
     sizes = list(node.args[2])  # type: ignore[arg-type]
-    first = node.args[1] % ops.rank(node.args[0])  # type: ignore[operator, arg-type]
+    value, dim = node.args[0], node.args[1]
+    assert isinstance(value, fx.Node) and isinstance(dim, int)
+    first = dim % ops.rank(value)
     for place, size in enumerate(sizes):
         stays = cut.get((node.name, first + place))
         if stays is not None and isinstance(size, int) and size != -1:

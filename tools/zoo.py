@@ -65,8 +65,8 @@ def main() -> None:
         for row in pool.map(lambda name: in_own_process(name, args), names):
             rows.append(row)
             print(line_of(row), flush=True)
-    if args.out:
-        write(rows, args)
+            if args.out:
+                write(rows, args)  # each time, so that a sweep that is cut off leaves what it found
     print(summary(rows))
 
 
@@ -182,17 +182,15 @@ def compile_tiny(model: Any, row: Row, tolerance: float) -> None:
     ids = [torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(7)) for shape in SHAPES]
     with torch.no_grad():
         row.bit_identical = all(torch.equal(decoder(x, ones), program.graph_module(x)) for x in ids)
-        row.lowered, row.gathered = 0.0, 0.0
+        lowered_errors, gathered_errors = [], []
         for seed in SEEDS:
             plan = Plan.random(program, RATIO, seed)
             expected = [api.gated(program, plan)(x) for x in ids]
             lowered, gathered = api.lower(program, plan), api.lower(program, plan, write="gather-add")
-            row.lowered = max(
-                row.lowered, *(relative(lowered(x), y) for x, y in zip(ids, expected, strict=True))
-            )
-            row.gathered = max(
-                row.gathered, *(relative(gathered(x), y) for x, y in zip(ids, expected, strict=True))
-            )
+            for x, y in zip(ids, expected, strict=True):
+                lowered_errors.append(relative(lowered(x), y))
+                gathered_errors.append(relative(gathered(x), y))
+    row.lowered, row.gathered = max(lowered_errors), max(gathered_errors)
     right = row.bit_identical and max(row.lowered, row.gathered) <= tolerance
     row.status = "compiled" if right else "wrong"
 
