@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dispfx.api.compilation import Learning, learn_from, remove_state, state_folder
 from dispfx.api.folders import is_output, open_folder
+from dispfx.api.measuring import measure
 from dispfx.api.onnx_folder import has_onnx, onnx_lines, onnx_runner, write_onnx
 from dispfx.api.opening import Opening, Paths, context_of, longest_context, names_of
 from dispfx.api.programs import analyse
@@ -25,7 +26,7 @@ from dispfx.ir.plan import BudgetOf, Plan
 from dispfx.ir.program import Program
 from dispfx.learning.settings import LearnSettings
 from dispfx.measure.equivalence import Verification, compare_decoders, random_token_ids, require
-from dispfx.measure.perplexity import Perplexity, perplexity
+from dispfx.measure.perplexity import Perplexity
 from dispfx.preconditions import check_ratio
 from dispfx.report import NullObserver, Observer
 from dispfx.source import encode, read_tokens
@@ -144,15 +145,14 @@ def evaluate(
         raise DataError("text to measure on is needed", hint="name a text file with --eval-data")
     ready = _ready(Opening(model, revision, dtype, device, trust_remote_code, tokenizer))
     tokens = read_tokens(eval_data, ready.tokenizer)
-    with torch.no_grad():
-        return perplexity(
-            ready.decoder,
-            tokens,
-            context=context or ready.context,
-            windows=windows,
-            device=device or "cpu",
-            text=names_of(eval_data),
-        )
+    return measure(
+        ready.decoder,
+        tokens,
+        context=context or ready.context,
+        windows=windows,
+        device=device or "cpu",
+        text=names_of(eval_data),
+    )
 
 
 def export(

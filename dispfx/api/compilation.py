@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dispfx.api.opening import Opening, Paths, Text, learn_settings, open_text, require_tokens
 from dispfx.api.programs import analyse, batches_of, learn, only_planned
 from dispfx.api.stages import Stages
-from dispfx.api.writing import Task, write_output
+from dispfx.api.writing import Task, check_export, write_output
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import DataError, OutputError, VerificationError
@@ -76,6 +76,7 @@ def compile(
     path = Path(out).expanduser()
     watcher = observer or NullObserver()
     check_ratio(ratio)
+    check_export(export)
     if resume and (path / "report.json").is_file():
         watcher.note(f"{path} is complete; there is nothing to do")
         return load_report(path / "report.json")
@@ -96,6 +97,7 @@ def compile(
             eval_windows=eval_windows,
             command=command,
             data_names=_data_names(data),
+            context=learned.seq_len,
         ),
         stages,
     )
@@ -126,6 +128,7 @@ def apply(
         PlanMismatchError: if the plan belongs to another decoder.
         DispfxError, VerificationError: as `compile`.
     """
+    check_export(export)
     path = refuse_existing(Path(out).expanduser())
     read = plan if isinstance(plan, Plan) else Plan.load(plan)
     stages = Stages(observer or NullObserver())
@@ -133,6 +136,7 @@ def apply(
         source = Opening(model, revision, dtype, device, trust_remote_code, tokenizer).open()
         text = open_text(source, data, eval_data)
     program = only_planned(_analyse(source, stages, (), print_after), read)
+    require_tokens(source, text, program.vocabulary_size)
     return _finish(
         Task(
             path,
@@ -173,6 +177,7 @@ class Learned:
     program: Program
     plan: Plan
     state: Path
+    seq_len: int
 
 
 def learn_from(
@@ -196,7 +201,7 @@ def learn_from(
         raise DataError("text to learn from is needed", hint="name a text file with --data")
     batches = batches_of(text.learn, settings, text.measure)
     program = _analyse(source, stages, how.skip, how.print_after)
-    require_tokens(source, text.learn, program.vocabulary_size)
+    require_tokens(source, text, program.vocabulary_size)
     if how.resume:
         stages.observer.note(_resumption(state))
     with stages("learn"):
@@ -212,7 +217,7 @@ def learn_from(
             on_step=stages.observer.learning,
         )
     plan.save(state / PLAN_FILE)
-    return Learned(source, text, program, plan, state)
+    return Learned(source, text, program, plan, state, settings.seq_len)
 
 
 def _resumption(state: Path) -> str:

@@ -109,12 +109,24 @@ def open_text(source: Source, data: Paths | Tensor | None, eval_data: Paths | No
     return Text(learn[:first_held_out], learn[first_held_out:], name, HELD_OUT_SHARE)
 
 
-def require_tokens(source: Source, tokens: Tensor, vocabulary_size: int) -> None:
-    """Pass if every token exists in the decoder.
+def require_tokens(source: Source, text: Text, vocabulary_size: int) -> None:
+    """Pass if every token exists in the decoder, and there are enough to measure on.
 
     Raises:
-        DataError: naming the largest token that does not.
+        DataError: naming the largest token that does not exist, or how many there are.
     """
+    for tokens in (text.learn, text.measure):
+        if tokens is not None and len(tokens):
+            _require_known(source, tokens, vocabulary_size)
+    if text.measure is not None and len(text.measure) < 2:
+        raise DataError(
+            f"two tokens or more are needed to measure on, and there are {len(text.measure)}",
+            where=text.name,
+            hint="use a longer text, or name another one to measure on with --eval-data",
+        )
+
+
+def _require_known(source: Source, tokens: Tensor, vocabulary_size: int) -> None:
     largest = int(tokens.max())
     if largest >= vocabulary_size or int(tokens.min()) < 0:
         raise DataError(

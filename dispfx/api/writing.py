@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import dispfx
 from dispfx.api.folders import load
+from dispfx.api.measuring import measure
 from dispfx.api.onnx_folder import write_onnx
-from dispfx.api.opening import Text, context_of, require_tokens
+from dispfx.api.opening import Text, context_of
 from dispfx.api.programs import lower
 from dispfx.api.stages import Stages
 from dispfx.api.verification import captured_lines, identity_lines, lowered_lines, reloaded_lines
@@ -25,7 +27,6 @@ from dispfx.ir.count import ParameterCount
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.measure.equivalence import Verification, random_token_ids, require
-from dispfx.measure.perplexity import perplexity
 from dispfx.report import (
     Bytes,
     Parameters,
@@ -43,7 +44,7 @@ from dispfx.source import Source
 
 EXPORTS = ("none", "onnx", "pt2")
 _PROBE_SEED, _PROBE_SAMPLES = 7, 100
-_NAMED_VERSIONS = ("dispfx", "torch", "transformers", "safetensors", "onnx", "onnxruntime-gpu", "onnxruntime")
+_NAMED_VERSIONS = ("torch", "transformers", "safetensors", "onnx", "onnxruntime-gpu", "onnxruntime")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,8 @@ class Task:
         eval_windows: how many windows to measure perplexity on; all by default.
         command: that gives this result again.
         data_names: files that were learned from.
+        context: window of perplexity for a decoder whose config does not name one; it has run at that
+            length.  2048 tokens by default.
     """
 
     path: Path
@@ -69,11 +72,22 @@ class Task:
     eval_windows: int | None = None
     command: str | None = None
     data_names: tuple[str, ...] = ()
+    context: int | None = None
 
     @property
     def exports(self) -> str:
         """The export that was asked for, or the default."""
         return self.export or ("onnx" if self.source.origin == "demo" else "none")
+
+
+def check_export(export: str | None) -> None:
+    """Pass if there is such an export.
+
+    Raises:
+        DispfxError: naming those that there are.
+    """
+    if export is not None and export not in EXPORTS:
+        raise DispfxError(f"--export is one of {', '.join(EXPORTS)}, {export!r} was given")
 
 
 def write_output(task: Task, stages: Stages) -> Report:
@@ -82,8 +96,6 @@ def write_output(task: Task, stages: Stages) -> Report:
     Raises:
         VerificationError: if two forms disagree; DIR does not exist then.
     """
-    if task.exports not in EXPORTS:
-        raise DispfxError(f"--export is one of {', '.join(EXPORTS)}, {task.exports!r} was given")
     with stages("lower"):
         lowered = lower(task.program, task.plan)
     lines: list[Verification] = []
@@ -186,12 +198,13 @@ def _perplexity(task: Task, reloaded: nn.Module) -> PerplexityChange | None:
     """Measure the captured and the reloaded decoder on text that was not learned from."""
     if task.text.measure is None:
         return None
-    require_tokens(task.source, task.text.measure, task.program.vocabulary_size)
+    named = context_of(task.source)
+    context = named if task.source.config is not None else task.context or named
     values = [
-        perplexity(
+        measure(
             decoder,
             task.text.measure,
-            context=context_of(task.source),
+            context=context,
             windows=task.eval_windows,
             device=task.program.device,
             text=task.text.name,
@@ -232,7 +245,7 @@ def _write_words(task: Task, folder: Path, report: Report) -> None:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that had a part in a result."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "dispfx": dispfx.__version__}
     for name in _NAMED_VERSIONS:
         try:
             found[name] = metadata.version(name)

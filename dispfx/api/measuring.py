@@ -1,0 +1,31 @@
+"""Perplexity as the commands measure it: on windows that the decoder can run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dispfx.errors import DataError, DispfxError
+from dispfx.measure.perplexity import Perplexity, perplexity
+
+
+def measure(decoder: Callable[[Tensor], Any], tokens: Tensor, *, context: int, **protocol: Any) -> Perplexity:
+    """As `perplexity`, without gradients; `protocol` are its other arguments.
+
+    Raises:
+        DataError: if the text is too short, or the decoder does not run on windows of `context` tokens,
+            as one with a shorter table of positions.
+    """
+    try:
+        with torch.no_grad():
+            return perplexity(decoder, tokens, context=context, **protocol)
+    except DispfxError:
+        raise
+    except (RuntimeError, IndexError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(
+            f"perplexity needs a decoder that runs on windows of {context} tokens; this one raised {reason}",
+            where=protocol.get("text"),
+            hint="measure with a shorter context, or leave out the text to measure on",
+        ) from error
