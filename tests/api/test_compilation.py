@@ -1,0 +1,291 @@
+"""compile and apply: a whole, verified folder or none, and what is kept beside it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dispfx
+from dispfx.api import apply, load
+from dispfx.errors import (
+    BudgetError,
+    DataError,
+    DispfxError,
+    OutputError,
+    PlanMismatchError,
+    SourceError,
+    VerificationError,
+)
+from dispfx.ir.plan import Plan
+from dispfx.measure.equivalence import Verification
+from dispfx.report import load_report
+from tests.api.conftest import MODEL, RATIO, SETTINGS, Compiled, Watcher, random_tokens
+from tests.api.plain import another_decoder, build_decoder
+from tests.plain_decoders import VOCABULARY
+from tests.programs import token_ids
+
+
+def compile_(out: Path, tokens: Path, **changes):
+    words = {"data": tokens, "settings": SETTINGS, "align": 1} | changes
+    return dispfx.compile(words.pop("model", MODEL), words.pop("ratio", RATIO), out=out, **words)
+
+
+def test_a_folder_is_whole_and_nothing_is_left_beside_it(compiled: Compiled):
+    assert {path.name for path in compiled.path.iterdir()} == {
+        "program.pt2", "plan.safetensors", "report.json", "metrics.jsonl", "README.md",
+    }  # fmt: skip
+    assert [path.name for path in compiled.path.parent.iterdir()] == ["out"], "DIR.state is removed"
+
+
+def test_the_report_has_the_fields_of_the_contract(compiled: Compiled):
+    report = json.loads((compiled.path / "report.json").read_text())
+    assert set(report) == {
+        "ratio", "parameters", "bytes", "perplexity", "verify", "sites", "refused", "seed", "versions",
+        "device", "seconds", "command",
+    }  # fmt: skip
+    assert set(report["ratio"]) == {"requested", "achieved", "of"}
+    assert set(report["parameters"]) == {"dense", "pruned", "gated"}
+    assert set(report["bytes"]) == {"dense", "pruned"}
+    assert set(report["perplexity"]) == {"dense", "pruned", "protocol"}
+    assert set(report["perplexity"]["protocol"]) == {"text", "context", "windows", "tokens", "held_out_share"}
+    for line in report["verify"]:
+        assert set(line) == {"name", "shape", "max_abs_error", "max_rel_error", "tolerance"}
+    assert all(set(site) == {"name", "kind", "size", "kept"} for site in report["sites"])
+    assert (report["seed"], report["command"]) == (0, "the command")
+    assert {"python", "torch", "dispfx"} <= set(report["versions"])
+    assert load_report(compiled.path / "report.json") == compiled.report
+
+
+def test_the_numbers_of_the_report_are_those_of_the_files(compiled: Compiled):
+    report, plan = compiled.report, Plan.load(compiled.path / "plan.safetensors")
+    model = build_decoder()
+    dense = sum(parameter.numel() for parameter in model.parameters())
+    removed = dense - report.parameters.pruned
+    assert report.parameters.dense == dense and report.bytes.dense == 4 * dense
+    assert abs(report.ratio.achieved - RATIO) <= 1e-3 and report.ratio.achieved == plan.achieved
+    assert removed == round(report.ratio.achieved * report.parameters.gated)
+    assert {site.name: site.kept for site in report.sites} == {k: len(v) for k, v in plan.kept.items()}
+    assert report.bytes.pruned == (compiled.path / "program.pt2").stat().st_size
+
+
+def test_every_comparison_is_made_and_holds(compiled: Compiled):
+    names = list(dict.fromkeys(line.name for line in compiled.report.verify))
+    assert names == [
+        "captured = model", "identity", "lowered = gated", "lowered = zeroed", "gather-add = lowered",
+        "reloaded = lowered",
+    ]  # fmt: skip
+    for line in compiled.report.verify:
+        assert line.holds
+    for name in names:
+        assert len({line.shape for line in compiled.report.verify if line.name == name}) == 2, name
+    exact = {line.name for line in compiled.report.verify if line.tolerance == 0.0}
+    assert exact == {"identity", "reloaded = lowered"}
+
+
+def test_stages_steps_and_lines_are_told_in_order(compiled: Compiled):
+    watcher = compiled.watcher
+    assert watcher.stages == ["open", "capture", "learn", "lower", "verify", "write", "reload", "measure"]
+    assert list(compiled.report.seconds) == watcher.stages
+    assert watcher.steps[-1] in (SETTINGS.steps, SETTINGS.steps - 1) and len(watcher.steps) == SETTINGS.steps
+    shown = [line for line in compiled.report.verify if line.name != "captured = model"]
+    assert watcher.verified_lines == shown
+    assert watcher.reports == [compiled.report] and len(watcher.programs) == 1
+
+
+def test_the_loaded_folder_is_the_lowered_decoder(compiled: Compiled):
+    program = dispfx.capture(build_decoder())
+    lowered = dispfx.lower(program, Plan.load(compiled.path / "plan.safetensors"))
+    ids = token_ids(3, 11)
+    assert torch.equal(load(compiled.path)(ids), lowered(ids))
+
+
+def test_held_out_text_is_the_last_tenth_of_the_data(compiled: Compiled):
+    protocol = compiled.report.perplexity.protocol  # type: ignore[union-attr]
+    assert protocol.held_out_share == 0.1 and protocol.text == "tokens.safetensors"
+    assert (protocol.context, protocol.windows, protocol.tokens) == (16, 4, 60 - 4)
+
+
+def test_resume_with_a_complete_folder_does_nothing_and_says_so(compiled: Compiled, tokens: Path):
+    watcher = Watcher()
+    before = {path: path.stat().st_mtime_ns for path in compiled.path.iterdir()}
+    report = compile_(compiled.path, tokens, resume=True, observer=watcher)
+    assert report == compiled.report and not watcher.stages
+    assert watcher.notes == [f"{compiled.path} is complete; there is nothing to do"]
+    assert {path: path.stat().st_mtime_ns for path in compiled.path.iterdir()} == before
+
+
+def test_resume_without_a_state_starts_at_step_0_and_says_so(tmp_path: Path, tokens: Path):
+    watcher = Watcher()
+    compile_(tmp_path / "out", tokens, resume=True, observer=watcher)
+    assert watcher.notes == [f"no state in {tmp_path / 'out.state'}: starting at step 0"]
+    assert (tmp_path / "out").is_dir()
+
+
+def test_an_interrupted_run_resumes_to_the_same_plan(compiled: Compiled, tmp_path: Path, tokens: Path):
+    class Impatient(Watcher):
+        def learning(self, record) -> None:
+            super().learning(record)
+            if len(self.steps) == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_(tmp_path / "out", tokens, observer=Impatient())
+    assert not (tmp_path / "out").exists() and (tmp_path / "out.state").is_dir()
+    with pytest.raises(OutputError, match="an unfinished run left its state") as error:
+        compile_(tmp_path / "out", tokens)
+    assert "--resume" in str(error.value)
+    watcher = Watcher()
+    compile_(tmp_path / "out", tokens, resume=True, observer=watcher)
+    assert watcher.notes == ["going on at step 2"] and len(watcher.steps) == 1
+    first, second = (Plan.load(folder / "plan.safetensors") for folder in (compiled.path, tmp_path / "out"))
+    assert first == second
+    assert not (tmp_path / "out.state").exists()
+
+
+@pytest.fixture
+def nothing_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the comparison of the lowered with the gated decoder fail."""
+
+    def apart(*words, **rest):
+        return [Verification("lowered = gated", (2, 9), 1.0, 0.5, 1e-5)]
+
+    monkeypatch.setattr("dispfx.api.writing.lowered_lines", apart)
+
+
+def test_a_failed_verification_keeps_the_plan_and_names_the_command(
+    compiled: Compiled, tmp_path: Path, tokens: Path, nothing_agrees: None, monkeypatch: pytest.MonkeyPatch
+):
+    out = tmp_path / "out"
+    with pytest.raises(VerificationError, match=r"lowered = gated: relative error 0\.5") as error:
+        compile_(out, tokens)
+    assert error.value.exit_code == 1
+    kept = tmp_path / "out.state" / "plan.safetensors"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.state"], (
+        "no output folder, nothing half-written"
+    )
+    assert error.value.hint == f"the plan is kept: dispfx apply {MODEL} {kept} --out {out}"
+    assert Plan.load(kept) == Plan.load(compiled.path / "plan.safetensors")
+
+
+def test_the_named_command_finishes_the_folder(compiled: Compiled, tmp_path: Path, tokens: Path):
+    report = apply(MODEL, compiled.path / "plan.safetensors", out=tmp_path / "out", data=tokens)
+    assert report.parameters == compiled.report.parameters
+    assert report.perplexity is not None and report.perplexity.protocol.tokens == 59
+    assert report.verify == compiled.report.verify and "learn" not in report.seconds
+    ids = token_ids(2, 9)
+    assert torch.equal(load(tmp_path / "out")(ids), load(compiled.path)(ids))
+    assert not (tmp_path / "out" / "metrics.jsonl").exists() and not (tmp_path / "out.state").exists()
+
+
+def test_apply_needs_no_text_and_then_measures_nothing(compiled: Compiled, tmp_path: Path):
+    report = apply(build_decoder(), Plan.load(compiled.path / "plan.safetensors"), out=tmp_path / "out")
+    assert report.perplexity is None and (tmp_path / "out" / "report.json").is_file()
+
+
+def test_apply_refuses_the_plan_of_another_decoder_and_writes_nothing(compiled: Compiled, tmp_path: Path):
+    with pytest.raises(PlanMismatchError, match="made for a decoder with fingerprint"):
+        apply(another_decoder(), compiled.path / "plan.safetensors", out=tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gate_that_changes_nothing_is_never_written(tmp_path: Path, tokens: Path, monkeypatch):
+    """Identity is asked for bit by bit: one wrong bit ends the run."""
+
+    def one_bit(program):
+        return [Verification("identity", (2, 9), 1e-9, 1e-9, 0.0)]
+
+    monkeypatch.setattr("dispfx.api.writing.identity_lines", one_bit)
+    with pytest.raises(VerificationError, match="identity"):
+        compile_(tmp_path / "out", tokens)
+    assert not (tmp_path / "out").exists()
+
+
+REFUSED = {
+    "a ratio of one": ({"ratio": 1.0}, BudgetError, "between 0 and 1"),
+    "a ratio of zero": ({"ratio": 0.0}, BudgetError, "between 0 and 1"),
+    "a ratio out of reach": ({"ratio": 0.999}, BudgetError, "the sites can give up at most"),
+    "no text": ({"data": None}, DataError, "text to learn from is needed"),
+    "a text shorter than a sequence": ({"data": random_tokens(12)}, DataError, "16"),
+    "ids of another vocabulary": ({"data": torch.full((600,), 61)}, DataError, "must be in [0, 61)"),
+    "one token to measure on": ({"data": random_tokens(17)}, DataError, "two tokens or more are needed"),
+    "no such function": ({"model": "tests.api.plain:nothing"}, SourceError, "has no nothing"),
+    "every branch skipped": ({"skip": ["*"]}, DispfxError, "--skip leaves out"),
+    "an unknown export": ({"export": "tensorrt"}, DispfxError, "--export is one of none, onnx, pt2"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_be_used_is_refused_without_a_folder(name: str, tmp_path: Path, tokens: Path):
+    changes, kind, words = REFUSED[name]
+    with pytest.raises(kind) as error:
+        compile_(tmp_path / "out", tokens, **changes)
+    assert words in str(error.value) and error.value.exit_code == 2
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.state" / "learning.safetensors").exists(), "nothing was learned before that"
+
+
+def test_an_output_that_exists_is_refused_before_anything(tmp_path: Path, tokens: Path):
+    (tmp_path / "mine").write_text("keep")
+    watcher = Watcher()
+    with pytest.raises(OutputError, match="must not exist yet"):
+        compile_(tmp_path, tokens, observer=watcher)
+    assert not watcher.stages and (tmp_path / "mine").read_text() == "keep"
+
+
+def test_text_to_measure_on_is_not_taken_from_the_data(tmp_path: Path, tokens: Path):
+    report = compile_(tmp_path / "out", tokens, data=random_tokens(500, seed=1), eval_data=tokens)
+    assert report.perplexity is not None
+    protocol = report.perplexity.protocol
+    assert protocol.held_out_share is None and protocol.text == "tokens.safetensors"
+    # 600 tokens in windows of 16, the length that was learned at; the last window holds 8.
+    assert (protocol.context, protocol.windows, protocol.tokens) == (16, 38, 600 - 38)
+
+
+def test_a_decoder_that_cannot_read_a_whole_window_says_so(compiled: Compiled, tmp_path: Path):
+    """The plain decoder has 64 positions, and without learning nothing says that it reads no more."""
+    with pytest.raises(DataError, match="runs on windows of 2048 tokens") as error:
+        apply(MODEL, compiled.path / "plan.safetensors", out=tmp_path / "out", data=random_tokens(2000))
+    assert error.value.exit_code == 2 and not list(tmp_path.iterdir())
+
+
+def test_alignment_and_skipped_branches_reach_the_plan(tmp_path: Path, tokens: Path):
+    report = compile_(tmp_path / "out", tokens, align=8, skip=["*.attention"], ratio=0.4)
+    assert {site.name.split(".")[2] for site in report.sites} == {"mlp"}
+    assert all(site.kept % 8 == 0 for site in report.sites)
+    ids = token_ids(2, 9)
+    assert load(tmp_path / "out")(ids).shape == (2, 9, VOCABULARY)
+
+
+def test_passes_are_printed_where_asked(tmp_path: Path, tokens: Path):
+    watcher = Watcher()
+    compile_(tmp_path / "out", tokens, print_after=["canonicalize", "find-sites"], observer=watcher)
+    assert watcher.printed_names == ["canonicalize", "find-sites"]
+
+
+_PLAN_SCRIPT = """
+import sys, torch
+torch.set_num_threads(1)
+from dataclasses import asdict
+import dispfx
+from tests.api.conftest import SETTINGS, random_tokens
+from tests.api.plain import build_decoder
+plan = dispfx.learn(dispfx.capture(build_decoder()), random_tokens(), 0.3, settings=SETTINGS, seed=11)
+plan.save(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_plan_in_two_processes(tmp_path: Path):
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(root)}
+    words = [sys.executable, "-c", _PLAN_SCRIPT, str(tmp_path / "there")]
+    subprocess.run(words, check=True, env=environment, cwd=root)
+    program = dispfx.capture(build_decoder())
+    dispfx.learn(program, random_tokens(), RATIO, settings=SETTINGS, seed=11).save(tmp_path / "here")
+    assert (tmp_path / "here").read_bytes() == (tmp_path / "there").read_bytes()
+    other = dispfx.learn(program, random_tokens(), RATIO, settings=SETTINGS)
+    assert other.selections != Plan.load(tmp_path / "here").selections
