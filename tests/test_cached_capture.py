@@ -9,20 +9,24 @@ from torch import Tensor, fx, nn
 
 import dispfx
 from dispfx.api.cached import CachedDecoder, capture_cached, lower_cached
+from dispfx.api.programs import analysis
+from dispfx.cached_capture import capture_cached as capture_prepared
 from dispfx.cached_capture import export_cached_program
 from dispfx.errors import CaptureError, PlanMismatchError, UnsupportedGraphError
 from dispfx.ir.cached_inputs import CachedShape, cache_tensors, positions_of, sample_inputs
 from dispfx.ir.plan import Plan, site_keys
 from dispfx.ir.program import Program
+from dispfx.pipeline import Pipeline
+from dispfx.source.cached_forward import cached_forward
 from tests.plain_decoders import FORMS, build
-from tests.programs import relative_error, token_ids
+from tests.programs import plan_keeping, relative_error, token_ids
 from tests.tiny_transformers import VOCABULARY, tiny_transformer
 
 # Sums over keys run in another order with one query than with many: 2⁻²³ a step, a few hundred steps.
 ORDER_OF_SUMS = 1e-5
 PREFILL, STEPS = 7, 32
 QUICK = ("llama", "gpt2")
-SLOW = ("qwen3", "phi", "gemma2", "gemma3", "mixtral")
+SLOW = ("qwen3", "phi", "gemma2", "gemma3", "mixtral", "deepseek")
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,38 @@ def test_a_lowered_cached_decoder_keeps_the_size_of_its_cache(llama: Case):
     assert sum(map(torch.numel, program.parameters.values())) < sum(
         map(torch.numel, llama.plain.parameters.values())
     )
+
+
+@pytest.mark.slow
+def test_latents_that_are_cached_are_cut_in_the_cache_too():
+    case = captured("deepseek")
+    kept = {site.name: list(range(site.size)) for site in case.plain.sites}
+    latents = "model.layers.1.self_attn.kv_a_layernorm.weight:0"
+    (site,) = (site for site in case.plain.sites if latents in site_keys(site))
+    kept[site.name] = [0, 3, 4, 9]
+    lowered = dispfx.lower(case.cached, plan_keeping(case.plain, kept))
+    sizes = {cache.name: cache.size for cache in cache_tensors(lowered.graph)}
+    before = {cache.name: cache.size for cache in cache_tensors(case.cached.graph)}
+    changed = {name: (before[name], sizes[name]) for name in sizes if before[name] != sizes[name]}
+    assert list(changed.values()) == [(10, 4)] and next(iter(changed)).startswith("1.")
+
+
+@pytest.mark.slow
+def test_features_that_leave_the_decoder_other_than_as_its_cache_are_not_pruned():
+    program = capture_prepared(cached_forward(tiny_transformer("deepseek")))
+    renamed = {name: name.replace("present", "latent") for name in program.outputs}
+    program.outputs = tuple(renamed.values())
+    found = {site_keys(site) for site in Pipeline(analysis()).run(program).sites}
+    lost = {site_keys(site) for site in captured("deepseek").cached.sites} - found
+    assert len(lost) == 2 and all("kv_a_layernorm" in str(keys) for keys in lost)
+
+
+def test_a_decoder_that_counts_its_positions_in_its_own_way_goes_on_doing_so():
+    case = captured("roberta")  # Its positions start behind the padding token's id.
+    ids = ids_of(2, 15) % (VOCABULARY - 8) + 8
+    with torch.no_grad():
+        recomputed = case.model(ids, use_cache=False).logits
+    assert relative_error(generated(case.cached.graph_module, ids, PREFILL), recomputed) <= ORDER_OF_SUMS
 
 
 def test_a_plan_that_skips_a_branch_lowers_the_cached_capture(llama: Case):

@@ -1,9 +1,12 @@
 """Tiny transformers decoders with random weights, one for each arrangement that a cache can meet."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -13,10 +16,11 @@ from transformers import (
     PhiConfig,
     PreTrainedConfig,
     Qwen3Config,
+    RobertaConfig,
 )
 
 VOCABULARY = 96
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -27,6 +31,23 @@ _SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
+}
+_OWN_POSITIONS: dict[str, Any] = _SIZES | {"pad_token_id": 1}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
 }
 
 
@@ -50,6 +71,10 @@ def _config(name: str) -> PreTrainedConfig:
             return Gemma3TextConfig(**_SIZES, head_dim=8, sliding_window=8, layer_types=kinds)
         case "mixtral":
             return MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2)
+        case "roberta":
+            return RobertaConfig(**_OWN_POSITIONS, is_decoder=True)
+        case "deepseek":  # Latent attention: the cache holds the latents, which are sites.
+            return DeepseekV3Config(**_SIZES | _LATENT | _ROUTED)
         case "lfm2":
             return Lfm2Config(**_SIZES, layer_types=["conv", "full_attention"])
     raise KeyError(name)
@@ -58,7 +83,7 @@ def _config(name: str) -> PreTrainedConfig:
 def tiny_transformer(name: str) -> nn.Module:
     """Return a seeded decoder in evaluation mode; no parameter is constant, so that none hides an error."""
     torch.manual_seed(0)
-    options = {"experts_implementation": "batched_mm"} if name == "mixtral" else {}
+    options = {"experts_implementation": "batched_mm"} if name in ("mixtral", "deepseek") else {}
     model = AutoModelForCausalLM.from_config(_config(name), **options).eval()
     with torch.no_grad():
         for parameter in model.parameters():

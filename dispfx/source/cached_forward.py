@@ -19,7 +19,7 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from dispfx.cached_capture import CachedForward
-from dispfx.capturing import evaluation, first_line
+from dispfx.capturing import embedding_rows, evaluation, first_line, token_ids
 from dispfx.errors import CaptureError, UnsupportedGraphError
 from dispfx.ir.cached_inputs import CacheTensor
 
@@ -40,7 +40,7 @@ def cached_forward(model: nn.Module) -> CachedForward:
     """
     argument = _cache_argument(model)
     layers = _observed_layers(model, argument)
-    module = _CachedModule(model, argument, [_kept_as(layer) for layer in layers])
+    module = _CachedModule(model, argument, [_kept_as(layer) for layer in layers], _inputs_taken(model))
     caches = [tensor for index, layer in enumerate(layers) for tensor in _tensors(layer, index)]
     return CachedForward(module, model, "decoder", tuple(caches))
 
@@ -52,14 +52,15 @@ class _CachedModule(nn.Module):
         argument: under which name the decoder takes its cache.
         kept: for each layer of the cache None where it holds keys and values, else what stands for it,
             such as for a layer that uses another's keys and values.
+        taken: which of mask, positions and `use_cache` the decoder is given.
     """
 
-    def __init__(self, decoder: nn.Module, argument: str, kept: Sequence[type | None]):
+    def __init__(self, decoder: nn.Module, argument: str, kept: Sequence[type | None], taken: frozenset[str]):
         super().__init__()
         self.decoder = decoder
         self._argument = argument
         self._kept = tuple(kept)
-        self._takes = _accepted(decoder)
+        self._taken = taken
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[Tensor]
@@ -68,7 +69,7 @@ class _CachedModule(nn.Module):
         pairs = iter(zip(past[::2], past[1::2], strict=True))
         cache.layers = [_filled(*next(pairs)) if empty is None else empty() for empty in self._kept]
         optional = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": True}
-        arguments = {name: value for name, value in optional.items() if name in self._takes}
+        arguments = {name: value for name, value in optional.items() if name in self._taken}
         output = self.decoder(input_ids, **{self._argument: cache}, **arguments)
         layers = [layer for layer, empty in zip(cache.layers, self._kept, strict=True) if empty is None]
         return [output.logits, *(tensor for layer in layers for tensor in _pair(layer))]
@@ -100,19 +101,44 @@ def _cache_argument(model: nn.Module) -> str:
     )
 
 
-def _observed_layers(model: nn.Module, argument: str) -> list[Any]:
-    """Return the layers of the cache that a forward pass leaves behind."""
-    ids = torch.ones(_SAMPLE, dtype=torch.int64, device=next(model.parameters()).device)
+def _inputs_taken(model: nn.Module) -> frozenset[str]:
+    """Return what the decoder can be given beside ids and cache.
+
+    Positions are left to a decoder that does not count them from 0: it numbers them itself, from the
+    ids and the length of its cache.
+    """
+    taken = _accepted(model)
+    if "position_ids" not in taken:
+        return taken
+    ids = _sample_ids(model)
+    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    own, given = _observed(model, ids, {}), _observed(model, ids, {"position_ids": places})
+    alike = torch.allclose(own.logits, given.logits, rtol=1e-3, atol=1e-3 * float(own.logits.abs().max()))
+    return taken if alike else taken - {"position_ids"}
+
+
+def _sample_ids(model: nn.Module) -> Tensor:
+    return token_ids(model, embedding_rows(model), _SAMPLE)
+
+
+def _observed(model: nn.Module, ids: Tensor, arguments: dict[str, Any]) -> Any:
+    """Return what the decoder gives for token ids when it starts a cache."""
+    if "use_cache" in _accepted(model):
+        arguments = {**arguments, "use_cache": True}
     with evaluation(model, use_cache=True), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            output = model(ids, **({"use_cache": True} if "use_cache" in _accepted(model) else {}))
+            return model(ids, **arguments)
         except Exception as error:
             raise CaptureError(
                 f"the decoder must run with a cache; it raised {type(error).__name__}: {first_line(error)}",
                 where=type(model).__name__,
             ) from error
-    cache = getattr(output, argument, None)
+
+
+def _observed_layers(model: nn.Module, argument: str) -> list[Any]:
+    """Return the layers of the cache that a forward pass leaves behind."""
+    cache = getattr(_observed(model, _sample_ids(model), {}), argument, None)
     if not isinstance(cache, Cache):
         raise UnsupportedGraphError(
             f"the decoder must return a cache of keys and values; it returns {_kind(cache)}",
