@@ -16,12 +16,12 @@ from dispfx.api.onnx_folder import has_onnx, onnx_lines, onnx_runner, write_onnx
 from dispfx.api.opening import Opening, Paths, context_of, longest_context, names_of
 from dispfx.api.programs import analyse
 from dispfx.api.stages import Stages
-from dispfx.api.verification import tolerance_of
+from dispfx.api.verification import exported_lines, tolerance_of
 from dispfx.capturing import export_program, module_logits
 from dispfx.deploy import exported
 from dispfx.deploy.folder import refuse_existing
 from dispfx.deploy.generate import generate as continue_ids
-from dispfx.errors import DataError
+from dispfx.errors import DataError, VerificationError
 from dispfx.ir.plan import BudgetOf, Plan
 from dispfx.ir.program import Program
 from dispfx.learning.settings import LearnSettings
@@ -117,8 +117,7 @@ def verify(folder: str | Path) -> list[Verification]:
         tolerance = tolerance_of(opened.program)
         lines += compared("gather-add = checkpoint", opened.decoder, opened.fast(), tolerance)
         if (opened.path / exported.PROGRAM_FILE).is_file():
-            program = exported.load_program(opened.path)
-            lines += compared("program.pt2 = checkpoint", opened.decoder, program, tolerance)
+            lines += exported_lines(opened.path, opened.decoder, opened.vocabulary_size)
     if has_onnx(opened.path):
         lines += onnx_lines(opened.path, opened.decoder, opened.vocabulary_size)
     return lines
@@ -171,6 +170,11 @@ def export(
         refuse_existing(target)
         ids = random_token_ids(opened.vocabulary_size, (2, 8))
         exported.save_program(export_program(opened.graph_module, ids), opened.path)
+        try:
+            require(*exported_lines(opened.path, opened.decoder, opened.vocabulary_size))
+        except VerificationError:
+            target.unlink()
+            raise
         written.append(target)
     if onnx:
         refuse_existing(opened.path / "onnx")

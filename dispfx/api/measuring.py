@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dispfx.errors import DataError, DispfxError
+from dispfx.capturing import first_line
+from dispfx.errors import CaptureError, DataError
 from dispfx.measure.perplexity import Perplexity, perplexity
 
 
@@ -20,12 +21,10 @@ def measure(decoder: Callable[[Tensor], Any], tokens: Tensor, *, context: int, *
     try:
         with torch.no_grad():
             return perplexity(decoder, tokens, context=context, **protocol)
-    except DispfxError:
-        raise
-    except (RuntimeError, IndexError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except (CaptureError, RuntimeError, IndexError, ValueError) as error:
         raise DataError(
-            f"perplexity needs a decoder that runs on windows of {context} tokens; this one raised {reason}",
+            f"perplexity needs a decoder that runs on windows of {context} tokens; this one does not: "
+            f"{first_line(error)}",
             where=protocol.get("text"),
             hint="measure with a shorter context, or leave out the text to measure on",
         ) from error

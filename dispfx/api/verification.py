@@ -7,18 +7,21 @@
                          shares no graph, no gate and no index with the compiler
     gather-add = lowered
     reloaded = lowered   read back from disk
-    onnx = lowered       on ONNX Runtime's CPU provider
+    onnx = checkpoint    on ONNX Runtime's CPU provider
+    program.pt2 = checkpoint, where both are written
 
 All but the first run at two batch sizes and lengths that were not traced.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from dispfx.api.programs import GatedDecoder, gate, gated, lower
 from dispfx.capturing import IDENTITY_TOLERANCE, module_logits
+from dispfx.deploy.exported import load_program
 from dispfx.errors import VerificationError
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
@@ -72,6 +75,19 @@ def lowered_lines(
 def reloaded_lines(program: Program, lowered: nn.Module, reloaded: nn.Module) -> list[Verification]:
     """Compare what was read back from disk with the lowered decoder: equal bits."""
     return _compare("reloaded = lowered", program, lowered, reloaded, tolerance=0.0)
+
+
+def exported_lines(folder: Path, decoder: nn.Module, vocabulary_size: int) -> list[Verification]:
+    """Compare a folder's exported program, as read from disk, with the decoder of its checkpoint."""
+    parameter = next(decoder.parameters())
+    return compare_decoders(
+        "program.pt2 = checkpoint",
+        decoder,
+        load_program(folder),
+        TOLERANCES.get(parameter.dtype, 1e-5),
+        vocabulary_size=vocabulary_size,
+        device=parameter.device,
+    )
 
 
 class ZeroedDecoder(nn.Module):

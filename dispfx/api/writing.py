@@ -16,7 +16,13 @@ from dispfx.api.onnx_folder import write_onnx
 from dispfx.api.opening import Text, context_of
 from dispfx.api.programs import lower
 from dispfx.api.stages import Stages
-from dispfx.api.verification import captured_lines, identity_lines, lowered_lines, reloaded_lines
+from dispfx.api.verification import (
+    captured_lines,
+    exported_lines,
+    identity_lines,
+    lowered_lines,
+    reloaded_lines,
+)
 from dispfx.capturing import export_program
 from dispfx.demo.probe import skill_probe
 from dispfx.deploy import exported, weights
@@ -109,6 +115,8 @@ def write_output(task: Task, stages: Stages) -> Report:
         with stages("reload"):
             reloaded = load(folder, device=task.program.device)
             _add(lines, reloaded_lines(task.program, lowered, reloaded), stages)
+            if task.exports == "pt2" and task.source.config is not None:
+                _add(lines, exported_lines(folder, reloaded, task.program.vocabulary_size), stages)
         if task.exports == "onnx":
             with stages("onnx"):
                 fast = lower(task.program, task.plan, write="gather-add")
