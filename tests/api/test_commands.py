@@ -1,0 +1,164 @@
+"""inspect, learn, verify, eval, export and generate on the demo and on a plain module."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dispfx.api import apply, evaluate, export, generate, inspect, learn_plan, load, verify
+from dispfx.errors import DataError, DispfxError, OutputError, VerificationError
+from dispfx.ir.plan import Plan
+from dispfx.measure.equivalence import Verification
+from dispfx.report import Report
+from tests.api.conftest import MODEL, RATIO, SETTINGS, Compiled, Watcher, random_tokens
+from tests.api.plain import build_decoder
+from tests.programs import token_ids
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Report]]:
+    """The demo with a random plan, written as a checkpoint and as a program."""
+    folder = tmp_path_factory.mktemp("demo")
+    program = inspect("demo")
+    plan = Plan.random(program, 0.2, 0, align=8)
+    text = folder / "text.txt"
+    text.write_text("the cats see the dog . " * 40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dispfx.api.writing._PROBE_SAMPLES", 1)
+        report = apply("demo", plan, out=folder / "out", eval_data=text, eval_windows=1, export="pt2")
+    yield folder / "out", report
+
+
+def test_inspect_says_what_can_be_pruned_in_any_model():
+    program = inspect(MODEL)
+    assert [site.symbol for site in program.sites] == ["S1", "S2", "S3", "S4", "S5"]
+    watcher = Watcher()
+    inspect(build_decoder(), skip=["*.mlp"], print_after=["find-sites"], observer=watcher)
+    assert watcher.printed_names == ["find-sites"]
+
+
+def test_learn_plan_writes_the_plan_alone(tmp_path: Path, tokens: Path, compiled: Compiled):
+    path, watcher = tmp_path / "plan.safetensors", Watcher()
+    plan = learn_plan(MODEL, RATIO, out=path, data=tokens, settings=SETTINGS, align=1, observer=watcher)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.safetensors"]
+    assert plan == Plan.load(path) == Plan.load(compiled.path / "plan.safetensors")
+    assert watcher.stages == ["open", "capture", "learn"]
+    with pytest.raises(OutputError, match="must not exist yet"):
+        learn_plan(MODEL, RATIO, out=path, data=tokens, settings=SETTINGS)
+    again = learn_plan(MODEL, RATIO, out=path, data=tokens, resume=True, observer=watcher)
+    assert again == plan and watcher.notes == [f"{path} is complete; there is nothing to do"]
+
+
+def test_the_demo_is_written_as_a_checkpoint(demo: tuple[Path, Report]):
+    path, report = demo
+    names = {entry.name for entry in path.iterdir()}
+    assert {"config.json", "model.safetensors", "plan.safetensors", "report.json", "program.pt2"} <= names
+    assert {"tokenizer.json", "README.md"} <= names and "metrics.jsonl" not in names
+    assert set(report.skills) and report.parameters.pruned < report.parameters.dense
+    assert "program.pt2 = checkpoint" in {line.name for line in report.verify}
+
+
+def test_verify_compares_every_form_that_is_there(demo: tuple[Path, Report]):
+    lines = verify(demo[0])
+    assert {line.name for line in lines} == {"gather-add = checkpoint", "program.pt2 = checkpoint"}
+    assert all(line.holds for line in lines) and len(lines) == 4
+
+
+@pytest.mark.slow
+def test_verify_sees_a_weight_that_was_changed_in_one_form(demo: tuple[Path, Report], tmp_path: Path):
+    copy = tmp_path / "out"
+    shutil.copytree(demo[0], copy)
+    tensors = load_file(copy / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("down_proj.weight"))
+    tensors[name] = tensors[name] * 2
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    lines = {line.name: line.holds for line in verify(copy)}
+    assert lines["program.pt2 = checkpoint"] is False and lines["gather-add = checkpoint"] is True
+
+
+def test_verify_refuses_what_is_no_output(tmp_path: Path):
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(DispfxError) as error:
+            verify(path)
+        assert error.value.exit_code == 2
+
+
+@pytest.mark.slow
+def test_evaluate_takes_a_model_and_an_output_folder(demo: tuple[Path, Report], tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("the cats see the dog . " * 40)
+    dense, pruned = (
+        evaluate("demo", eval_data=text, windows=1),
+        evaluate(str(demo[0]), eval_data=text, windows=1),
+    )
+    assert demo[1].perplexity is not None
+    assert dense.value == pytest.approx(demo[1].perplexity.dense, rel=1e-5)
+    assert dense.protocol["text"] == "text.txt" and dense.protocol["windows"] == 1
+    assert pruned.value != dense.value
+
+
+def test_evaluate_measures_a_plain_module_on_tokens_of_a_given_window(tokens: Path):
+    found = evaluate(build_decoder(), eval_data=tokens, context=32)
+    assert found.protocol["context"] == 32 and found.protocol["windows"] == 19
+    with pytest.raises(DataError, match="runs on windows of 2048 tokens"):
+        evaluate(MODEL, eval_data=tokens)
+
+
+def test_evaluate_needs_a_text():
+    with pytest.raises(DataError, match="text to measure on is needed"):
+        evaluate(MODEL)
+
+
+@pytest.mark.slow
+def test_generate_continues_a_prompt_of_the_demo(demo: tuple[Path, Report]):
+    first, second = (generate(str(demo[0]), "the cats ", max_new_tokens=6, seed=seed) for seed in (1, 2))
+    assert first == second and len(first) > 0, "greedy by default, so no seed matters"
+    assert generate("demo", "the cats ", max_new_tokens=6, temperature=5.0, seed=1) != first
+
+
+def test_generate_needs_a_tokenizer():
+    with pytest.raises(DataError, match="text needs a tokenizer"):
+        generate(MODEL, "the")
+
+
+@pytest.mark.slow
+def test_export_writes_a_program_that_agrees_and_no_other(
+    demo: tuple[Path, Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    copy = tmp_path / "out"
+    shutil.copytree(demo[0], copy)
+    with pytest.raises(OutputError, match="must not exist yet"):
+        export(copy, pt2=True)
+    (copy / "program.pt2").unlink()
+    with monkeypatch.context() as patch:
+        line = Verification("program.pt2 = checkpoint", (2, 9), 1.0, 1.0, 1e-5)
+        patch.setattr("dispfx.api.commands.exported_lines", lambda *words: [line])
+        with pytest.raises(VerificationError):
+            export(copy, pt2=True)
+    assert not (copy / "program.pt2").exists()
+    assert export(copy, pt2=True) == [copy / "program.pt2"] and (copy / "program.pt2").is_file()
+
+
+def test_a_folder_of_a_plain_module_holds_its_final_form(compiled: Compiled):
+    with pytest.raises(OutputError, match=r"the folder holds program\.pt2 alone"):
+        export(compiled.path, onnx=True)
+    assert load(compiled.path)(token_ids(2, 9)).shape == (2, 9, 61)
+
+
+def test_the_module_of_the_user_is_never_changed(tmp_path: Path, compiled: Compiled):
+    model = build_decoder().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    apply(model, compiled.path / "plan.safetensors", out=tmp_path / "out")
+    evaluate(model, eval_data=_stored(tmp_path), context=16, windows=1)
+    assert model.training and all(parameter.requires_grad for parameter in model.parameters())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert isinstance(model, nn.Module)
+
+
+def _stored(folder: Path) -> Path:
+    save_file({"tokens": random_tokens(40)}, folder / "t.safetensors")
+    return folder / "t.safetensors"
