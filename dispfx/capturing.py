@@ -29,7 +29,6 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
 from dispfx.errors import CaptureError
-from dispfx.ir.ops import shape_of
 from dispfx.ir.program import Program
 from dispfx.unlifting import program_of, straight_line, user_inputs, user_outputs
 
@@ -60,7 +59,7 @@ def capture(model: nn.Module, *, vocabulary_size: int | None = None) -> Program:
         if shapes:
             # What torch.export says of a module that cannot run at all is hard to read.
             _logits_of(_run(model, ids, arguments), ids)
-        program = _program_of(straight_line(_export(model, ids, arguments)), model)
+        program = _program_of(straight_line(_export(model, ids)), model)
         program.identity = {
             shape: _identity(program, model, token_ids(model, vocabulary, shape), arguments)
             for shape in shapes
@@ -139,8 +138,17 @@ def embedding_rows(model: nn.Module) -> int:
 
 @contextmanager
 def evaluation(model: nn.Module, *, use_cache: bool = False) -> Iterator[None]:
-    """Hold the module in evaluation mode, and its config's `use_cache` as asked; put both back."""
+    """Hold the module in evaluation mode, and its config's `use_cache` as asked.
+
+    Both are put back, and so is every buffer that a forward pass writes to or replaces.
+    """
     flags = {module: module.training for module in model.modules()}
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in flags
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     config = getattr(model, "config", None)
     before = getattr(config, "use_cache", None)
     model.eval()
@@ -151,6 +159,10 @@ def evaluation(model: nn.Module, *, use_cache: bool = False) -> Iterator[None]:
     finally:
         for module, training in flags.items():
             module.training = training
+        for module, name, buffer, value in buffers:
+            module._buffers[name] = buffer
+            if not buffer.is_meta and not torch.equal(buffer, value):
+                buffer.copy_(value)
         if before is not None:
             config.use_cache = before  # type: ignore[union-attr]
 
@@ -181,24 +193,37 @@ def _run(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> Any:
 
 
 def _logits_of(output: Any, ids: Tensor) -> Tensor:
-    """Return the logits in a module's output: its first float tensor of shape (B, T, V)."""
-    leaves = pytree.tree_leaves(output)
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:-1] == ids.shape:
+    """Return a module output's `.logits`, its `["logits"]`, or its first float tensor (B, T, V)."""
+    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    leaves = [named] if isinstance(named, Tensor) else pytree.tree_leaves(output)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    for leaf in tensors:
+        if leaf.is_floating_point() and leaf.dim() == 3 and leaf.shape[:-1] == ids.shape:
             return leaf
-    shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
     raise CaptureError(
-        f"logits of shape {(*ids.shape, 'V')} were expected, the module returns tensors of {shapes}",
+        f"logits of shape {(*ids.shape, 'V')} were expected, the module returns tensors of "
+        f"{[tuple(tensor.shape) for tensor in tensors]}",
+        where=type(output).__name__,
         hint="use a causal language model with its head",
     )
 
 
-def _export(model: nn.Module, ids: Tensor, arguments: dict[str, Any]) -> ExportedProgram:
+class _LogitsOnly(nn.Module):
+    """A decoder that returns its logits alone, whatever its own module returns them in."""
+
+    def __init__(self, decoder: nn.Module):
+        super().__init__()
+        self.decoder = decoder
+        self.arguments = _fixed_arguments(decoder)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return _logits_of(self.decoder(ids, **self.arguments), ids)
+
+
+def _export(model: nn.Module, ids: Tensor) -> ExportedProgram:
     dynamic = ({0: Dim.AUTO, 1: Dim.AUTO},)
-    parameters = list(inspect.signature(model.forward).parameters)
-    shapes: Any = {parameters[0]: dynamic[0], **dict.fromkeys(arguments)} if arguments else dynamic
     try:
-        return torch.export.export(model, (ids,), arguments, dynamic_shapes=shapes, strict=False)
+        return torch.export.export(_LogitsOnly(model), (ids,), dynamic_shapes=dynamic, strict=False)
     except Exception as error:
         raise CaptureError(
             f"torch.export cannot capture this module: {type(error).__name__}: {first_line(error)}",
@@ -208,17 +233,8 @@ def _export(model: nn.Module, ids: Tensor, arguments: dict[str, Any]) -> Exporte
 
 
 def _program_of(exported: ExportedProgram, model: nn.Module) -> Program:
-    ids = user_inputs(exported)[0]
-    return program_of(exported, model, {"input_ids": ids}, {"logits": _logits_node(exported)})
-
-
-def _logits_node(exported: ExportedProgram) -> fx.Node:
-    """Return the value that `_logits_of` takes from what the module returns."""
-    for node in user_outputs(exported):
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and value.is_floating_point() and shape_of(node)[:-1] == TRACED_SHAPE:
-            return node
-    raise CaptureError("the graph does not return the logits that the module returns")
+    ids, logits = user_inputs(exported)[0], user_outputs(exported)[0]
+    return program_of(exported, model, {"input_ids": ids}, {"logits": logits}, prefix="decoder.")
 
 
 def _identity(program: Program, model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> Difference:

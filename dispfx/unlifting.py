@@ -78,13 +78,15 @@ def user_inputs(exported: ExportedProgram) -> list[str]:
 
 def user_outputs(exported: ExportedProgram) -> list[fx.Node]:
     """Return the values that the exported module returns, in order; constants are left out."""
-    named = {
-        spec.arg.name
-        for spec in exported.graph_signature.output_specs
-        if spec.kind == OutputKind.USER_OUTPUT and hasattr(spec.arg, "name")
-    }
     values = exported.graph.output_node().args[0]
-    return [node for node in values if isinstance(node, fx.Node) and node.name in named]  # type: ignore[union-attr]
+    assert isinstance(values, list | tuple)
+    specs = exported.graph_signature.output_specs
+    # By position: inlining gives values other names than the signature has.
+    return [
+        value
+        for spec, value in zip(specs, values, strict=True)
+        if spec.kind == OutputKind.USER_OUTPUT and isinstance(value, fx.Node)
+    ]
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -148,7 +150,8 @@ def _unlifted(
             continue
         if node.op == "placeholder":
             spec = specs[node.name]
-            if spec.kind in _TENSOR_KINDS:
+            # torch.export lifts every tensor of the module, used or not.
+            if spec.kind in _TENSOR_KINDS and node.users:
                 assert spec.target is not None
                 own_path = spec.target.removeprefix(prefix)
                 path = ties.get(own_path, own_path)

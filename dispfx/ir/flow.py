@@ -14,7 +14,8 @@ class Flow:
 
     Args:
         order: position of each node.
-        dependent: nodes whose value depends on the token ids.
+        dependent: nodes whose value depends on the token ids.  A truth value does not count: it says
+            where something holds (padding, a mask), and carries no features.
     """
 
     order: dict[fx.Node, int]
@@ -27,7 +28,7 @@ class Flow:
         ids = next(node for node in graph.nodes if node.op == "placeholder")
         dependent = {ids}
         for node in graph.nodes:
-            if any(value in dependent for value in ops.operands(node)):
+            if not ops.is_boolean(node) and any(value in dependent for value in ops.operands(node)):
                 dependent.add(node)
         return Flow(order, frozenset(dependent))
 

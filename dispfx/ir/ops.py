@@ -98,6 +98,11 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
 
+def is_boolean(node: fx.Node) -> bool:
+    """Whether the value of the node is a tensor of truth values."""
+    return is_tensor(node) and node.meta["val"].dtype == torch.bool
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """Return a dimension's size, or the traced size where it is dynamic."""
     if isinstance(size, int):
