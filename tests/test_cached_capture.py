@@ -177,9 +177,14 @@ def test_features_that_leave_the_decoder_other_than_as_its_cache_are_not_pruned(
 def test_a_decoder_that_counts_its_positions_in_its_own_way_goes_on_doing_so():
     case = captured("roberta")  # Its positions start behind the padding token's id.
     ids = ids_of(2, 15) % (VOCABULARY - 8) + 8
+    graph, pad = case.cached.graph_module, 3
     with torch.no_grad():
         recomputed = case.model(ids, use_cache=False).logits
-    assert relative_error(generated(case.cached.graph_module, ids, PREFILL), recomputed) <= ORDER_OF_SUMS
+    assert relative_error(generated(graph, ids, PREFILL), recomputed) <= ORDER_OF_SUMS
+    mask = torch.ones(2, PREFILL, dtype=torch.int64)
+    mask[1, :pad] = 0
+    alone = generated(graph, ids[1:, pad:], PREFILL - pad)
+    assert relative_error(generated(graph, ids, PREFILL, mask)[1:, pad:], alone) <= ORDER_OF_SUMS
 
 
 def test_a_plan_that_skips_a_branch_lowers_the_cached_capture(llama: Case):

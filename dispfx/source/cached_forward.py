@@ -29,6 +29,8 @@ _KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
 # Stands for a layer without a cache of its own; older versions have none.
 _PLACEHOLDER = getattr(cache_utils, "DummyLayer", DynamicLayer)
 _SAMPLE = (2, 5)
+# Other positions change logits by far more, rounding by far less.
+_ALIKE = 1e-3
 
 
 def cached_forward(model: nn.Module) -> CachedForward:
@@ -40,7 +42,7 @@ def cached_forward(model: nn.Module) -> CachedForward:
     """
     argument = _cache_argument(model)
     layers = _observed_layers(model, argument)
-    module = _CachedModule(model, argument, [_kept_as(layer) for layer in layers], _inputs_taken(model))
+    module = _CachedModule(model, argument, [_kept_as(layer) for layer in layers], _first_position(model))
     caches = [tensor for index, layer in enumerate(layers) for tensor in _tensors(layer, index)]
     return CachedForward(module, model, "decoder", tuple(caches))
 
@@ -52,15 +54,18 @@ class _CachedModule(nn.Module):
         argument: under which name the decoder takes its cache.
         kept: for each layer of the cache None where it holds keys and values, else what stands for it,
             such as for a layer that uses another's keys and values.
-        taken: which of mask, positions and `use_cache` the decoder is given.
+        first_position: number of its first position; None where it is given no positions.
     """
 
-    def __init__(self, decoder: nn.Module, argument: str, kept: Sequence[type | None], taken: frozenset[str]):
+    def __init__(
+        self, decoder: nn.Module, argument: str, kept: Sequence[type | None], first_position: int | None
+    ):
         super().__init__()
         self.decoder = decoder
         self._argument = argument
         self._kept = tuple(kept)
-        self._taken = taken
+        self._first_position = first_position
+        self._accepted = _accepted(decoder)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[Tensor]
@@ -68,8 +73,12 @@ class _CachedModule(nn.Module):
         cache: Any = DynamicCache()
         pairs = iter(zip(past[::2], past[1::2], strict=True))
         cache.layers = [_filled(*next(pairs)) if empty is None else empty() for empty in self._kept]
-        optional = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": True}
-        arguments = {name: value for name, value in optional.items() if name in self._taken}
+        optional: dict[str, Any] = {"attention_mask": attention_mask, "use_cache": True}
+        arguments = {name: value for name, value in optional.items() if name in self._accepted}
+        if self._first_position is not None:
+            # Adding 0 would be one more operation in every graph.
+            first = self._first_position
+            arguments["position_ids"] = position_ids + first if first else position_ids
         output = self.decoder(input_ids, **{self._argument: cache}, **arguments)
         layers = [layer for layer, empty in zip(cache.layers, self._kept, strict=True) if empty is None]
         return [output.logits, *(tensor for layer in layers for tensor in _pair(layer))]
@@ -101,20 +110,23 @@ def _cache_argument(model: nn.Module) -> str:
     )
 
 
-def _inputs_taken(model: nn.Module) -> frozenset[str]:
-    """Return what the decoder can be given beside ids and cache.
+def _first_position(model: nn.Module) -> int | None:
+    """Return the number of the decoder's first position, or None for one that must count by itself.
 
-    Positions are left to a decoder that does not count them from 0: it numbers them itself, from the
-    ids and the length of its cache.
+    Most count from 0; some start behind the id of the padding token.  A decoder that takes no positions
+    numbers them from the length of its cache, padding included.
     """
-    taken = _accepted(model)
-    if "position_ids" not in taken:
-        return taken
+    if "position_ids" not in _accepted(model):
+        return None
     ids = _sample_ids(model)
     places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    own, given = _observed(model, ids, {}), _observed(model, ids, {"position_ids": places})
-    alike = torch.allclose(own.logits, given.logits, rtol=1e-3, atol=1e-3 * float(own.logits.abs().max()))
-    return taken if alike else taken - {"position_ids"}
+    own = _observed(model, ids, {}).logits
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    for first in (0, *([padding + 1] if isinstance(padding, int) else [])):
+        given = _observed(model, ids, {"position_ids": places + first}).logits
+        if torch.allclose(own, given, rtol=_ALIKE, atol=_ALIKE * float(own.abs().max())):
+            return first
+    return None
 
 
 def _sample_ids(model: nn.Module) -> Tensor:
