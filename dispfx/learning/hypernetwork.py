@@ -41,6 +41,20 @@ def build_hypernetwork(
         return kinds[kind](sizes, bias)
 
 
+def hypernetwork_parameters(kind: HypernetworkName, sizes: Sequence[int]) -> int:
+    """Return the number of parameters of `build_hypernetwork(kind, sizes, …)` without building it.
+
+    A direction of the GRU has three gates, each with weights for its input and its state and two biases.
+    """
+    features = sum(sizes)
+    if kind == "none":
+        return features
+    if kind == "linear":
+        return features * INPUT_WIDTH
+    direction = 3 * RECURRENT_WIDTH * (INPUT_WIDTH + RECURRENT_WIDTH + 2)
+    return 2 * direction + 2 * (2 * RECURRENT_WIDTH) + features * 2 * RECURRENT_WIDTH
+
+
 class RecurrentHypernetwork(nn.Module):
     """The paper's hypernetwork: groups exchange what they know through a recurrent network."""
 

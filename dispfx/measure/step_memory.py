@@ -1,0 +1,212 @@
+"""How much memory one step of learning takes beside the weights: a gated graph walked forth and back.
+
+1. Forward: a value lives until its last user has run, as in the graph's own code, or until its
+   backward pass where autograd keeps it (`dispfx.measure.autograd_memory`).  Values that share memory
+   are counted once.
+2. Loss: the logits become float32 and a log-softmax of them is kept; on the way back that, its gradient
+   and the gradient of the logits live together, three float32 numbers a logit.
+3. Backward: the gradient of a value lives from its first user's turn to its own.  Additions and views
+   hand on the gradient that they got; what reaches a value from two users is added up.  What an
+   operation kept is released after its turn.
+
+Not counted: what kernels need inside, and what an allocator rounds up.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from dispfx.ir import ops
+from dispfx.ir.ops import aten, packet
+from dispfx.measure.autograd_memory import kept_by
+from dispfx.measure.graph_sizes import Sizes, storage
+
+_FLOAT_BYTES = 4
+_HANDING_ON = ops.packets("add sub")
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of one forward and backward pass, without the weights.
+
+    Args:
+        kept: what autograd holds between the two.
+        loss: what the loss holds beside that at its largest.
+        peak: the largest sum at any time.
+    """
+
+    kept: int
+    loss: int
+    peak: int
+
+
+def step_memory(graph: fx.Graph, needs: frozenset[fx.Node], sizes: Sizes) -> StepMemory:
+    """Return the memory of one step.
+
+    Args:
+        graph: gated.
+        needs: its values that need a gradient, as `needing_gradients` finds them.
+        sizes: of the graph at the batch and length of a step.
+    """
+    kept = _Kept(graph, needs, sizes)
+    forward = _forward_peak(graph, kept, sizes)
+    loss = _loss_bytes(ops.logits_of(graph), sizes)
+    backward = _backward_peak(graph, needs, kept, sizes)
+    return StepMemory(kept.total, loss, max(forward, kept.total + loss, backward))
+
+
+def needing_gradients(graph: fx.Graph, masks: list[fx.Node]) -> frozenset[fx.Node]:
+    """Return the masks of a gated graph and every value that a gradient reaches them through."""
+    needs = set(masks)
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        whole = isinstance(value, Tensor) and not value.is_floating_point()
+        if not whole and any(operand in needs for operand in ops.operands(node)):
+            needs.add(node)
+    return frozenset(needs)
+
+
+class _Kept:
+    """Which memory autograd holds, and whose turn in the backward pass releases it."""
+
+    def __init__(self, graph: fx.Graph, needs: frozenset[fx.Node], sizes: Sizes):
+        self.bytes_of: dict[object, int] = {}
+        self.released_by: dict[fx.Node, list[object]] = {}
+        first: dict[object, fx.Node] = {}
+        weights = {storage(node) for node in graph.nodes if node.op == "get_attr"}
+        owner: dict[object, fx.Node] = {}
+        for node in graph.nodes:
+            owner.setdefault(storage(node), node)
+            if node not in needs or node.op != "call_function":
+                continue
+            held = kept_by(node, needs, sizes)
+            for key in {storage(value) for value in held.values} - weights:
+                self.bytes_of.setdefault(key, sizes.bytes(owner[key]))
+                first.setdefault(key, node)
+            if held.further_bytes:
+                self.bytes_of[node, "further"] = held.further_bytes
+                first[node, "further"] = node
+        for key, node in first.items():
+            self.released_by.setdefault(node, []).append(key)
+
+    @property
+    def total(self) -> int:
+        """Bytes held after the forward pass."""
+        return sum(self.bytes_of.values())
+
+
+def _forward_peak(graph: fx.Graph, kept: _Kept, sizes: Sizes) -> int:
+    """Return the largest sum of values alive while the graph runs."""
+    nodes = list(graph.nodes)
+    last: dict[object, int] = {}
+    position = {node: index for index, node in enumerate(nodes)}
+    for node in nodes:
+        users = [position[user] for user in node.users]
+        last[storage(node)] = max([last.get(storage(node), 0), position[node], *users])
+    ends: dict[int, list[object]] = {}
+    for key, index in last.items():
+        ends.setdefault(index, []).append(key)
+    alive: dict[object, int] = {}
+    seen: set[object] = {storage(node) for node in nodes if node.op in ("get_attr", "placeholder")}
+    now = peak = 0
+    for index, node in enumerate(nodes):
+        key = storage(node)
+        if key not in seen:
+            seen.add(key)
+            alive[key] = sizes.bytes(node)
+            now += alive[key]
+        now += kept.bytes_of.get((node, "further"), 0)
+        peak = max(peak, now)
+        for ended in ends.get(index, ()):
+            if ended not in kept.bytes_of:
+                now -= alive.pop(ended, 0)
+    return peak
+
+
+def _loss_bytes(logits: fx.Node, sizes: Sizes) -> int:
+    count, width = sizes.count(logits), logits.meta["val"].element_size()
+    # The last token is cut off, which copies where there are several sequences.
+    forward = width * (2 if sizes.batch > 1 else 1) + (_FLOAT_BYTES if width != _FLOAT_BYTES else 0)
+    return count * max(forward + _FLOAT_BYTES, 3 * _FLOAT_BYTES)
+
+
+class _Gradients:
+    """The gradients that wait for their value's turn; several values may wait for one and the same."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._of: dict[fx.Node, int] = {}
+        self._bytes: list[int] = []
+        self._waiting: Counter[int] = Counter()
+
+    def new(self, node: fx.Node, size: int) -> None:
+        """Give a value a gradient of its own."""
+        self._bytes.append(size)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        self.share(node, len(self._bytes) - 1)
+
+    def share(self, node: fx.Node, gradient: int) -> None:
+        """Give a value a gradient that is there; what it got before is added to it."""
+        before = self._of.pop(node, None)
+        self._waiting[gradient] += 1
+        self._of[node] = gradient
+        if before is None:
+            return
+        size = max(self._bytes[before], self._bytes[gradient])
+        del self._of[node]
+        self._bytes.append(size)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        self._of[node] = len(self._bytes) - 1
+        self._waiting[self._of[node]] += 1
+        self.release(before)
+        self.release(gradient)
+
+    def take(self, node: fx.Node) -> int | None:
+        """Return the gradient of a value whose turn it is; it is to be released afterwards."""
+        return self._of.pop(node, None)
+
+    def release(self, gradient: int) -> None:
+        """End one wait for a gradient; it is freed with the last."""
+        self._waiting[gradient] -= 1
+        if not self._waiting[gradient]:
+            self.now -= self._bytes[gradient]
+
+
+def _backward_peak(graph: fx.Graph, needs: frozenset[fx.Node], kept: _Kept, sizes: Sizes) -> int:
+    """Return the largest sum of kept values and gradients."""
+    gradients = _Gradients()
+    gradients.now = kept.total
+    logits = ops.logits_of(graph)
+    gradients.new(logits, sizes.bytes(logits))
+    for node in reversed(list(graph.nodes)):
+        gradient = gradients.take(node)
+        if gradient is None:
+            continue
+        for operand in dict.fromkeys(ops.operands(node)):
+            if operand not in needs:
+                continue
+            if _hands_on(node, operand, sizes):
+                gradients.share(operand, gradient)
+            else:
+                gradients.new(operand, sizes.bytes(operand))
+        gradients.peak = max(gradients.peak, gradients.now + _inside(node, sizes))
+        gradients.release(gradient)
+        gradients.now -= sum(kept.bytes_of[key] for key in kept.released_by.get(node, ()))
+    return gradients.peak
+
+
+def _hands_on(node: fx.Node, operand: fx.Node, sizes: Sizes) -> bool:
+    """Whether the operand's gradient is the node's, seen in another shape."""
+    if not ops.is_tensor(node) or sizes.bytes(node) != sizes.bytes(operand):
+        return False
+    return packet(node) in _HANDING_ON or (not ops.is_gate(node) and storage(node) == storage(operand))
+
+
+def _inside(node: fx.Node, sizes: Sizes) -> int:
+    """Return what the backward pass of an operation holds beside the gradients that it returns."""
+    if ops.is_gate(node):
+        return sizes.bytes(node)  # gradient · operand, before it is summed for the mask
+    return 2 * sizes.bytes(node) if packet(node) is aten.pow else 0
