@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dispfx.api.compilation import Learning, learn_from, remove_state, state_folder
 from dispfx.api.folders import is_output, open_folder
 from dispfx.api.measuring import measure
-from dispfx.api.onnx_folder import has_onnx, onnx_lines, onnx_runner, write_onnx
+from dispfx.api.onnx_folder import FOLDER, has_onnx, onnx_lines, onnx_runner, write_onnx
 from dispfx.api.opening import Opening, Paths, context_of, longest_context, names_of
 from dispfx.api.programs import analyse
 from dispfx.api.stages import Stages
@@ -163,11 +163,14 @@ def export(
         OutputError: if the form is there already, or the folder holds a graph alone.
         VerificationError: if the new form disagrees; it is not written then.
     """
-    opened = open_folder(folder)
+    path = Path(folder).expanduser()
+    target, onnx_folder = path / exported.PROGRAM_FILE, path / FOLDER
+    for asked, place in ((pt2, target), (onnx, onnx_folder)):
+        if asked and is_output(path):
+            refuse_existing(place)
+    opened = open_folder(path)
     written: list[Path] = []
     if pt2:
-        target = opened.path / exported.PROGRAM_FILE
-        refuse_existing(target)
         ids = random_token_ids(opened.vocabulary_size, (2, 8))
         exported.save_program(export_program(opened.graph_module, ids), opened.path)
         try:
@@ -177,10 +180,9 @@ def export(
             raise
         written.append(target)
     if onnx:
-        refuse_existing(opened.path / "onnx")
         size = opened.vocabulary_size
         require(*write_onnx(opened.path, opened.fast(), opened.decoder, size, opset=opset))
-        written.append(opened.path / "onnx")
+        written.append(onnx_folder)
     return written
 
 
