@@ -16,7 +16,6 @@ from dispfx.source import Source, encode, load_source, read_tokens
 Paths = Sequence[str | Path] | str | Path
 
 DEMO_CONTEXT = 256
-DEMO_WINDOWS = 64
 LONGEST_CONTEXT = 2048
 
 _DEMO_SETTINGS: dict[str, Any] = {"steps": 400, "seq_len": 128, "batch_size": 8, "lr": 3e-3}
