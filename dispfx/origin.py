@@ -1,7 +1,7 @@
 """Which form of MODEL a word has.
 
 1. `demo` is the embedded decoder; a folder of that name is `./demo`.
-2. A name that ends in `.gguf` is a GGUF file.
+2. A name that ends in `.gguf` is a GGUF file; one that ends in `.json` is a config without weights.
 3. A folder that exists is a transformers checkpoint.
 4. `package.module:function` is a function that returns a module.
 5. `name` or `owner/name` is a hub id.
@@ -15,7 +15,7 @@ from typing import Literal
 
 from dispfx.errors import SourceError
 
-Origin = Literal["demo", "folder", "gguf", "hub", "function"]
+Origin = Literal["demo", "folder", "gguf", "config", "hub", "function"]
 
 FORMS = "MODEL is `demo`, a folder, a .gguf file, a hub id, or package.module:function"
 
@@ -37,6 +37,8 @@ def origin_of(spec: str) -> Origin:
         if not path.is_file():
             raise SourceError("MODEL names a GGUF file and there is none", where=spec)
         return "gguf"
+    if spec.endswith(".json") and path.is_file():
+        return "config"
     if spec and path.is_dir():
         return "folder"
     if spec and path.exists():

@@ -1,7 +1,8 @@
 """Where a decoder, its tokenizer and its text come from.
 
-`load_source` turns MODEL into a `Source`; `read_tokens` turns text files into token ids.  This
-package and the checkpoint writer are the only code that knows transformers.
+`load_source` turns MODEL into a `Source`, `load_config` turns its config alone into one without values, and
+`read_tokens` turns text files into token ids.  This package and the checkpoint writer are the only code
+that knows transformers.
 
     pretrained  folder, GGUF file, hub id → module, config and tokenizer
     function    package.module:function → module
@@ -10,9 +11,12 @@ package and the checkpoint writer are the only code that knows transformers.
 """
 
 from dispfx.origin import Origin
-from dispfx.source.loading import load_source
+from dispfx.source.loading import config_alone, load_config, load_source
 from dispfx.source.source import Source
 from dispfx.source.text import encode, read_tokens
 from dispfx.source.tokenizer import load_folder_tokenizer
 
-__all__ = ["Origin", "Source", "encode", "load_folder_tokenizer", "load_source", "read_tokens"]
+__all__ = [
+    "Origin", "Source", "config_alone", "encode", "load_config", "load_folder_tokenizer", "load_source",
+    "read_tokens",
+]  # fmt: skip

@@ -10,9 +10,12 @@ from dispfx.origin import origin_of
 from dispfx.source.causality import check_causal
 from dispfx.source.function import build_module
 from dispfx.source.location import Location, check_written_by_others, reach_hub
-from dispfx.source.pretrained import load_pretrained
+from dispfx.source.pretrained import build_from_config, load_pretrained
 from dispfx.source.source import Source
 from dispfx.source.tokenizer import load_tokenizer
+
+# An index names weights that should lie beside it.
+_WEIGHT_ENDINGS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,8 +43,13 @@ def load_source(
         SourceError: if there is no such decoder, it cannot be read, or it is no decoder.
     """
     origin = origin_of(spec)
-    if revision is not None and origin != "hub":
-        raise SourceError("--revision chooses a version of a hub id, and MODEL is none", where=spec)
+    _check_revision(spec, origin, revision)
+    if config_alone(spec):
+        raise SourceError(
+            "the weights cannot be loaded: MODEL is a config alone",
+            where=spec,
+            hint="`dispfx inspect` shows what can be pruned in it; everything else needs the weights",
+        )
     wanted = _dtype(dtype)
     target = _device(device)
     if origin == "function":
@@ -52,6 +60,51 @@ def load_source(
     model = source.model.to(device=target, dtype=wanted).eval()
     check_causal(model, spec, target)
     return source
+
+
+def load_config(
+    spec: str,
+    *,
+    revision: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> Source:
+    """Build the decoder that MODEL's config describes on the meta device: shapes and no values.
+
+    No weight is read or downloaded, so a decoder of any size takes little memory.  It has no tokenizer.
+
+    Args:
+        spec: MODEL, or a config.json; a GGUF file keeps its config among its weights and is refused.
+        revision, dtype, trust_remote_code: as in `load_source`; the config's own dtype by default.
+
+    Raises:
+        SourceError: if there is no such config, or it is of no decoder.
+    """
+    origin = origin_of(spec)
+    _check_revision(spec, origin, revision)
+    wanted = _dtype(dtype)
+    if origin == "gguf":
+        raise SourceError("a GGUF file has no config of its own", where=spec, hint="inspect it whole")
+    if origin == "function":
+        with torch.device("meta"):
+            module, tokenizer, config = build_module(spec)
+        return Source(module.to(device="meta", dtype=wanted).eval(), tokenizer, config, spec, origin)
+    location = Location(spec) if origin == "config" else _location(spec, origin, revision)
+    return build_from_config(location, spec, origin, wanted, trust_remote_code)
+
+
+def config_alone(spec: str) -> bool:
+    """Whether MODEL is a config.json, or a folder that holds one and no weights."""
+    origin = origin_of(spec)
+    if origin != "folder":
+        return origin == "config"
+    files = [file.name for file in Path(spec).expanduser().iterdir()]
+    return "config.json" in files and not any(name.endswith(_WEIGHT_ENDINGS) for name in files)
+
+
+def _check_revision(spec: str, origin: str, revision: str | None) -> None:
+    if revision is not None and origin != "hub":
+        raise SourceError("--revision chooses a version of a hub id, and MODEL is none", where=spec)
 
 
 def _location(spec: str, origin: str, revision: str | None) -> Location:

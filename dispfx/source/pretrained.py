@@ -1,4 +1,4 @@
-"""Folder, GGUF file or hub id → a transformers decoder with its config and tokenizer.
+"""Folder, GGUF file or hub id → a transformers decoder with its config and tokenizer; or a config alone.
 
 transformers fills whatever a checkpoint lacks with random numbers and a warning; here everything that
 would end in a decoder with random weights, or in another kind of model, is refused instead.
@@ -40,6 +40,36 @@ def load_pretrained(
     return Source(model, tokenizer, model.config, spec, origin, generation_config, files)
 
 
+def build_from_config(
+    location: Location, spec: str, origin: Origin, dtype: torch.dtype | None, trust_remote_code: bool
+) -> Source:
+    """Build the decoder that a config describes on the meta device; no weight is looked for.
+
+    Args:
+        location: as for a checkpoint, or the path of the config itself.
+        dtype: of the decoder; None takes the config's own, or float32 where it has none.
+
+    Raises:
+        SourceError: if the config is missing or broken, or its decoder cannot be built.
+    """
+    with quiet(location):
+        config = _config(location, spec, trust_remote_code)
+        own = getattr(config, "dtype", None)
+        wanted = dtype or (own if isinstance(own, torch.dtype) else torch.float32)
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=wanted, trust_remote_code=trust_remote_code
+                )
+        except Exception as error:
+            raise SourceError(
+                f"no decoder can be built from the config: {short(error)}",
+                where=spec,
+                hint="sizes in config.json may not fit each other",
+            ) from error
+    return Source(model.eval(), None, model.config, spec, origin, getattr(model, "generation_config", None))
+
+
 def _config(location: Location, spec: str, trust_remote_code: bool) -> Any:
     raw = _raw_config(location, spec)
     own_code = raw.get("auto_map") or {}
@@ -64,7 +94,9 @@ def _raw_config(location: Location, spec: str) -> dict[str, Any]:
         return {}
     if not location.hub:
         try:
-            raw = json.loads((Path(location.path) / "config.json").read_text(encoding="utf-8"))
+            path = Path(location.path).expanduser()
+            file = path / "config.json" if path.is_dir() else path
+            raw = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise SourceError(f"config.json is not readable JSON: {error}", where=spec) from error
         if not isinstance(raw, dict):
