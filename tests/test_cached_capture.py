@@ -13,7 +13,7 @@ from dispfx.api.programs import analysis
 from dispfx.cached_capture import capture_cached as capture_prepared
 from dispfx.cached_capture import export_cached_program
 from dispfx.errors import CaptureError, PlanMismatchError, UnsupportedGraphError
-from dispfx.ir.cached_inputs import CachedShape, cache_tensors, positions_of, sample_inputs
+from dispfx.ir.cached_inputs import CachedShape, cache_tensors, sample_inputs
 from dispfx.ir.plan import Plan, site_keys
 from dispfx.ir.program import Program
 from dispfx.pipeline import Pipeline
@@ -234,12 +234,6 @@ def test_the_state_of_a_convolution_is_refused():
 def test_a_decoder_without_a_cache_is_refused():
     with pytest.raises(CaptureError, match="takes one"):
         capture_cached(build(FORMS["pre-norm"]))
-
-
-def test_positions_count_tokens_and_not_padding():
-    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
-    assert positions_of(mask, 4).tolist() == [[0, 1, 2, 3], [0, 0, 0, 1]]
-    assert positions_of(mask, 1).tolist() == [[3], [1]]
 
 
 def test_a_decoder_starts_anew_after_a_reset(llama: Case):
