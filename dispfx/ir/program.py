@@ -141,7 +141,8 @@ class Program:
         """
         taken = [node for node in self.graph.nodes if node.op == "placeholder"]
         returned = self.graph.output_node().args[0]
-        values = dict(zip(self.outputs, returned, strict=True)) if len(self.outputs) > 1 else {}  # type: ignore[arg-type]
+        several = returned if isinstance(returned, list | tuple) else (returned,)
+        values = dict(zip(self.outputs, several, strict=True))
         twins: dict[fx.Node, set[fx.Node]] = {}
         for name, past in zip(self.inputs, taken, strict=False):
             present = values.get(name.replace("past_key_values.", "present."))
