@@ -29,7 +29,7 @@ from dispfx.measure.equivalence import Verification, compare_decoders, random_to
 from dispfx.measure.perplexity import Perplexity
 from dispfx.preconditions import check_ratio
 from dispfx.report import NullObserver, Observer
-from dispfx.source import encode, read_tokens
+from dispfx.source import config_alone, encode, load_config, read_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,16 +50,25 @@ def inspect(
     dtype: str | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
+    config_only: bool = False,
     skip: Sequence[str] = (),
     print_after: Sequence[str] = (),
     observer: Observer | None = None,
 ) -> Program:
     """Return what can be pruned in a decoder, and what is refused and why.
 
+    Args:
+        model: MODEL, a module, or a config.json.
+        config_only: read no weight; so it is, too, where there are none beside the config.  The graph is
+            then not compared with the decoder (`Program.measured`).
+
     Raises:
         CaptureError, UnsupportedGraphError: if nothing can be.
     """
-    source = Opening(model, revision, dtype, device, trust_remote_code).open()
+    if isinstance(model, str) and (config_only or config_alone(model)):
+        source = load_config(model, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code)
+    else:
+        source = Opening(model, revision, dtype, device, trust_remote_code).open()
     show = (observer or NullObserver()).printed
     return analyse(source.model, skip=skip, print_after=print_after, show=show)
 

@@ -46,6 +46,13 @@ TrustRemoteCode = Annotated[
 ]
 Tokenizer = Annotated[str | None, typer.Option(help="Folder or hub id of a tokenizer, where MODEL has none.")]
 
+ConfigOnly = Annotated[
+    bool,
+    typer.Option(
+        "--config-only", help="Read the config and no weights; so it is, too, where there are no weights."
+    ),
+]
+
 # The budget.
 RatioShare = Annotated[float, typer.Option("--ratio", help="Share of the parameters to remove, in (0, 1).")]
 RatioOf = Annotated[

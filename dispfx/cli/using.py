@@ -16,7 +16,12 @@ from dispfx.preconditions import check_files, check_folder
 @reports_faults
 def inspect(
     model: given.Model,
+    config_only: given.ConfigOnly = False,
     skip: given.Skip = None,
+    steps: given.Steps = None,
+    seq_len: given.SeqLen = None,
+    batch_size: given.BatchSize = None,
+    hypernetwork: given.Hypernetwork = None,
     revision: given.Revision = None,
     dtype: given.Dtype = None,
     device: given.Device = None,
@@ -26,11 +31,16 @@ def inspect(
     quiet: given.Quiet = False,
     debug: given.Debug = False,
 ) -> None:
-    """Show what can be pruned: branches and sites, and what is left dense and why."""
+    """Show what can be pruned, what is left dense and why, and what learning would take."""
+    chosen = {"steps": steps, "seq_len": seq_len, "batch_size": batch_size, "hypernetwork": hypernetwork}
     origin_of(model)
     from dispfx import api
+    from dispfx.report.estimate import estimate_plain, print_estimate
     from dispfx.report.sites import print_sites, program_plain
 
+    settings = api.learn_settings(
+        model, **{name: value for name, value in chosen.items() if value is not None}
+    )
     screen = Screen(json, quiet)
     with screen.observer() as observer:
         program = api.inspect(
@@ -39,13 +49,16 @@ def inspect(
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
+            config_only=config_only,
             skip=tuple(skip or ()),
             print_after=tuple(print_after or ()),
             observer=observer,
         )
-    screen.print_json(program_plain(program))
+    needed = api.estimate(program, settings)
+    screen.print_json({**program_plain(program), "estimate": estimate_plain(needed)})
     if not json:
         print_sites(program, screen.console)
+        print_estimate(needed, screen.console)
 
 
 @reports_faults

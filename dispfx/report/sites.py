@@ -73,6 +73,7 @@ def program_plain(program: Program) -> dict[str, Any]:
     return {
         "model_class": program.model_class,
         "fingerprint": program.fingerprint,
+        "measured": program.measured,
         "dtype": str(program.dtype).removeprefix("torch."),
         "parameters": sum_of_sizes(program),
         "stream": {"width": program.stream.width} if program.stream else None,

@@ -7,6 +7,7 @@ import pytest
 
 from dispfx.measure.equivalence import Verification
 from dispfx.measure.perplexity import Perplexity
+from tests.report.test_estimate import estimate
 from tests.report.test_sites import program
 
 HOLDS = Verification("reloaded = lowered", (1, 17), 0.0, 0.0, 0.0)
@@ -21,17 +22,48 @@ def written(tmp_path: Path) -> Path:
 
 def test_inspect_shows_sites_and_refusals(dispfx, replaced):
     inspect = replaced("inspect", program(refused=1))
-    result = dispfx("inspect", "demo", "--skip", "layers.0.mlp", "--dtype", "float32")
+    estimated = replaced("estimate", estimate())
+    result = dispfx("inspect", "demo", "--skip", "layers.0.mlp", "--dtype", "float32", "--seq-len", 64)
     assert result.exit_code == 0, result.output
     assert inspect.call_args.args == ("demo",)
     assert inspect.call_args.kwargs["skip"] == ("layers.0.mlp",)
+    assert inspect.call_args.kwargs["config_only"] is False
+    assert estimated.call_args.args[0] is inspect.return_value
+    settings = estimated.call_args.args[1]
+    assert (settings.seq_len, settings.batch_size) == (64, 8), "the demo's own where nothing was chosen"
+    assert "H100" in result.stdout
     assert "layers.{0…2}.attention.read" in result.stdout and "left dense" in result.stdout
 
 
 def test_inspect_as_json_is_one_document(dispfx, replaced):
     replaced("inspect", program())
-    assert len(json.loads(dispfx("inspect", "demo", "--json").stdout)["sites"]) == 6
+    replaced("estimate", estimate())
+    shown = json.loads(dispfx("inspect", "demo", "--json").stdout)
+    assert len(shown["sites"]) == 6 and shown["estimate"]["bytes"]["peak"] == estimate().peak_bytes
     assert dispfx("inspect", "demo", "--quiet").output == ""
+
+
+def test_inspect_can_be_told_to_read_no_weights(dispfx, replaced):
+    inspect = replaced("inspect", program())
+    replaced("estimate", estimate())
+    assert dispfx("inspect", "demo", "--config-only").exit_code == 0
+    assert inspect.call_args.kwargs["config_only"] is True
+
+
+def test_a_config_alone_can_be_inspected_and_nothing_else(dispfx, tmp_path: Path):
+    config = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config | {"num_hidden_layers": 1, "vocab_size": 32, "dtype": "bfloat16"}))
+    for model in (file, tmp_path):
+        result = dispfx("inspect", model, "--json", "--seq-len", 8)
+        assert result.exit_code == 0, result.output
+        shown = json.loads(result.stdout)
+        assert (shown["measured"], shown["dtype"], len(shown["sites"])) == (False, "bfloat16", 5)
+        assert shown["estimate"]["bytes"]["weights_by_dtype"]["bfloat16"] == 2 * shown["parameters"]
+    text = tmp_path / "text.txt"
+    text.write_text("text")
+    result = dispfx("compile", file, "--ratio", 0.3, "--data", text, "--out", tmp_path / "out")
+    assert result.exit_code == 2 and "MODEL is a config alone" in " ".join(result.stderr.split())
 
 
 def test_verify_shows_each_comparison(dispfx, replaced, written: Path):

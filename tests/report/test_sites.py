@@ -37,6 +37,7 @@ def program(layers: int = 3, refused: int = 0) -> Any:
         model_class="tests.Tiny",
         fingerprint="abc",
         dtype=torch.float32,
+        measured=True,
     )
 
 

@@ -1,0 +1,72 @@
+"""What learning will take, for people and for programs."""
+
+from typing import Any
+
+from rich.console import Console
+
+from dispfx.measure.devices import CARDS, Device
+from dispfx.measure.estimate import Estimate
+
+_GIGA = 1e9
+
+
+def print_estimate(estimate: Estimate, console: Console) -> None:
+    """Print memory in one line, then time and cards, one line a kind of card."""
+    for line in estimate_lines(estimate):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def estimate_lines(estimate: Estimate) -> list[str]:
+    """Return what `print_estimate` prints."""
+    settings, share = estimate.settings, estimate.gated_parameters / estimate.parameters
+    return [
+        f"{estimate.gated_parameters:,} of {estimate.parameters:,} parameters are gated ({share:.1%})",
+        f"learning at {settings.batch_size} × {settings.seq_len} tokens is estimated to take "
+        f"{_gigabytes(estimate.peak_bytes)}: weights {_gigabytes(estimate.weight_bytes)}, "
+        f"hypernetwork {_gigabytes(estimate.hypernetwork_bytes)}, "
+        f"one step {_gigabytes(estimate.step.peak)}",
+        *(_card_line(estimate, card) for card in CARDS.values()),
+    ]
+
+
+def estimate_plain(estimate: Estimate) -> dict[str, Any]:
+    """Return all figures, ready for JSON; bytes, operations and seconds."""
+    settings = estimate.settings
+    return {
+        "batch_size": settings.batch_size,
+        "seq_len": settings.seq_len,
+        "steps": settings.steps,
+        "gated_parameters": estimate.gated_parameters,
+        "bytes": {
+            "weights": estimate.weight_bytes,
+            "weights_by_dtype": estimate.weight_bytes_by_dtype,
+            "hypernetwork": estimate.hypernetwork_bytes,
+            "kept_for_backward": estimate.step.kept,
+            "loss": estimate.step.loss,
+            "step": estimate.step.peak,
+            "peak": estimate.peak_bytes,
+        },
+        "flops_a_step": estimate.flops_a_step,
+        "seconds": {name: estimate.seconds(card) for name, card in CARDS.items()},
+    }
+
+
+def _card_line(estimate: Estimate, card: Device) -> str:
+    """Say how long one card computes, and how many hold the memory."""
+    least = -(-estimate.peak_bytes // card.memory_bytes)
+    fits = "fits on one" if least == 1 else f"needs the memory of {least:,} at least"
+    return (
+        f"  {card.name}: {_duration(estimate.seconds(card))} on one for {estimate.settings.steps:,} steps; "
+        f"{fits} ({card.memory_bytes / _GIGA:.0f} GB)"
+    )
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / _GIGA:,.1f} GB" if size >= _GIGA else f"{size / 1e6:,.1f} MB"
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("days", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:,.1f} s"

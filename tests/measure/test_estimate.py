@@ -1,0 +1,150 @@
+"""Estimates against what a step really takes, and what they are made of."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dispfx.api import capture
+from dispfx.ir.program import Program
+from dispfx.learning.hypernetwork import build_hypernetwork, hypernetwork_parameters
+from dispfx.learning.settings import LearnSettings
+from dispfx.measure.devices import CARDS, COMPILED_EFFICIENCY, EAGER_EFFICIENCY, Device, this_cpu
+from dispfx.measure.estimate import Estimate, estimate
+from dispfx.measure.step_work import StepWork
+from tests.measure.live_memory import peak_of_a_step
+from tests.plain_decoders import FORMS, INNER, VOCABULARY, WIDTH, build
+from tests.programs import program_of
+from tests.tiny_transformers import tiny_transformer
+
+PLAIN = ("pre-norm", "fused-qkv", "layer-norm-with-bias")
+TRANSFORMERS = ("llama", "gpt2", "gemma2", "mixtral")
+
+# Nothing is rounded up here, so what is left is what kernels keep inside: a share of a small decoder.
+TOLERANCE = 0.03
+
+
+@cache
+def program(name: str) -> Program:
+    return program_of(name, layers=3) if name in FORMS else capture(tiny_transformer(name))
+
+
+def estimated(name: str, batch: int = 2, tokens: int = 48, **settings: Any) -> Estimate:
+    return estimate(program(name), LearnSettings(batch_size=batch, seq_len=tokens, **settings))
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *TRANSFORMERS])
+@pytest.mark.parametrize("shape", [(1, 60), (4, 24)], ids=str)
+def test_the_memory_of_a_step_is_what_torch_really_holds(name: str, shape: tuple[int, int]):
+    measured = peak_of_a_step(program(name), *shape)
+    found = estimated(name, *shape).step.peak
+    assert abs(found / measured - 1) < TOLERANCE, f"{found} estimated, {measured} measured"
+
+
+def test_an_estimate_needs_no_values():
+    with_values = estimated("llama")
+    without = estimate(capture(tiny_transformer("llama").to("meta")), with_values.settings)
+    assert without == with_values
+
+
+def test_logits_dominate_where_the_vocabulary_is_large():
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = build(FORMS["pre-norm"], layers=1)
+            self.decoder.head = nn.Linear(WIDTH, 4096, bias=False)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.decoder(ids)
+
+    found = estimate(capture(Wide().eval()), LearnSettings(batch_size=2, seq_len=32))
+    assert found.step.loss == 3 * 4 * 2 * 32 * 4096
+    assert found.step.peak == found.step.kept + found.step.loss
+
+
+def test_operations_are_those_of_the_products():
+    """Two rows a weight forward; back the same for each product that a gate stands before."""
+    tokens, batch, layers = 16, 2, 3
+    found = estimated("pre-norm", batch, tokens).work
+    rows = batch * tokens
+    layer = 2 * rows * (4 * WIDTH * WIDTH + 3 * WIDTH * INNER)
+    attention = 4 * batch * tokens * tokens * WIDTH
+    head = 2 * rows * WIDTH * VOCABULARY
+    assert found.forward == layers * (layer + attention) + head
+    assert found.backward == layers * (layer + attention * 5 // 2) + head
+
+
+def test_memory_and_work_grow_with_batch_and_length():
+    small, batch, long = (estimated("llama", *shape) for shape in ((1, 32), (2, 32), (1, 64)))
+    assert small.step.kept < batch.step.kept < 2.001 * small.step.kept
+    assert batch.step.kept < long.step.kept, "an attention's mask grows with the square of the length"
+    assert batch.work.forward == 2 * small.work.forward < long.work.forward
+
+
+def test_weights_are_counted_by_dtype_and_tied_ones_once():
+    model = build(FORMS["tied-embeddings"])
+    found = estimate(capture(model.to(torch.bfloat16)), LearnSettings(seq_len=8))
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert found.weight_bytes_by_dtype == {"bfloat16": 2 * found.parameters}
+    assert found.weight_bytes == 2 * found.parameters and found.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["full", "linear", "none"])
+def test_the_hypernetwork_is_counted_without_being_built(kind):
+    sizes = [8, 8, 24, 5]
+    built = build_hypernetwork(kind, sizes, bias=3.0, seed=0)
+    assert hypernetwork_parameters(kind, sizes) == sum(p.numel() for p in built.parameters())
+
+
+def test_a_smaller_hypernetwork_and_shared_selections_take_less():
+    chosen: list[dict[str, Any]] = [
+        {},
+        {"hypernetwork": "linear"},
+        {"hypernetwork": "none"},
+        {"constrained": True},
+    ]
+    full, linear, none, shared = (estimated("llama", **one).hypernetwork_bytes for one in chosen)
+    assert none < linear < full and shared < full
+
+
+def test_the_gradient_of_the_hypernetwork_comes_after_the_step():
+    found = estimated("llama", 1, 2)
+    gradient = 4 * found.hypernetwork_parameters
+    assert gradient > found.step.peak
+    assert found.peak_bytes == found.weight_bytes + found.hypernetwork_bytes + gradient
+
+
+def test_time_is_operations_over_the_rate_that_is_reached():
+    found = estimated("llama", accumulate=3, steps=7)
+    device = Device("fast", {torch.float32: 1e9}, efficiency=0.25)
+    assert found.flops_a_step == 3 * found.work.total
+    assert found.seconds_a_step(device) == found.flops_a_step / 0.25e9
+    assert found.seconds(device) == 7 * found.seconds_a_step(device)
+
+
+def test_the_rates_of_an_h100_give_the_times_that_were_measured_on_one():
+    """A 7B shape at 1 × 2048 tokens: 170 ms without compiling, 110 ms with compiled layers."""
+    step = StepWork(forward=0, backward=61_800_000_000_000)
+    card = CARDS["H100"]
+    assert card.efficiency == EAGER_EFFICIENCY
+    assert card.seconds(step.total, torch.bfloat16) == pytest.approx(0.170, rel=0.02)
+    compiled = Device(card.name, card.flops_per_second, efficiency=COMPILED_EFFICIENCY)
+    assert compiled.seconds(step.total, torch.bfloat16) == pytest.approx(0.110, rel=0.02)
+
+
+def test_a_dtype_without_a_rate_of_its_own_takes_the_slowest():
+    card = CARDS["A100"]
+    assert card.seconds(1e12, torch.float64) == card.seconds(1e12, torch.float32)
+    assert card.seconds(1e12, torch.bfloat16) < card.seconds(1e12, torch.float32)
+
+
+def test_this_cpu_is_timed():
+    assert 1e7 < this_cpu(torch.float32).flops_per_second[torch.float32] < 1e14
+
+
+def test_an_estimate_leaves_the_program_alone():
+    before = [node.name for node in program("llama").graph.nodes]
+    estimated("llama")
+    assert [node.name for node in program("llama").graph.nodes] == before
