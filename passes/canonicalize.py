@@ -10,8 +10,11 @@ Rules:
    `alias`, `detach` and `lift_fresh_copy` give their operand, so users take that.
 3. `view` and `_unsafe_view` become `reshape`, which is the same where the operand is contiguous and
    also holds where slicing made it not so.
-4. A parameter or buffer is read by one node.
-5. Values that nobody uses are erased.
+4. An `expand` that only feeds pointwise operations which have another operand of the full shape gives
+   its operand, since those broadcast by themselves.
+5. `view_as_complex` reads a contiguous operand: it needs even strides, which a cut neighbour can make odd.
+6. A parameter or buffer is read by one node.
+7. Values that nobody uses are erased.
 """
 
 from collections.abc import Callable
@@ -27,6 +30,7 @@ from dispfx.pipeline import PassResult
 
 _ASSERTIONS = ops.packets("_assert_tensor_metadata _assert_async _assert_scalar sym_constrain_range_for_size")
 _NO_OPS = ops.packets("alias detach lift_fresh_copy")
+_EXPANDS = ops.packets("expand expand_as")
 _END = 2**63 - 1
 
 
@@ -42,7 +46,7 @@ class Canonicalize:
         """Rewrite the graph in place."""
         before = len(program.graph.nodes)
         changed = False
-        for step in (_erase_no_ops, _spell_reshapes, _merge_reads):
+        for step in (_erase_no_ops, _spell_reshapes, _drop_expands, _make_contiguous, _merge_reads):
             changed = step(program.graph) or changed
         program.rebuild(dict(program.tensors()))
         erased = before - len(program.graph.nodes)
@@ -103,6 +107,37 @@ def _spell_reshapes(graph: fx.Graph) -> bool:
     for node in graph.nodes:
         if packet(node) in (aten.view, aten._unsafe_view) and node.target is not aten.view.dtype:
             node.target = aten.reshape.default
+            changed = True
+    return changed
+
+
+def _drop_expands(graph: fx.Graph) -> bool:
+    changed = False
+    for node in list(graph.nodes):
+        if packet(node) in _EXPANDS and node.users and all(_broadcasts(user, node) for user in node.users):
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            graph.erase_node(node)
+            changed = True
+    return changed
+
+
+def _broadcasts(user: fx.Node, expanded: fx.Node) -> bool:
+    """Whether a pointwise user gets the shape of `expanded` from another operand too."""
+    if not ops.is_pointwise(user) or packet(user) in ops.CASTS | ops.COPIES:
+        return False
+    values = [value for value in user.all_input_nodes if value is not expanded and ops.is_tensor(value)]
+    return any(value.meta["val"].shape == expanded.meta["val"].shape for value in values)
+
+
+def _make_contiguous(graph: fx.Graph) -> bool:
+    changed = False
+    for node in list(graph.nodes):
+        value = node.args[0] if packet(node) is aten.view_as_complex else None
+        if isinstance(value, fx.Node) and packet(value) is not aten.contiguous:
+            with graph.inserting_before(node):
+                whole = graph.call_function(aten.contiguous.default, (value,))
+            whole.meta = dict(value.meta)
+            node.replace_input_with(value, whole)
             changed = True
     return changed
 

@@ -13,7 +13,7 @@ class Coverage:
 
     Args:
         gated: elements of weights that some site cuts.
-        total: elements of all weights, of two dimensions or more, between the embedding and the last write.
+        total: elements of all weights of products between the embedding and the last write.
         ungated: paths of the weights that no site cuts.
     """
 
@@ -30,15 +30,15 @@ class Coverage:
 def coverage(program: Program) -> Coverage:
     """Return which weights between the embedding and the last residual write are cut by a site.
 
-    A weight counts if it has two dimensions or more and a node that depends on the residual stream, and
-    that the last write depends on, reads it.
+    A weight counts if it has two dimensions or more and is an operand of a product that depends on the
+    residual stream and that the last write depends on.
     """
     assert program.stream is not None
     nodes = program.nodes
     flow = Flow.of(program.graph)
     first = nodes[program.stream.values[0]]
     inside, _ = flow.cone(nodes[program.stream.writes[-1]], stop=lambda node: node is first)
-    read = {path for node in inside for path in ops.tensors_read(node)}
+    read = {path for node in inside if ops.is_product(node) for path in ops.tensors_read(node)}
     sizes = {
         path: tensor.numel()
         for path, tensor in program.parameters.items()

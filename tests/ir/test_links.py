@@ -156,7 +156,10 @@ CASES: dict[str, Case] = {
     ),
     "index_add": call(aten.index_add.default, x(2, 7, 3), 1, ids(4), x(2, 4, 3)),
     "index_put": call(aten.index_put.default, x(7, 3), [ids(4)], x(4, 3)),
-    "scatter_add": call(aten.scatter_add.default, x(7, 3), 0, ids(4, 3), x(4, 3)),
+    "index_put at a pair": call(aten.index_put.default, x(7, 7, 3), [ids(4), ids(4)], x(4, 3)),
+    "repeat": call(aten.repeat.default, x(2, 3), [1, 2]),
+    "repeat in front": call(aten.repeat.default, x(2, 3), [4, 1, 1]),
+    "repeat_interleave": call(aten.repeat_interleave.self_int, x(2, 3), 2, 1),
     "silu": call(aten.silu.default, x(2, 3)),
     "cast": call(aten.to.dtype, x(2, 3), torch.float32),
     "pow": call(aten.pow.Tensor_Scalar, x(2, 3), 2),
@@ -434,14 +437,14 @@ def test_an_average_is_told_from_a_mixture():
 @pytest.mark.parametrize(
     "case",
     [
-        call(aten.repeat.default, x(2, 3), [1, 2]),
+        call(aten.scatter_add.default, x(7, 3), 0, ids(4, 3), x(4, 3)),
         call(aten.roll.default, x(2, 3), [1], [1]),
         call(aten.mv.default, x(2, 3), x(3)),
         call(aten.einsum.default, "...d,fd->...f", [x(2, 4), x(5, 4)]),
         call(aten.index.Tensor, x(4, 7), [None, ids(3)]),
         call(aten.max.dim, x(2, 3), 1, item=0),
     ],
-    ids=["repeat", "roll", "mv", "einsum with dots", "index of a later dimension", "one result of max"],
+    ids=["scatter_add", "roll", "mv", "einsum with dots", "index of a later dimension", "one result of max"],
 )
 def test_an_operation_without_a_rule_is_opaque(case: Case):
     node, _ = node_of(case)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dispfx.capturing import capture
+from dispfx.ir.printer import print_program
 from dispfx.ir.program import Program
 from dispfx.passes.canonicalize import Canonicalize
 from dispfx.pipeline import Pipeline
@@ -104,3 +105,49 @@ def test_dropout_in_training_mode_is_refused_rather_than_erased():
     node.args = (*node.args[:2], True)
     Pipeline([Canonicalize()]).run(program)
     assert "dropout" in names_of(program)
+
+
+class _Expanding(nn.Module):
+    def forward(self, ids):
+        x = self.embedding(ids)
+        bias = self.bias.expand_as(x) if self.kept else self.bias.expand(*x.shape)
+        return self.head(x + bias), bias
+
+    def __init__(self, kept: bool):
+        super().__init__()
+        self.kept = kept
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_expand_that_a_pointwise_operation_does_by_itself_is_dropped(kept: bool):
+    program = capture(_Expanding(kept))
+    ids = torch.randint(VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(0))
+    before = program.graph_module(ids)
+    Pipeline([Canonicalize()]).run(program)
+    assert "expand" not in print_program(program)
+    assert torch.equal(program.graph_module(ids), before)
+
+
+class _Rotating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids):
+        pairs = torch.view_as_complex(self.embedding(ids).unflatten(-1, (-1, 2)))
+        return self.head(torch.view_as_real(pairs * 2).flatten(-2))
+
+
+def test_complex_views_read_contiguous_values_since_a_cut_neighbour_can_make_strides_odd():
+    program = capture(_Rotating())
+    ids = torch.randint(VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(0))
+    before = program.graph_module(ids)
+    Pipeline([Canonicalize()]).run(program)
+    lines = print_program(program).splitlines()
+    at = next(index for index, line in enumerate(lines) if "view_as_complex(" in line)
+    assert "contiguous(" in lines[at - 1]
+    assert torch.equal(program.graph_module(ids), before)

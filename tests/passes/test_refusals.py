@@ -87,7 +87,7 @@ INNER_SITES: dict[str, tuple[Callable[[Middle, Tensor], Tensor], int, str]] = {
         lambda m, h: h.unflatten(-1, (4, 6)).softmax(-1).flatten(-2), INNER,
         "a reshape splits the features into groups",
     ),
-    "an operation without a rule": (lambda m, h: h.repeat(1, 1, 2), 2 * INNER, "no rule is known for aten"),
+    "an operation without a rule": (lambda m, h: h.tril(), INNER, "no rule is known for aten"),
     "one position for two features": (
         lambda m, h: torch.cat([h, h], -1), 2 * INNER, "one position would follow two features",
     ),

@@ -17,7 +17,6 @@ from dispfx.ir.links.connections import (
     dimension,
     operand,
     same,
-    tensor_operands,
 )
 from dispfx.ir.ops import argument, aten, packet, rank, shape_of
 
@@ -196,14 +195,55 @@ def indexed(node: fx.Node) -> list[Connection] | None:
     return found
 
 
+def repeated(node: fx.Node) -> list[Connection]:
+    """`repeat` puts copies of a dimension one after the other."""
+    value, times = operand(node, 0), node.args[1]
+    assert isinstance(times, list | tuple)
+    found: list[Connection] = []
+    for back in range(1, rank(value) + 1):
+        dim, to = rank(value) - back, rank(node) - back
+        if times[to] == 1:
+            found += same(value, dim, node, to)
+        elif not ops.is_dynamic(node, to):
+            places = np.arange(shape_of(node)[to])
+            found.append(Link((value, dim), (node, to), places % shape_of(value)[dim], places))
+    return found
+
+
+def interleaved(node: fx.Node) -> list[Connection]:
+    """`repeat_interleave` by one number puts copies of each position side by side."""
+    value, times = operand(node, 0), argument(node, 1, "repeats")
+    if argument(node, 2, "dim") is None or not isinstance(times, int):
+        return []
+    dim = dimension(value, argument(node, 2, "dim"))
+    found = others(value, node, dim)
+    if ops.is_dynamic(node, dim):
+        return found
+    places = np.arange(shape_of(node)[dim])
+    return [*found, Link((value, dim), (node, dim), places // times, places)]
+
+
 def scattered(node: fx.Node) -> list[Connection]:
-    """Rows of one operand are put or added at some rows of another; the other dimensions agree."""
-    values = tensor_operands(node)
-    base, rows = values[0], values[-1]
-    if packet(node) is not aten.index_add or rank(rows) != rank(base):
+    """Rows of one operand are added at some rows of another; the other dimensions agree."""
+    base, rows = operand(node, 0), operand(node, 3)
+    if rank(rows) != rank(base):
         return []
     taken = dimension(base, node.args[1])
     return [*others(base, node, taken), *others(rows, node, taken)]
+
+
+def placed(node: fx.Node) -> list[Connection]:
+    """`index_put` writes values where index tensors on leading dimensions say; trailing ones agree."""
+    base, indices, values = operand(node, 0), node.args[1], operand(node, 2)
+    assert isinstance(indices, list | tuple)
+    if not all(isinstance(index, fx.Node) for index in indices):
+        return []
+    # A mask of n dimensions stands for n of them.
+    taken = sum(rank(index) if ops.is_boolean(index) else 1 for index in indices)  # type: ignore[arg-type]
+    found = [link for dim in range(taken, rank(base)) for link in same(base, dim, node, dim)]
+    for back in range(1, min(rank(base) - taken, rank(values)) + 1):
+        found += same(values, rank(values) - back, node, rank(node) - back)
+    return found
 
 
 def index_selected(node: fx.Node) -> list[Connection]:
