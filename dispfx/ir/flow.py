@@ -1,6 +1,6 @@
 """How data flows from token ids to logits: order, dependence, products on the way, choke points."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import fx
@@ -131,8 +131,3 @@ class Flow:
             ):
                 leads_out.add(node)
         return leads_out
-
-
-def ordered(nodes: set[fx.Node], flow: Flow) -> Iterator[fx.Node]:
-    """Yield nodes in the order of the graph."""
-    yield from sorted(nodes, key=lambda node: flow.order[node])
