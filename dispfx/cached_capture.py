@@ -43,6 +43,9 @@ from dispfx.unlifting import program_of, straight_line, user_inputs, user_output
 
 TRACED_SHAPE = CachedShape(batch=3, tokens=13, past=34)
 OTHER_SHAPES = (CachedShape(2, 17, 5), CachedShape(2, 7, 0), CachedShape(1, 1, 9))
+# For a single token a decoder chooses other kernels than the graph, which was traced with several, so
+# sums run in another order there: 2⁻²³ a step, a few ten steps.
+STEP_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +76,8 @@ def capture_cached(forward: CachedForward, *, vocabulary_size: int | None = None
 
     Raises:
         CaptureError: if the decoder cannot be exported with a cache, works at some shapes only, or the
-            graph differs from the decoder by more than `IDENTITY_TOLERANCE`.
+            graph differs from the decoder by more than `IDENTITY_TOLERANCE` (`STEP_TOLERANCE` for a
+            single token).
     """
     decoder = forward.decoder
     require_decoder(decoder)
@@ -193,10 +197,11 @@ def _identity(
 
 
 def _require_close(found: Mapping[str, Difference], shape: CachedShape, where: str) -> None:
+    tolerance = IDENTITY_TOLERANCE if shape.tokens > 1 else STEP_TOLERANCE
     for name, between in found.items():
-        if not between.relative <= IDENTITY_TOLERANCE:
+        if not between.relative <= tolerance:
             raise CaptureError(
-                f"the cached graph must give what the decoder gives within {IDENTITY_TOLERANCE:g}; {name} "
+                f"the cached graph must give what the decoder gives within {tolerance:g}; {name} "
                 f"differs by {between.relative:.2e} for {shape.tokens} tokens after {shape.past} cached ones",
                 where=where,
             )
