@@ -86,6 +86,7 @@ class _Search:
     branches: list[Branch] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
     closures: dict[str, dict[tuple[str, int], np.ndarray]] = field(default_factory=dict)
+    tuples: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         stream = self.program.stream
@@ -195,10 +196,43 @@ class _Search:
         for dimension, labels in closure.labels.items():
             owner = self.owner.setdefault(dimension, np.full(len(labels), UNTOUCHED, dtype=np.int32))
             owner[labels != UNTOUCHED] = index
-        site = Site(name, leaf.branch, leaf.kind, kind, size, _slices(closure, size), _gates(closure, size))  # type: ignore[arg-type]
+        site = Site(
+            name, leaf.branch, leaf.kind, kind, size, self._slices(closure, size), self._gates(closure, size)
+        )  # type: ignore[arg-type]
         self.sites.append(site)
         self.closures[name] = {(node.name, dim): labels for (node, dim), labels in closure.labels.items()}
         return name
+
+    def _slices(self, closure: Closure, size: int) -> tuple[Slice, ...]:
+        cut = [
+            Slice(str(node.target), dim, self._compact(labels, size))
+            for (node, dim), labels in closure.labels.items()
+            if node.op == "get_attr"
+        ]
+        return tuple(sorted(cut, key=lambda item: (item.parameter, item.axis)))
+
+    def _gates(self, closure: Closure, size: int) -> tuple[GatePoint, ...]:
+        users: dict[tuple[str, int], list[str]] = {}
+        labels: dict[tuple[str, int], tuple[int, ...] | None] = {}
+        for (value, dim, user), positions in closure.gates.items():
+            users.setdefault((value.name, dim), []).append(user.name)
+            labels[value.name, dim] = self._compact(positions, size)
+        return tuple(
+            GatePoint(value, dim, tuple(sorted(names)), labels[value, dim])
+            for (value, dim), names in users.items()
+        )
+
+    def _compact(self, labels: np.ndarray, size: int) -> tuple[int, ...] | None:
+        """Return labels as a tuple, or None where position i follows feature i.
+
+        Equal labels are one tuple: a fused projection has tens of thousands, and every layer the same.
+        """
+        if len(labels) == size and np.array_equal(labels, np.arange(size)):
+            return None
+        key = labels.tobytes()
+        if key not in self.tuples:
+            self.tuples[key] = tuple(labels.tolist())
+        return self.tuples[key]
 
     def _refuse(self, leaf: Leaf, kind: SiteKind, mismatch: Mismatch, seed: Dimension) -> None:
         """Record a refusal, but for features of an attention or mixer that are heads by design."""
@@ -221,34 +255,6 @@ def _weight_product(node: fx.Node, flow: Flow, fed: set[fx.Node]) -> _WeightProd
         if activation[0] in activations and ops.weight_of(weight[0]) is not None:
             return _WeightProduct(node, activation, weight, activation[0] not in fed)
     return None
-
-
-def _slices(closure: Closure, size: int) -> tuple[Slice, ...]:
-    cut = [
-        Slice(str(node.target), dim, _compact(labels, size))
-        for (node, dim), labels in closure.labels.items()
-        if node.op == "get_attr"
-    ]
-    return tuple(sorted(cut, key=lambda item: (item.parameter, item.axis)))
-
-
-def _gates(closure: Closure, size: int) -> tuple[GatePoint, ...]:
-    users: dict[tuple[str, int], list[str]] = {}
-    labels: dict[tuple[str, int], tuple[int, ...] | None] = {}
-    for (value, dim, user), positions in closure.gates.items():
-        users.setdefault((value.name, dim), []).append(user.name)
-        labels[value.name, dim] = _compact(positions, size)
-    return tuple(
-        GatePoint(value, dim, tuple(sorted(names)), labels[value, dim])
-        for (value, dim), names in users.items()
-    )
-
-
-def _compact(labels: np.ndarray, size: int) -> tuple[int, ...] | None:
-    """Return labels as a tuple, or None where position i follows feature i."""
-    if len(labels) == size and np.array_equal(labels, np.arange(size)):
-        return None
-    return tuple(int(label) for label in labels)
 
 
 def _nothing_left(program: Program, skip: tuple[str, ...]) -> UnsupportedGraphError:
