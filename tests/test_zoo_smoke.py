@@ -32,18 +32,12 @@ SIZES: dict[str, Any] = {
 GPT = {
     "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-    "vocab_size": VOCABULARY,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 OPT = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {
-    "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-    "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1,
 }  # fmt: skip
 
 # Pattern -> (model type, what differs from SIZES).
