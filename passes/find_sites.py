@@ -196,9 +196,8 @@ class _Search:
         for dimension, labels in closure.labels.items():
             owner = self.owner.setdefault(dimension, np.full(len(labels), UNTOUCHED, dtype=np.int32))
             owner[labels != UNTOUCHED] = index
-        site = Site(
-            name, leaf.branch, leaf.kind, kind, size, self._slices(closure, size), self._gates(closure, size)
-        )  # type: ignore[arg-type]
+        slices, gates = self._slices(closure, size), self._gates(closure, size)
+        site = Site(name, leaf.branch, leaf.kind, kind, size, slices, gates)  # type: ignore[arg-type]
         self.sites.append(site)
         self.closures[name] = {(node.name, dim): labels for (node, dim), labels in closure.labels.items()}
         return name

@@ -32,10 +32,9 @@ def test_sites_need_no_values(form: str):
     assert all(tensor.is_meta for _, tensor in without.tensors())
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_sites_of_transformers_decoders_need_no_values(name: str):
-    """These look at values while they run, so running one on the meta device would fail."""
-    model = tiny_transformer(name)
+def test_sites_of_a_transformers_decoder_need_no_values():
+    """It looks at values while it runs, so running it on the meta device would fail."""
+    model = tiny_transformer("llama")
     with_values = facts(capture(model))
     assert facts(capture(model.to("meta"))) == with_values
 
