@@ -13,8 +13,10 @@ Rules:
 4. An `expand` that only feeds pointwise operations which have another operand of the full shape gives
    its operand, since those broadcast by themselves.
 5. `view_as_complex` reads a contiguous operand: it needs even strides, which a cut neighbour can make odd.
-6. A parameter or buffer is read by one node.
-7. Values that nobody uses are erased.
+6. `copy(x, y)`, what is left of an in-place copy, is `y` in the shape and dtype of `x`; it has no gradient
+   of its own.
+7. A parameter or buffer is read by one node.
+8. Values that nobody uses are erased.
 """
 
 from collections.abc import Callable
@@ -46,7 +48,7 @@ class Canonicalize:
         """Rewrite the graph in place."""
         before = len(program.graph.nodes)
         changed = False
-        for step in (_erase_no_ops, _spell_reshapes, _drop_expands, _make_contiguous, _merge_reads):
+        for step in _STEPS:
             changed = step(program.graph) or changed
         program.rebuild(dict(program.tensors()))
         erased = before - len(program.graph.nodes)
@@ -142,6 +144,26 @@ def _make_contiguous(graph: fx.Graph) -> bool:
     return changed
 
 
+def _spell_copies(graph: fx.Graph) -> bool:
+    changed = False
+    for node in list(graph.nodes):
+        if packet(node) is not aten.copy:
+            continue
+        target, value = node.args[0], node.args[1]
+        assert isinstance(target, fx.Node) and isinstance(value, fx.Node)
+        with graph.inserting_before(node):
+            if value.meta["val"].shape != node.meta["val"].shape:
+                value = graph.call_function(aten.expand_as.default, (value, target))
+                value.meta = dict(node.meta)
+            if value.meta["val"].dtype != node.meta["val"].dtype or packet(value) is aten.expand_as:
+                value = graph.call_function(aten.to.dtype, (value, node.meta["val"].dtype))
+                value.meta = dict(node.meta)
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+        changed = True
+    return changed
+
+
 def _merge_reads(graph: fx.Graph) -> bool:
     first: dict[object, fx.Node] = {}
     changed = False
@@ -151,3 +173,6 @@ def _merge_reads(graph: fx.Graph) -> bool:
             graph.erase_node(node)
             changed = True
     return changed
+
+
+_STEPS = (_erase_no_ops, _spell_copies, _spell_reshapes, _drop_expands, _make_contiguous, _merge_reads)

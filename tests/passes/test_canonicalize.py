@@ -151,3 +151,30 @@ def test_complex_views_read_contiguous_values_since_a_cut_neighbour_can_make_str
     at = next(index for index, line in enumerate(lines) if "view_as_complex(" in line)
     assert "contiguous(" in lines[at - 1]
     assert torch.equal(program.graph_module(ids), before)
+
+
+class _Copying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        whole = torch.zeros_like(x)
+        whole.copy_(x * 2)
+        rows = torch.zeros_like(x)
+        rows.copy_(x.mean(1, keepdim=True))
+        return self.head(whole + rows)
+
+
+def test_what_is_left_of_an_in_place_copy_lets_gradients_through():
+    program = capture(_Copying())
+    ids = torch.randint(VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(0))
+    before = program.graph_module(ids)
+    Pipeline([Canonicalize()]).run(program)
+    assert " copy(" not in print_program(program)
+    assert torch.equal(program.graph_module(ids), before)
+    program.graph_module.embedding.weight.requires_grad_()  # type: ignore[union-attr]
+    program.graph_module(ids).sum().backward()
+    assert program.graph_module.embedding.weight.grad.abs().sum() > 0  # type: ignore[union-attr]
