@@ -151,6 +151,8 @@ def _observed(model: nn.Module, ids: Tensor, arguments: dict[str, Any]) -> Any:
 def _observed_layers(model: nn.Module, argument: str) -> list[Any]:
     """Return the layers of the cache that a forward pass leaves behind."""
     cache = getattr(_observed(model, _sample_ids(model), {}), argument, None)
+    # A decoder that could also attend to an encoder keeps that part apart; it is empty here.
+    cache = getattr(cache, "self_attention_cache", cache)
     if not isinstance(cache, Cache):
         raise UnsupportedGraphError(
             f"the decoder must return a cache of keys and values; it returns {_kind(cache)}",
