@@ -78,7 +78,9 @@ def verify(
     screen = Screen(json, quiet)
     verifications = api.verify(folder)
     screen.print_json({"verify": to_plain(verifications)})
-    if not json:
+    if not verifications:
+        screen.print_text("the folder holds one form of the decoder, so there is nothing to compare it with")
+    elif not json:
         print_verifications(verifications, screen.console)
     require(*verifications)
 

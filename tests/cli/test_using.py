@@ -73,6 +73,12 @@ def test_verify_shows_each_comparison(dispfx, replaced, written: Path):
     assert verify.call_args.args == (written,)
 
 
+def test_verify_says_where_there_is_nothing_to_compare(dispfx, replaced, written: Path):
+    replaced("verify", [])
+    result = dispfx("verify", written)
+    assert result.exit_code == 0 and "nothing to compare" in result.stdout
+
+
 def test_verify_shows_all_and_fails_with_our_exit_code_where_one_does_not_hold(dispfx, replaced, written):
     replaced("verify", [HOLDS, FAILS])
     result = dispfx("verify", written)

@@ -198,7 +198,8 @@ def test_verification_finds_another_function(exported: Path, lowered: fx.GraphMo
 @pytest.mark.parametrize("location", ["../model.onnx.data", "/etc/passwd", "", "a/../../b", "link/b"])
 def test_weights_outside_the_folder_are_refused(exported: Path, tmp_path: Path, location: str) -> None:
     model = onnx.load(exported, load_external_data=False)
-    entry = next(e for e in model.graph.initializer[0].external_data if e.key == "location")
+    entries = [entry for tensor in model.graph.initializer for entry in tensor.external_data]
+    entry = next(entry for entry in entries if entry.key == "location")
     entry.value = location
     (tmp_path / "link").symlink_to("/etc")
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
