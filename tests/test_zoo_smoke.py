@@ -104,3 +104,15 @@ def test_a_recurrence_over_time_is_refused_with_its_reason():
     model = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(dispfx.DispfxError, match="does not run at"):
         dispfx.capture(model)
+
+
+@pytest.mark.parametrize("name", ["pre-norm, gated MLP", "sandwich norms, scaled embedding"])
+def test_a_bfloat16_decoder_compiles_as_its_float32_twin_does(name: str):
+    program = dispfx.capture(build(name).to(torch.bfloat16))
+    assert not program.refused
+    ids = token_ids(2, 9, vocabulary=VOCABULARY)
+    everything = dispfx.gated(program, Plan.random(program, 0.0, seed=0))
+    assert torch.equal(everything(ids), program.graph_module(ids))
+    plan = Plan.random(program, 0.3, seed=1)
+    # Each product is rounded to 8 bits; two layers of branches add up a few of those roundings.
+    assert relative_error(dispfx.lower(program, plan)(ids), dispfx.gated(program, plan)(ids)) <= 2**-6

@@ -52,10 +52,12 @@ def links(node: fx.Node) -> list[Connection] | None:
 
 
 def _left_out(node: fx.Node, found: list[Connection]) -> list[Connection]:
-    """Return a Mixing for every dimension that a rule says nothing of."""
+    """Return a Mixing for every dimension that a rule says nothing of.
+
+    Operands that only lend a dtype or a shape do not count: whatever is cut of them changes nothing here.
+    """
     known = {dimension for connection in found for dimension in ends(connection)}
-    used = () if packet(node) in ops.METADATA_ONLY else node.all_input_nodes
-    values = [value for value in (node, *used) if ops.is_tensor(value)]
+    values = [value for value in (node, *ops.operands(node)) if ops.is_tensor(value)]
     return [
         Mixing((value, dim))
         for value in values
