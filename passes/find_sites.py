@@ -117,8 +117,7 @@ class _Search:
             product = _weight_product(node, self.flow, fed)
             if product is not None:
                 yield product
-            is_product = ops.is_product(node) or ops.packet(node) in ops.ATTENTION
-            if is_product or any(value in fed for value in self.flow.inputs(node)):
+            if ops.contracts(node) or any(value in fed for value in self.flow.inputs(node)):
                 fed.add(node)
 
     def _sums_over_stream(self, product: _WeightProduct) -> bool:

@@ -141,8 +141,7 @@ class _Walk:
             if value in self._around.caches:
                 return
             raise _Refused(Mismatch("the features reach the decoder's output", place))
-        product = ops.is_product(place) or ops.packet(place) in ops.ATTENTION
-        if product and len(ops.activations(place, self._around.dependent)) > 1:
+        if ops.contracts(place) and len(ops.activations(place, self._around.dependent)) > 1:
             raise _Refused(Mismatch("the features enter a product of two activations", place))
         connections = links(place)
         if connections is None:

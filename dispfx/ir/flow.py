@@ -75,7 +75,7 @@ class Flow:
             if (node, crossed) in seen or self.order[node] < floor:
                 continue
             seen.add((node, crossed))
-            crossed = crossed or ops.is_product(node) or ops.packet(node) in ops.ATTENTION
+            crossed = crossed or ops.contracts(node)
             pending += [(value, crossed) for value in self.inputs(node)]
         return False
 

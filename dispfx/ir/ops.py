@@ -73,6 +73,11 @@ def is_product(node: fx.Node) -> bool:
     return packet(node) in PRODUCTS and not is_depthwise(node)
 
 
+def contracts(node: fx.Node) -> bool:
+    """Whether the node is a product, or an attention, which holds two."""
+    return is_product(node) or packet(node) in ATTENTION
+
+
 def groups_of(node: fx.Node) -> int:
     """Return the number of channel groups of a convolution."""
     groups = argument(node, 8 if packet(node) is aten.convolution else 6, "groups", 1)
