@@ -28,6 +28,7 @@ from dispfx.passes.canonicalize import Canonicalize
 from dispfx.passes.find_branches import FindBranches
 from dispfx.passes.find_residual_stream import FindResidualStream
 from dispfx.passes.find_sites import FindSites
+from dispfx.passes.fuse_projections import FuseProjections
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.passes.lower_gates import LowerGates
@@ -45,6 +46,7 @@ PASSES = (
     InsertGates.name,
     LowerGates.name,
     GatherAdd.name,
+    FuseProjections.name,
 )
 
 
