@@ -21,9 +21,11 @@ from dispfx.ir.budget import hard_masks
 from dispfx.ir.plan import Budget, BudgetOf, Plan, site_keys
 from dispfx.ir.program import Program
 from dispfx.learning.records import StepRecord
+from dispfx.learning.scores import select_by_score
 from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import TokenBatches
 from dispfx.learning.trainer import learn as learn_masks
+from dispfx.learning.trainer import problem_of
 from dispfx.passes.canonicalize import Canonicalize
 from dispfx.passes.find_branches import FindBranches
 from dispfx.passes.find_residual_stream import FindResidualStream
@@ -187,6 +189,8 @@ def learn(
 ) -> Plan:
     """Learn which features every site keeps, and return the plan (arXiv 2410.11988).
 
+    With a `method` other than `learned` in the settings nothing is learned: features are scored once.
+
     Args:
         program: of the decoder, on the device to learn on.
         data: token ids, 1-D, of which the last tenth is held out; or batches.
@@ -204,6 +208,8 @@ def learn(
     chosen = replace(settings or LearnSettings(), **changes)
     text = data if isinstance(data, TokenBatches) else batches_of(data, chosen)
     budget = Budget(ratio, of, align)
+    if chosen.method != "learned":
+        return Plan.of(program, budget, _scored(program, text, budget, chosen), chosen.seed)
     found = learn_masks(
         gate(program),
         program.sites,
@@ -218,6 +224,12 @@ def learn(
         fingerprint=program.fingerprint,
     )
     return Plan.of(program, budget, found.kept, chosen.seed)
+
+
+def _scored(program: Program, text: TokenBatches, budget: Budget, settings: LearnSettings) -> list[Tensor]:
+    gated = gate(program)
+    problem = problem_of(gated, program.sites, program.shapes, text, budget, settings, program.device)
+    return select_by_score(problem, gated.graph, budget)
 
 
 def batches_of(tokens: Tensor, settings: LearnSettings, held_out: Tensor | None = None) -> TokenBatches:

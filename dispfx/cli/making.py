@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dispfx.report import Report
 
 _LEARNING = (
+    "method",
     "steps",
     "seq_len",
     "batch_size",
@@ -40,6 +41,7 @@ def compile(  # the verb's name
     eval_windows: given.EvalWindows = None,
     tokenizer: given.Tokenizer = None,
     ratio_of: given.RatioOf = "blocks",
+    method: given.Method = None,
     steps: given.Steps = None,
     seq_len: given.SeqLen = None,
     batch_size: given.BatchSize = None,
@@ -107,6 +109,7 @@ def learn(
     data: given.Data = None,
     tokenizer: given.Tokenizer = None,
     ratio_of: given.RatioOf = "blocks",
+    method: given.Method = None,
     steps: given.Steps = None,
     seq_len: given.SeqLen = None,
     batch_size: given.BatchSize = None,

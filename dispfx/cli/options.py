@@ -85,6 +85,10 @@ EvalWindows = Annotated[
 ]
 
 # Learning.
+Method = Annotated[
+    Literal["learned", "magnitude", "activation", "fluctuation", "sensitivity", "random"] | None,
+    typer.Option(help="How features are chosen: learned, or scored once (learned)."),
+]
 Steps = Annotated[int | None, typer.Option(help="Steps of learning (10,000; demo: 400).")]
 SeqLen = Annotated[int | None, typer.Option(help="Tokens a sequence (2048; demo: 128).")]
 BatchSize = Annotated[int | None, typer.Option(help="Sequences a step (1; demo: 8).")]

@@ -14,6 +14,7 @@ from dispfx.errors import DispfxError
 EstimatorName = Literal["reinmax", "gumbel", "straight-through"]
 HypernetworkName = Literal["full", "linear", "none"]
 Schedule = Literal["constant", "cosine"]
+Method = Literal["learned", "magnitude", "activation", "fluctuation", "sensitivity", "random"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class LearnSettings:
     """Settings of one run.
 
     Args:
+        method: how features are chosen; all but `learned` score them once (`dispfx.learning.scores`) and
+            take the seed, seq_len and batch_size only.
         steps: optimizer steps.
         seq_len: tokens a sequence.
         batch_size: sequences a forward pass.
@@ -41,6 +44,7 @@ class LearnSettings:
         held_out_every: steps between two measurements of the held-out loss; 0 measures never.
     """
 
+    method: Method = "learned"
     steps: int = 10_000
     seq_len: int = 2048
     batch_size: int = 1
@@ -78,6 +82,7 @@ class LearnSettings:
             _require(0.0 <= value < math.inf, name, "zero or a positive number", value)
         _require(math.isfinite(self.bias), "bias", "a finite number", self.bias)
         choices = {"estimator": EstimatorName, "hypernetwork": HypernetworkName, "schedule": Schedule}
+        choices["method"] = Method
         for name, allowed in choices.items():
             one_of = " or ".join(get_args(allowed))
             _require(getattr(self, name) in get_args(allowed), name, one_of, getattr(self, name))

@@ -87,7 +87,7 @@ def learn(
         KeyboardInterrupt: after the state was saved.
     """
     began = perf_counter()
-    problem = _problem(gated, sites, shapes, text, budget, settings, torch.device(device))
+    problem = problem_of(gated, sites, shapes, text, budget, settings, torch.device(device))
     identity = _identity(problem, budget, fingerprint)
     learner = Learner(problem)
     if state_dir is not None:
@@ -112,7 +112,7 @@ def learn(
     )
 
 
-def _problem(
+def problem_of(
     gated: Gated,
     sites: Sequence[Site],
     shapes: Mapping[str, tuple[int, ...]],
@@ -121,6 +121,12 @@ def _problem(
     settings: LearnSettings,
     device: torch.device,
 ) -> Problem:
+    """Return what stays the same while masks are learned, on `device`.
+
+    Raises:
+        DataError: if the text is cut otherwise than the settings say.
+        BudgetError: if the sites cannot meet the budget.
+    """
     if (text.seq_len, text.batch_size) != (settings.seq_len, settings.batch_size):
         raise DataError(
             f"the text is cut into batches of {text.batch_size} × {text.seq_len} tokens, and the settings "

@@ -1,0 +1,217 @@
+"""Scores of features that need no learning: methods to compare with, on the same sites and lowering.
+
+    magnitude     ‖W_j‖                    size of the weights that read feature j, or that write it
+    activation    ‖x_j‖₂ · ‖W_j‖           what feature j adds to its readers (Wanda, arXiv 2306.11695)
+    fluctuation   var(x_j) · ‖W_j‖²        what is lost when it is replaced by its mean (FLAP, 2312.11983)
+    sensitivity   E[(∂loss/∂m_j)²] / c_j   Fisher information of its gate m_j (arXiv 1801.05787) a parameter
+    random        a normal number
+
+x_j is feature j where its gate stands, W_j the weights that read it there (a write is read by nobody:
+its ‖W_j‖ is one), and c_j the parameters that feature j costs.  The first three have another scale at
+every site; they are standardised within a site, as FLAP does, so that one threshold serves all.
+
+Entry point: `select_by_score`.  Legend: T tokens, N features of all groups of sites.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from dispfx.ir import ops
+from dispfx.ir.budget import Groups, harden
+from dispfx.ir.plan import Budget
+from dispfx.ir.sites import UNTOUCHED, Site, Slice
+from dispfx.learning.learner import Problem
+from dispfx.learning.settings import Method, seed_for
+
+SEQUENCES = 64
+_SMALLEST = 1e-30
+
+
+def select_by_score(
+    problem: Problem, graph_module: fx.GraphModule, budget: Budget, sequences: int = SEQUENCES
+) -> list[Tensor]:
+    """Return the sorted int32 indices that every site keeps by `problem.settings.method`.
+
+    Args:
+        problem: the decoder's sites, count and text.
+        graph_module: the gated graph, with weights; its gates are named as `InsertGates` does.
+        budget: of the same count.
+        sequences: of the text that the scores are measured on.
+
+    Raises:
+        BudgetError: if no widths meet the budget.
+    """
+    scores_N = score(problem, graph_module, problem.settings.method, sequences)
+    return harden(scores_N, problem.sites, problem.count, budget, groups=problem.groups)
+
+
+def score(
+    problem: Problem, graph_module: fx.GraphModule, method: Method, sequences: int = SEQUENCES
+) -> Tensor:
+    """Return what every feature of every group of sites is worth, flat, (N,) float32 on the CPU.
+
+    The arguments are those of `select_by_score`; `method` is any but `learned`.
+    """
+    if method == "random":
+        generator = torch.Generator().manual_seed(seed_for(problem.settings.seed, "scores"))
+        return torch.randn(problem.groups.features, generator=generator)
+    if method == "sensitivity":
+        per_parameter_N = _fisher(problem, sequences) / _costs(problem)
+        return per_parameter_N.clamp_min(_SMALLEST).log().cpu()
+    values = _weight_norms(graph_module, problem.sites, writers=method == "magnitude")
+    if method != "magnitude":
+        moments = _moments(problem, graph_module, sequences)
+        values = [
+            moment.score(norm, fluctuation=method == "fluctuation")
+            for moment, norm in zip(moments, values, strict=True)
+        ]
+    return _by_group(torch.cat([_standardised(of_site) for of_site in values]), problem.groups)
+
+
+def _costs(problem: Problem) -> Tensor:
+    """Return how many parameters each feature costs while everything else is kept, (N,)."""
+    masks_N = torch.ones(problem.groups.features, device=problem.device, requires_grad=True)
+    left = problem.count.count(problem.groups.expand(masks_N))
+    (costs_N,) = torch.autograd.grad(left, masks_N)
+    return costs_N.clamp_min(1.0)
+
+
+def _fisher(problem: Problem, sequences: int) -> Tensor:
+    """Return the mean square of every gate's gradient over sequences, with everything kept, (N,).
+
+    The square of a mean is not the mean of squares, so every sequence is a batch of its own.
+    """
+    total_N = torch.zeros(problem.groups.features, device=problem.device)
+    for ids_T in _sequences(problem, sequences):
+        masks_N = torch.ones_like(total_N, requires_grad=True)
+        loss = problem.loss(ids_T[None], problem.groups.expand(masks_N))
+        (gradient_N,) = torch.autograd.grad(loss, masks_N)
+        total_N += gradient_N.float() ** 2
+    return total_N / sequences
+
+
+def _by_group(values: Tensor, groups: Groups) -> Tensor:
+    """Add up what the sites of a group say of the feature that they share."""
+    groups = groups.to(values.device)
+    group_of = groups.expand(torch.arange(groups.features))
+    return values.new_zeros(groups.features).index_add(0, group_of, values)
+
+
+def _sequences(problem: Problem, count: int) -> list[Tensor]:
+    batches = -(-count // problem.text.batch_size)
+    return [ids_T for index in range(batches) for ids_T in problem.text.batch(index)][:count]
+
+
+@dataclass
+class _Moments:
+    """Sums over everything that was seen of one site's features, (size,) float64."""
+
+    count: int
+    total: Tensor
+    squares: Tensor
+
+    def score(self, norm: Tensor, *, fluctuation: bool) -> Tensor:
+        mean = self.total / max(self.count, 1)
+        square = self.squares / max(self.count, 1)
+        if fluctuation:
+            return (square - mean**2).clamp_min(0.0) * norm**2
+        return square.sqrt() * norm
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a gated graph and adds up the moments of what arrives at its gates."""
+
+    def __init__(self, graph_module: fx.GraphModule, sites: Sequence[Site]):
+        super().__init__(graph_module)
+        self.moments = [_Moments(0, *torch.zeros(2, site.size, dtype=torch.float64)) for site in sites]
+        self._points = {
+            f"gate_{index}_{at}": (index, point)
+            for index, site in enumerate(sites)
+            for at, point in enumerate(site.gates)
+        }
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node; a gate's operand is measured first."""
+        if n.name in self._points:
+            index, point = self._points[n.name]
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            self._add(self.moments[index], args[0].detach(), point.dim, point.labels)
+        return super().run_node(n)
+
+    def _add(self, moments: _Moments, value: Tensor, dim: int, labels: tuple[int, ...] | None) -> None:
+        rows = value.movedim(dim, -1).flatten(0, -2).double()
+        moments.count += len(rows)
+        size = len(moments.total)
+        moments.total += by_feature(rows.sum(0).cpu(), labels, size)
+        moments.squares += by_feature((rows**2).sum(0).cpu(), labels, size)
+
+
+def by_feature(values: Tensor, labels: tuple[int, ...] | None, size: int) -> Tensor:
+    """Add up what positions say of the feature that they follow, (size,)."""
+    if labels is None:
+        return values
+    followed = torch.tensor(labels)
+    there = followed != UNTOUCHED
+    return values.new_zeros(size).index_add(0, followed[there], values[there])
+
+
+@torch.no_grad()
+def _moments(problem: Problem, graph_module: fx.GraphModule, sequences: int) -> list[_Moments]:
+    recorder = _Recorder(graph_module, problem.sites)
+    masks = [torch.ones(site.size, device=problem.device) for site in problem.sites]
+    for ids_T in _sequences(problem, sequences):
+        recorder.run(ids_T[None].to(problem.device), *masks)
+    return recorder.moments
+
+
+def _weight_norms(graph_module: fx.GraphModule, sites: Sequence[Site], *, writers: bool) -> list[Tensor]:
+    """Return for every site the norm of the weights that read a feature where it is gated, (size,) float64.
+
+    Where no weight reads it, as at a write, it is that of the weights that produce it with `writers`,
+    and one without.
+    """
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+    tensors = dict(graph_module.named_parameters(remove_duplicate=False))
+    norms = []
+    for index, site in enumerate(sites):
+        readers: set[str] = set()
+        for at in range(len(site.gates)):
+            readers |= _readers(nodes[f"gate_{index}_{at}"])
+        slices = [cut for cut in site.slices if tensors[cut.parameter].dim() > 1]
+        reading = [cut for cut in slices if cut.parameter in readers]
+        chosen = reading or (slices if writers else [])
+        norms.append(_norm(chosen, tensors, site.size))
+    return norms
+
+
+def _readers(gate: fx.Node) -> set[str]:
+    """Return the paths of the weights of the products that a gated value reaches through its shape."""
+    found: set[str] = set()
+    values = [gate]
+    while values:
+        for user in ops.consumers(values.pop()):
+            if ops.contracts(user):
+                found.update(ops.tensors_read(user))
+            elif ops.packet(user) in ops.CASTS | ops.COPIES | ops.SHAPE_OPS:
+                values.append(user)
+    return found
+
+
+def _norm(slices: Sequence[Slice], tensors: Mapping[str, Tensor], size: int) -> Tensor:
+    if not slices:
+        return torch.ones(size, dtype=torch.float64)
+    total = torch.zeros(size, dtype=torch.float64)
+    for cut in slices:
+        rows = tensors[cut.parameter].detach().movedim(cut.axis, 0).flatten(1)
+        total += by_feature((rows.float() ** 2).sum(1).double().cpu(), cut.labels, size)
+    return total.sqrt()
+
+
+def _standardised(values: Tensor) -> Tensor:
+    """Return values of mean zero and spread one, float32; a site of one feature gives zero."""
+    spread = values.std(correction=0).clamp_min(_SMALLEST)
+    return ((values - values.mean()) / spread).float()
