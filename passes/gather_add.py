@@ -60,12 +60,14 @@ class GatherAdd:
         inverse = _inverse(graph, str(index.target), kept, width, tensors)
         with graph.inserting_before(node):
             full = graph.call_function(aten.index_select.default, (padded, dim, inverse))
-            full.meta["val"] = node.meta["val"]
-            if packet(base) is not aten.new_zeros:
-                full = graph.call_function(aten.add.Tensor, (base, full))
-                full.meta = dict(node.meta)
-        node.replace_all_uses_with(full)
-        graph.erase_node(node)
+        full.meta["val"] = node.meta["val"]
+        if packet(base) is aten.new_zeros:
+            node.replace_all_uses_with(full)
+            graph.erase_node(node)
+            return
+        # Rewritten in place, so that the stream's facts go on naming it.
+        node.target = aten.add.Tensor
+        node.args, node.kwargs = (base, full), {}
 
     def _padded(self, graph: fx.Graph, small: fx.Node, dim: int, tensors: dict[str, Tensor]) -> fx.Node:
         """Return `small` with at least one column of zeros after its last."""

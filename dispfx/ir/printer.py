@@ -25,7 +25,14 @@ def signature(program: Program) -> int:
         (node.name, node.op, str(node.target), str(node.args), str(node.kwargs))
         for node in program.graph.nodes
     )
-    facts = (program.stream, program.leaves, program.branches, program.sites, program.refused)
+    facts = (
+        program.stream,
+        program.leaves,
+        program.branches,
+        program.sites,
+        program.refused,
+        program.outline,
+    )
     shapes = tuple((path, tuple(tensor.shape)) for path, tensor in program.tensors())
     gates = tuple(site.gates for site in program.sites)
     return hash((graph, facts, shapes, gates))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from dispfx.ir import ops
+from dispfx.ir.outline import Outline
 from dispfx.ir.sites import Branch, Refusal, ResidualStream, Site
 
 # Kept indices of a site are the buffer `dispfx_index.<site>` of a lowered decoder.
@@ -64,6 +65,7 @@ class Program:
         identity: the difference to the captured module that the capture measured, by (batch, tokens), or
             (batch, tokens, cached tokens); empty where the module had no values.
         ties: path of every tied parameter -> the path under which its tensor is kept.
+        outline: the graph in parts, once found; rewriting the graph makes it stale.
         unused: tensors of the decoder that the graph does not read, by path.
     """
 
@@ -81,6 +83,7 @@ class Program:
     closures: Mapping[str, Mapping[tuple[str, int], np.ndarray]] = field(default_factory=dict)
     identity: Mapping[tuple[int, ...], Any] = field(default_factory=dict)
     ties: Mapping[str, str] = field(default_factory=dict)
+    outline: Outline | None = None
     unused: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -171,11 +174,15 @@ class Program:
         return twin
 
     def rebuild(self, tensors: Mapping[str, Tensor]) -> None:
-        """Erase values that nobody uses and own the tensors that are left, taken from `tensors`."""
+        """Erase values that nobody uses and own the tensors that are left, taken from `tensors`.
+
+        An outline of the graph as it was is dropped.
+        """
         for node in reversed(list(self.graph.nodes)):
             if not node.users and node.op not in ("placeholder", "output"):
                 self.graph.erase_node(node)
         self.graph_module = with_tensors(self.graph, tensors)
+        self.outline = None
 
 
 def with_tensors(graph: fx.Graph, tensors: Mapping[str, Tensor]) -> fx.GraphModule:

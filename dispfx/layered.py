@@ -1,0 +1,131 @@
+"""A decoder made of its outline: prologue, layers that own their weights, epilogue.
+
+    LayeredDecoder(program)(ids, *further inputs)      the same values as the program's graph
+
+Each part is a module that holds its own tensors under the decoder's own paths and calls a body; layers of
+one kind call the same body, so replacing a body (by a compiled one, say) replaces it for all of them.
+What several parts read, a tied embedding for example, they share.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from dispfx.errors import PassError
+from dispfx.ir.outline import Body, Part
+from dispfx.ir.program import Program
+
+BodyCall = Callable[..., tuple[Any, ...]]
+
+
+class PartModule(nn.Module):
+    """One part with its tensors.
+
+    Args:
+        part: what it takes and gives.
+        tensors: of the program, by path.
+        call: computes the part's body.
+    """
+
+    def __init__(self, part: Part, tensors: Mapping[str, Tensor], call: BodyCall):
+        super().__init__()
+        self.part = part
+        self.call = call
+        self._names: list[tuple[nn.Module, str]] = []
+        for path in part.tensors:
+            self._names.append(_own(self, path, tensors[path]))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the part's tensors as they are now, in the order of its body."""
+        return [getattr(owner, name) for owner, name in self._names]
+
+    def forward(self, *values: Any) -> tuple[Any, ...]:
+        """Return the part's results for its values."""
+        return self.call(*values, *self.tensors())
+
+
+class LayeredDecoder(nn.Module):
+    """A program as modules.
+
+    Args:
+        program: with its outline.
+
+    Raises:
+        PassError: if the program has no outline.
+    """
+
+    def __init__(self, program: Program):
+        super().__init__()
+        outline = program.outline
+        if outline is None:
+            raise PassError("the program has no outline; outline-layers must run first")
+        tensors = dict(program.tensors())
+        self.bodies: dict[Body, BodyCall] = {
+            body: body.call() for body in dict.fromkeys(part.body for part in outline.parts)
+        }
+        self.prologue = PartModule(outline.prologue, tensors, self.bodies[outline.prologue.body])
+        self.layers = nn.ModuleList(
+            PartModule(part, tensors, self.bodies[part.body]) for part in outline.layers
+        )
+        self.epilogue = PartModule(outline.epilogue, tensors, self.bodies[outline.epilogue.body])
+        self.outline = outline
+        self.inputs = tuple(node.name for node in program.graph.nodes if node.op == "placeholder")
+        self._last_use = _last_uses([*self.parts])
+
+    @property
+    def parts(self) -> Sequence[PartModule]:
+        """All parts, in order."""
+        return [self.prologue, *self.layers, self.epilogue]  # type: ignore[list-item]
+
+    def replace_body(self, body: Body, call: BodyCall) -> None:
+        """Compute a body by `call` in every part that has it."""
+        self.bodies[body] = call
+        for part in self.parts:
+            if part.part.body is body:
+                part.call = call
+
+    def stream(self, *inputs: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Run all parts but the epilogue.
+
+        Returns:
+            The values that the epilogue takes, and everything given by name that is still alive.
+        """
+        values = dict(zip(self.inputs, inputs, strict=True))
+        for index, part in enumerate(self.parts[:-1]):
+            given = part(*(values[name] for name in part.part.values))
+            for name in self._last_use[index]:
+                values.pop(name, None)
+            values.update(zip(part.part.results, given, strict=True))
+        return [values[name] for name in self.epilogue.part.values], values
+
+    def forward(self, *inputs: Any) -> Any:
+        """Return what the program returns for its inputs."""
+        taken, _ = self.stream(*inputs)
+        given = self.epilogue(*taken)
+        return given[0] if len(given) == 1 else given
+
+
+def _last_uses(parts: Sequence[PartModule]) -> list[list[str]]:
+    """Return for every part the values that no later part takes."""
+    last = {name: index for index, part in enumerate(parts) for name in part.part.values}
+    ends: list[list[str]] = [[] for _ in parts]
+    for name, index in last.items():
+        ends[index].append(name)
+    return ends
+
+
+def _own(module: nn.Module, path: str, tensor: Tensor) -> tuple[nn.Module, str]:
+    """Register a tensor under its dotted path; return who holds it, and its name there."""
+    *parents, name = path.split(".")
+    owner = module
+    for parent in parents:
+        # A container may have the name of a field of ours; its own prefix keeps the two apart.
+        if parent not in owner._modules:
+            owner.add_module(parent, nn.Module())
+        owner = owner.get_submodule(parent)
+    if isinstance(tensor, nn.Parameter):
+        owner.register_parameter(name, tensor)
+    else:
+        owner.register_buffer(name, tensor)
+    return owner, name
