@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from dispfx.errors import CaptureError
 from dispfx.ir.inline import inline_modes
-from dispfx.ir.ops import source_line
+from dispfx.ir.ops import mutates, source_line
 from dispfx.ir.program import Program, with_tensors
 
 SAMPLED_VALUES = 64
@@ -64,7 +64,7 @@ def program_of(
 
 def straight_line(exported: ExportedProgram) -> ExportedProgram:
     """Make in-place operations functional and inline the graphs of gradient and autocast modes."""
-    if any(_mutates(node) for node in exported.graph.nodes):
+    if any(mutates(node) for node in exported.graph.nodes):
         exported = exported.run_decompositions({})
     inline_modes(exported.graph, exported.graph_module)
     return exported
@@ -99,11 +99,6 @@ def fingerprint(model: nn.Module) -> str:
         if not tensor.is_meta:
             digest.update(flat[::step][:SAMPLED_VALUES].to("cpu", torch.float32).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _mutates(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -32,8 +32,11 @@ from dispfx.passes.find_residual_stream import FindResidualStream
 from dispfx.passes.find_sites import FindSites
 from dispfx.passes.fuse_projections import FuseProjections
 from dispfx.passes.gather_add import GatherAdd
+from dispfx.passes.group_heads import GroupHeads
 from dispfx.passes.insert_gates import InsertGates
+from dispfx.passes.last_logits import LastLogits
 from dispfx.passes.lower_gates import LowerGates
+from dispfx.passes.static_cache import StaticCache
 from dispfx.pipeline import Pass, Pipeline
 
 WriteSpelling = Literal["index-add", "gather-add"]
@@ -49,6 +52,9 @@ PASSES = (
     LowerGates.name,
     GatherAdd.name,
     FuseProjections.name,
+    GroupHeads.name,
+    LastLogits.name,
+    StaticCache.name,
 )
 
 

@@ -52,6 +52,10 @@ class CacheTensor:
         """Return what a cache holds before the first token, (B, heads, 0, size)."""
         return torch.empty(batch, self.heads, 0, self.size, dtype=self.dtype, device=device)
 
+    def zeros(self, batch: int, places: int, device: torch.device) -> Tensor:
+        """Return a cache of a fixed length, (B, heads, S, size)."""
+        return torch.zeros(batch, self.heads, places, self.size, dtype=self.dtype, device=device)
+
 
 def cache_tensors(graph: fx.Graph) -> tuple[CacheTensor, ...]:
     """Return the caches that a graph takes, in the order of its inputs; none where it has no cache."""

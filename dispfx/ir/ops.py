@@ -93,6 +93,12 @@ def is_depthwise(node: fx.Node) -> bool:
     return groups_of(node) == channels == shape_of(node)[1]
 
 
+def mutates(node: fx.Node) -> bool:
+    """Whether the node changes one of its operands."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
 def is_gate(node: fx.Node) -> bool:
     """Whether the node is a gate."""
     return node.target is GATE

@@ -179,7 +179,7 @@ class Program:
         An outline of the graph as it was is dropped.
         """
         for node in reversed(list(self.graph.nodes)):
-            if not node.users and node.op not in ("placeholder", "output"):
+            if not node.users and node.op not in ("placeholder", "output") and not ops.mutates(node):
                 self.graph.erase_node(node)
         self.graph_module = with_tensors(self.graph, tensors)
         self.outline = None

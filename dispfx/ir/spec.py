@@ -4,6 +4,7 @@ captured   the named inputs (token ids first) and outputs (logits first), every 
 canonical  and: no in-place operation, one read a tensor, every fact names a value that exists
 gated      and: one mask input a site after the others, every gate multiplies an activation by one
 lowered    canonical again, no gate left, all index tensors inside their dimension
+static     and: keys and values are written into the caches that the program takes, in place
 
 That canonicalize erased what does nothing is its own promise, which its second run shows.
 """
@@ -15,7 +16,7 @@ from dispfx.ir.program import Program
 
 _INDEXED = ops.packets("index_select index_add")
 
-STAGES = ("captured", "canonical", "gated", "lowered")
+STAGES = ("captured", "canonical", "gated", "lowered", "static")
 
 
 def verify_program(program: Program) -> str | None:
@@ -28,9 +29,9 @@ def verify_program(program: Program) -> str | None:
         return f"the graph is broken: {error}"
     problems = (_shape_of_program(program), _missing_tensor(program))
     if program.stage != "captured":
-        problems += (_not_canonical(program.graph), _stale_fact(program))
+        problems += (_not_canonical(program), _stale_fact(program))
     problems += (_gates(program),)
-    if program.stage == "lowered":
+    if program.stage in ("lowered", "static"):
         problems += (_index_outside(program),)
     return next((problem for problem in problems if problem), None)
 
@@ -57,11 +58,10 @@ def _missing_tensor(program: Program) -> str | None:
     return None
 
 
-def _not_canonical(graph: fx.Graph) -> str | None:
+def _not_canonical(program: Program) -> str | None:
     read: set[object] = set()
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op == "call_function" and schema is not None and schema.is_mutable:
+    for node in program.graph.nodes:
+        if ops.mutates(node) and not (program.stage == "static" and _writes_a_cache(node)):
             return f"{node.name} changes its operand in place"
         if node.op == "get_attr" and node.target in read:
             return f"{node.target} is read by two nodes"
@@ -70,9 +70,15 @@ def _not_canonical(graph: fx.Graph) -> str | None:
     return None
 
 
+def _writes_a_cache(node: fx.Node) -> bool:
+    cache = node.args[0]
+    is_input = isinstance(cache, fx.Node) and cache.op == "placeholder"
+    return is_input and ops.packet(node) is ops.aten.index_copy_
+
+
 def _stale_fact(program: Program) -> str | None:
     """Facts about the stream and gate points name values of the canonical graph."""
-    if program.stage == "lowered" or program.stream is None:
+    if program.stage in ("lowered", "static") or program.stream is None:
         return None
     names = {node.name for node in program.graph.nodes}
     facts = {*program.stream.values, *program.stream.writes}

@@ -1,0 +1,33 @@
+"""Print how far the split kernels are from the reference, for several shapes, as a JSON list."""
+
+import json
+
+import torch
+
+from dispfx.kernels.cached_attention import reference
+from dispfx.kernels.split_attention import split_attention
+
+# batch, query heads, key heads, places, head size, last place in use, parts
+SHAPES = [
+    (1, 4, 4, 300, 64, 0, 4),
+    (2, 8, 2, 300, 128, 199, 4),
+    (2, 4, 4, 256, 80, 255, 1),
+    (1, 6, 2, 1024, 128, 700, 8),
+    (2, 2, 2, 70, 16, 3, 1),
+    (1, 3, 1, 200, 40, 130, 3),
+]
+
+
+def error(batch: int, heads: int, groups: int, places: int, size: int, start: int, parts: int) -> float:
+    """Return max|a − b| / max|b| of random operands in half precision."""
+    torch.manual_seed(places)
+    query = torch.randn(batch, 1, heads, size).half().transpose(1, 2)
+    keys, values = (torch.randn(batch, groups, places, size).half() for _ in range(2))
+    at = torch.tensor(start)
+    actual = split_attention(query, keys, values, at, parts=parts).float()
+    expected = reference(query.float(), keys.float(), values.float(), at)
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+if __name__ == "__main__":
+    print(json.dumps([error(*shape) for shape in SHAPES]))

@@ -1,0 +1,65 @@
+"""last-logits: the head reads the last token alone."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dispfx
+from dispfx.api.programs import lower_program
+from dispfx.ir.plan import Plan
+from dispfx.ir.program import Program
+from dispfx.passes.last_logits import LastLogits
+from dispfx.pipeline import Pipeline
+from tests.one_branch import VOCABULARY, WIDTH, Middle
+from tests.passes.golden import calls_of, names_of
+from tests.plain_decoders import perturb
+from tests.programs import relative_error, token_ids
+
+
+class Decoder(nn.Module):
+    """One branch, and a way from the head to the logits."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.mlp = Middle(lambda m, h: torch.relu(h))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.way = way
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        return self.way(self.head(x + self.mlp(x)))
+
+
+def lowered(way) -> Program:
+    torch.manual_seed(0)
+    program = dispfx.capture(perturb(Decoder(way)))
+    return lower_program(program, Plan.random(program, 0.2, seed=0))
+
+
+@pytest.mark.parametrize("way", [lambda x: x, lambda x: 30.0 * torch.tanh(x / 30.0)])
+def test_the_head_reads_the_last_token(way):
+    program = lowered(way)
+    ids = token_ids(2, 9, vocabulary=VOCABULARY)
+    before = program.graph_module(ids)
+    Pipeline([LastLogits()]).run(program)
+    assert calls_of(program, "slice").endswith("1, -1, 9223372036854775807): (B, 1, 16) float32")
+    after = program.graph_module(ids)
+    assert after.shape == (2, 1, VOCABULARY)
+    # One row may run in another kernel than many.
+    assert relative_error(after, before[:, -1:]) <= 1e-6
+
+
+@pytest.mark.parametrize("way", [lambda x: x - x.mean(1, keepdim=True), lambda x: x.cumsum(1)])
+def test_logits_that_mix_tokens_are_left_alone(way):
+    program = lowered(way)
+    names = names_of(program)
+    pipeline = Pipeline([LastLogits()])
+    pipeline.run(program)
+    assert not pipeline.ran[0].result.changed and names_of(program) == names
+
+
+def test_a_second_run_changes_nothing():
+    pipeline = Pipeline([LastLogits(), LastLogits()])
+    pipeline.run(lowered(lambda x: x))
+    assert [ran.result.changed for ran in pipeline.ran] == [True, False]
