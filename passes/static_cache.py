@@ -142,7 +142,7 @@ def _insert_start(program: Program) -> tuple[fx.Node, fx.Node]:
         tokens = graph.call_function(aten.sym_size.int, (ids, 1))
         tokens.meta["val"] = ids.meta["val"].shape[1]
         offsets = graph.call_function(aten.arange.default, (tokens,), {"device": program.device})
-        places = graph.call_function(aten.add.Tensor, (offsets, start))
+        places = graph.create_node("call_function", aten.add.Tensor, (offsets, start), name="places")
     offsets.meta["val"] = places.meta["val"] = ids.meta["val"].new_empty(ids.meta["val"].shape[1])
     return start, places
 

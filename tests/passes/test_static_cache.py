@@ -21,7 +21,7 @@ from dispfx.ir.spec import verify_program
 from dispfx.passes.group_heads import GroupHeads
 from dispfx.passes.static_cache import StaticCache
 from dispfx.pipeline import Pipeline
-from tests.passes.golden import calls_of
+from tests.passes.golden import calls_of, lines_of
 from tests.tiny_transformers import VOCABULARY, tiny_transformer
 
 LENGTH = 24
@@ -47,10 +47,10 @@ def mask_of(program: Program) -> fx.Node:
 def test_keys_and_values_are_written_to_their_places():
     program = Pipeline([StaticCache(LENGTH)]).run(lowered("llama"))
     assert calls_of(program, "index_copy_").splitlines()[:2] == [
-        "index_copy_(past_key_values_0_key, 2, add_tensor_4, add_6): (B, 2, ?, 8) float32",
-        "index_copy_(past_key_values_0_value, 2, add_tensor_4, transpose_2): (B, 2, ?, 8) float32",
+        "index_copy_(past_key_values_0_key, 2, places, add_6): (B, 2, ?, 8) float32",
+        "index_copy_(past_key_values_0_value, 2, places, transpose_2): (B, 2, ?, 8) float32",
     ]
-    assert "add(arange_default, start): (T) int64" in calls_of(program, "add")
+    assert lines_of(program, "places") == "  places = add(arange_default, start): (T) int64"
     assert "add(arange_2, start): (T) int64" in calls_of(program, "add")
     assert program.inputs[:5] == (
         "input_ids", "attention_mask", "position_ids", "start", "past_key_values.0.key",
