@@ -78,9 +78,8 @@ def _by_label(
     device = next(iter(tensors.values())).device
     tensors[path] = torch.tensor([size if label == UNTOUCHED else label for label in labels], device=device)
     index = graph.create_node("get_attr", path, name=path.replace(".", "_"))
-    one = graph.call_function(aten.new_ones.default, (mask, [1]))
-    padded = graph.call_function(aten.cat.default, ([mask, one],))
-    spread = graph.call_function(aten.index_select.default, (padded, 0, index))
-    for node, length in ((index, len(labels)), (one, 1), (padded, size + 1), (spread, len(labels))):
+    padded = graph.call_function(aten.constant_pad_nd.default, (mask, [0, 1], 1.0))
+    spread = graph.call_function(aten.index_select.default, (padded, -1, index))
+    for node, length in ((index, len(labels)), (padded, size + 1), (spread, len(labels))):
         node.meta["val"] = torch.empty(length, device="meta")
     return spread

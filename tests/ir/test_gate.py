@@ -70,6 +70,7 @@ def test_the_schema_and_every_registration_hold():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         torch.library.opcheck(GATE, (x, mask, 1))
         torch.library.opcheck(GATE, (x.detach().bfloat16(), mask, 1))
+        torch.library.opcheck(GATE, (x, torch.rand(2, 4, requires_grad=True), 2))
     assert str(GATE._schema) == "dispfx::gate(Tensor x, Tensor mask, SymInt dim) -> Tensor"
 
 
@@ -78,8 +79,11 @@ def test_the_fake_kernel_knows_shape_and_dtype_and_refuses_a_wide_mask():
         x = torch.empty(2, 3, 4, dtype=torch.bfloat16)
         gated = GATE(x, torch.empty(3), 1)
         assert (gated.shape, gated.dtype) == (x.shape, x.dtype)
-        with pytest.raises(ValueError, match="one dimension"):
-            GATE(x, torch.empty(3, 1), 1)
+        assert GATE(x, torch.empty(2, 3), 1).shape == x.shape
+        with pytest.raises(ValueError, match="one dimension or two"):
+            GATE(x, torch.empty(1, 1, 3), 1)
+        with pytest.raises(ValueError, match="2 features cannot gate 3"):
+            GATE(x, torch.empty(2), 1)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -87,6 +91,33 @@ def test_gradients_are_those_of_the_product(dim: int):
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(x.shape[dim], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda value, m: gate(value, m, dim), (x, mask))
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_every_run_of_the_first_dimension_has_its_own_mask(dim: int):
+    x = torch.randn(6, 3, 4, dtype=torch.float64, requires_grad=True)
+    masks = torch.rand(2, x.shape[dim], dtype=torch.float64, requires_grad=True)
+    gated = gate(x, masks, dim)
+    expected = torch.cat([gate(x[:3], masks[0], dim), gate(x[3:], masks[1], dim)])
+    assert torch.equal(gated, expected)
+    assert torch.autograd.gradcheck(lambda value, m: gate(value, m, dim), (x, masks))
+
+
+def test_a_flattened_batch_keeps_its_sequences_in_runs():
+    x, masks = torch.randn(4, 5, 3), torch.rand(2, 3)
+    assert torch.equal(gate(x.flatten(0, 1), masks, 1), gate(x, masks, 2).flatten(0, 1))
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((5, 3), 1), ((3, 4), 0)])
+def test_masks_that_do_not_divide_the_first_dimension_are_refused(shape, dim: int):
+    with pytest.raises(ValueError, match="2 masks do not divide"):
+        gate(torch.randn(shape), torch.rand(2, 3), dim)
+
+
+def test_several_masks_of_ones_change_no_bit():
+    x = every_kind_of_number(torch.float32)
+    gated = gate(x, torch.ones(2, 5), 1)
+    assert torch.equal(bits(gated)[~x.isnan()], bits(x)[~x.isnan()])
 
 
 def test_each_gradient_is_computed_only_where_it_is_asked():
