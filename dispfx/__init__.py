@@ -5,6 +5,8 @@
     smaller = dispfx.lower(program, plan)              # a module on sliced weights
     dispfx.compile("demo", 0.3, out="out/demo")        # all of it, verified, as a folder
 
+    AutoModelForCausalLM.from_pretrained("out/demo")   # transformers loads the folder like any other
+
 Nothing heavy is imported before it is used, so `import dispfx` is quick.
 """
 
@@ -12,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dispfx.errors import DispfxError
+from dispfx.huggingface.registering import register
 
 if TYPE_CHECKING:
     from dispfx.api import capture, compile, gated, learn, load, lower
@@ -40,3 +43,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+register()

@@ -1,6 +1,7 @@
 """An output folder, opened: its pruned decoder and what lies beside it."""
 
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ from dispfx.api.programs import analyse, lower_program, only_planned
 from dispfx.deploy import reload
 from dispfx.deploy.checkpoint import own_config, skeleton
 from dispfx.deploy.exported import PROGRAM_FILE, load_program
-from dispfx.deploy.section import CONFIG_FILE
-from dispfx.errors import OutputError
+from dispfx.deploy.section import CONFIG_FILE, read_layout
+from dispfx.errors import OutputError, PlanMismatchError
+from dispfx.huggingface.loading import load_model
+from dispfx.huggingface.planning import plan_modules, site_cuts
+from dispfx.ir.closure import Mismatch
+from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.pipeline import Pipeline
@@ -25,13 +30,32 @@ class Opened:
 
     Args:
         path: the folder.
-        decoder: token ids (B, T) to logits (B, T, V).
-        program: the lowered program, or None where the folder holds a graph alone.
+        plan: what was pruned, or None where the folder holds a graph alone.
+        device: where the decoder lies.
+        trust_remote_code: whether code that comes with the checkpoint may run.
     """
 
     path: Path
-    decoder: nn.Module
-    program: Program | None
+    plan: Plan | None
+    device: str | torch.device = "cpu"
+    trust_remote_code: bool = False
+
+    @cached_property
+    def decoder(self) -> nn.Module:
+        """The decoder: token ids (B, T) to logits (B, T, V), or to an output with `.logits`.
+
+        It is the transformers model where the folder has one, and a graph otherwise.
+        """
+        if self.plan is None:
+            return load_program(self.path).to(self.device)
+        if read_layout(self.path) is None:
+            return self.graph_module
+        return load_model(self.path, device=self.device, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def program(self) -> Program | None:
+        """The lowered program, captured anew; None where the folder holds a graph alone."""
+        return None if self.plan is None else self._lowered(self.plan)
 
     @property
     def graph_module(self) -> torch.fx.GraphModule:
@@ -46,18 +70,17 @@ class Opened:
             )
         return self.program.graph_module
 
-    @property
+    @cached_property
     def vocabulary_size(self) -> int:
         """Width of the logits."""
-        if self.program is not None:
-            return self.program.vocabulary_size
         with torch.no_grad():
-            return self.decoder(torch.zeros((2, 2), dtype=torch.int64)).shape[-1]
+            output = self.decoder(torch.zeros((2, 2), dtype=torch.int64, device=self.device))
+        return getattr(output, "logits", output).shape[-1]
 
     @property
     def config(self) -> Any | None:
         """The decoder's own transformers config, or None."""
-        return own_config(self.path) if self.program is not None else None
+        return own_config(self.path, self.trust_remote_code) if self.plan is not None else None
 
     @property
     def tokenizer(self) -> Any | None:
@@ -72,6 +95,22 @@ class Opened:
         """
         assert self.graph_module is not None and self.program is not None
         return Pipeline([GatherAdd()]).run(self.program.clone()).graph_module
+
+    def _lowered(self, plan: Plan) -> Program:
+        """Capture the decoder without its weights, lower it, and put the stored weights in."""
+        model = skeleton(self.path, device=self.device, trust_remote_code=self.trust_remote_code)
+        program = only_planned(analyse(model), plan)
+        lowered = lower_program(program, plan)
+        layout = read_layout(self.path)
+        if layout is None:
+            reload.fill(lowered.graph_module, self.path)
+        else:
+            kept = _by_site(program, plan)
+            planned = _planned_again(program, kept, model, layout.indices, self.path)
+            convert = partial(planned.lowered, stays=site_cuts(program.sites, kept))
+            reload.fill(lowered.graph_module, self.path, convert)
+        lowered.graph_module.requires_grad_(False)
+        return lowered
 
 
 def is_output(path: str | Path) -> bool:
@@ -92,13 +131,8 @@ def open_folder(
     """
     path = Path(folder).expanduser()
     if (path / PROGRAM_FILE).is_file() and not (path / CONFIG_FILE).is_file():
-        return Opened(path, load_program(path).to(device), None)
-    plan = reload.read_plan(path)
-    model = skeleton(path, device=device, trust_remote_code=trust_remote_code)
-    program = lower_program(only_planned(analyse(model), plan), plan)
-    reload.fill(program.graph_module, path)
-    program.graph_module.requires_grad_(False)
-    return Opened(path, program.graph_module, program)
+        return Opened(path, None, device, trust_remote_code)
+    return Opened(path, reload.read_plan(path), device, trust_remote_code)
 
 
 def load(
@@ -106,7 +140,31 @@ def load(
 ) -> nn.Module:
     """Return the pruned decoder of an output folder: token ids (B, T) to logits (B, T, V).
 
+    It is the transformers model, whose output has `.logits`, where the folder holds one: what
+    `AutoModelForCausalLM.from_pretrained` gives, checked against the plan as well.  Otherwise it is a
+    graph that returns the logits.
+
     Raises:
         As `open_folder`.
     """
     return open_folder(folder, device=device, trust_remote_code=trust_remote_code).decoder
+
+
+def _by_site(program: Program, plan: Plan) -> dict[str, torch.Tensor]:
+    kept = plan.for_sites(program.sites)
+    return {site.name: indices for site, indices in zip(program.sites, kept, strict=True)}
+
+
+def _planned_again(
+    program: Program, kept: dict[str, torch.Tensor], model: nn.Module, indices: str, path: Path
+):
+    """Return how the modules in the folder were pruned; both ways that it can be done are tried."""
+    for narrow in (True, False):
+        planned = plan_modules(program, kept, model, narrow=narrow)
+        if not isinstance(planned, Mismatch) and planned.layout.indices == indices:
+            return planned
+    raise PlanMismatchError(
+        "the stored indices do not follow from the plan",
+        where=str(path),
+        hint="config.json, plan.safetensors and the weights must come from one compilation",
+    )

@@ -6,7 +6,8 @@
     lowered = zeroed     so does the user's own module with the removed weights set to zero: this one
                          shares no graph, no gate and no index with the compiler
     gather-add = lowered
-    reloaded = lowered   read back from disk
+    modules = lowered    the transformers model with smaller modules computes what the lowered graph computes
+    reloaded = modules   read back from disk; reloaded = lowered where there is a graph alone
     onnx = checkpoint    on ONNX Runtime's CPU provider
     program.pt2 = checkpoint, where both are written
 
@@ -14,6 +15,7 @@ All but the first run at two batch sizes and lengths that were not traced.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -71,9 +73,18 @@ def lowered_lines(
     return lines + _compare("gather-add = lowered", program, lowered, fast, tolerance)
 
 
-def reloaded_lines(program: Program, lowered: nn.Module, reloaded: nn.Module) -> list[Verification]:
-    """Compare what was read back from disk with the lowered decoder: equal bits."""
-    return _compare("reloaded = lowered", program, lowered, reloaded, tolerance=0.0)
+def module_lines(program: Program, lowered: nn.Module, modules: nn.Module) -> list[Verification]:
+    """Compare the decoder that is built from smaller modules with the lowered graph."""
+    logits = partial(module_logits, modules)
+    return _compare("modules = lowered", program, lowered, logits, tolerance_of(program))
+
+
+def reloaded_lines(
+    name: str, program: Program, written: nn.Module, reloaded: nn.Module
+) -> list[Verification]:
+    """Compare what was read back from disk with what was written: equal bits."""
+    logits = [partial(module_logits, module) for module in (written, reloaded)]
+    return _compare(f"reloaded = {name}", program, *logits, tolerance=0.0)
 
 
 def exported_lines(folder: Path, decoder: nn.Module, vocabulary_size: int) -> list[Verification]:

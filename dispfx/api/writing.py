@@ -21,14 +21,17 @@ from dispfx.api.verification import (
     exported_lines,
     identity_lines,
     lowered_lines,
+    module_lines,
     reloaded_lines,
 )
-from dispfx.capturing import export_program
+from dispfx.capturing import export_program, first_line
 from dispfx.demo.probe import skill_probe
 from dispfx.deploy import exported, weights
-from dispfx.deploy.checkpoint import underived_buffers, write_checkpoint
+from dispfx.deploy.checkpoint import site_indices, underived_buffers, write_checkpoint
 from dispfx.deploy.folder import new_folder
 from dispfx.errors import DispfxError
+from dispfx.huggingface.saving import PrunedModel, build_pruned
+from dispfx.ir.closure import Mismatch
 from dispfx.ir.count import ParameterCount
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
@@ -104,17 +107,27 @@ def write_output(task: Task, stages: Stages) -> Report:
     """
     with stages("lower"):
         lowered = lower(task.program, task.plan)
+        pruned = _modules(task, lowered)
+    if isinstance(pruned, Mismatch):
+        stages.observer.note(
+            f"transformers cannot hold this decoder as modules ({pruned.reason}); dispfx.load opens it"
+        )
     lines: list[Verification] = []
     with stages("verify"):
         lines += captured_lines(task.program)
         _add(lines, identity_lines(task.program), stages)
         _add(lines, lowered_lines(task.program, task.plan, lowered, task.source.model), stages)
+        if isinstance(pruned, PrunedModel):
+            _add(lines, module_lines(task.program, lowered, pruned.model), stages)
     with new_folder(task.path) as folder:
         with stages("write"):
-            _write_decoder(task, folder, lowered)
+            _write_decoder(task, folder, lowered, pruned)
         with stages("reload"):
             reloaded = load(folder, device=task.program.device)
-            _add(lines, reloaded_lines(task.program, lowered, reloaded), stages)
+            name, written = (
+                ("modules", pruned.model) if isinstance(pruned, PrunedModel) else ("lowered", lowered)
+            )
+            _add(lines, reloaded_lines(name, task.program, written, reloaded), stages)
             if task.exports == "pt2" and task.source.config is not None:
                 _add(lines, exported_lines(folder, reloaded, task.program.vocabulary_size), stages)
         if task.exports == "onnx":
@@ -125,7 +138,7 @@ def write_output(task: Task, stages: Stages) -> Report:
             measured = _perplexity(task, reloaded)
             skills = _skills(task, reloaded)
         report = _report(task, folder, tuple(lines), measured, skills, stages)
-        _write_words(task, folder, report)
+        _write_words(task, folder, report, as_modules=isinstance(pruned, PrunedModel))
     return report
 
 
@@ -137,15 +150,44 @@ def _add(lines: list[Verification], found: list[Verification], stages: Stages) -
     require(*found)
 
 
-def _write_decoder(task: Task, folder: Path, lowered: torch.fx.GraphModule) -> None:
+def _modules(task: Task, lowered: nn.Module) -> PrunedModel | Mismatch | None:
+    """Return the decoder built from smaller modules, why it cannot be, or None without transformers."""
+    config, program = task.source.config, task.program
+    if config is None:
+        return None
+
+    def agrees(candidate: nn.Module) -> str | None:
+        try:
+            lines = module_lines(program, lowered, candidate)
+        except Exception as error:
+            # The code between the modules is the decoder's own and raises what it likes.
+            return f"it raised {type(error).__name__}: {first_line(error)}"
+        worst = max(line.max_rel_error for line in lines)
+        return None if all(line.holds for line in lines) else f"its logits are off by {worst:.1e}"
+
+    kept = task.plan.for_sites(program.sites)
+    return build_pruned(
+        program,
+        {site.name: indices for site, indices in zip(program.sites, kept, strict=True)},
+        task.source.model,
+        lowered,
+        underived=underived_buffers(task.source.model, config),
+        agrees=agrees,
+    )
+
+
+def _write_decoder(
+    task: Task, folder: Path, lowered: torch.fx.GraphModule, pruned: PrunedModel | Mismatch | None
+) -> None:
     """Write a transformers checkpoint, or a graph for a module that transformers does not know."""
     config = task.source.config
-    if config is not None:
-        stored = underived_buffers(task.source.model, config)
+    if pruned is not None:
+        stored = _stored(task, lowered, pruned)
         write_checkpoint(
             folder,
-            parameters=dict(lowered.named_parameters()),
-            buffers={name: tensor for name, tensor in lowered.named_buffers() if name in stored},
+            parameters=stored[0],
+            buffers=stored[1],
+            layout=pruned.layout if isinstance(pruned, PrunedModel) else pruned.reason,
             plan=task.plan,
             sites=task.program.sites,
             config=config,
@@ -158,6 +200,18 @@ def _write_decoder(task: Task, folder: Path, lowered: torch.fx.GraphModule) -> N
         exported.save_program(export_program(lowered, ids), folder)
     if config is None:
         task.plan.save(folder / "plan.safetensors")
+
+
+def _stored(
+    task: Task, lowered: nn.Module, pruned: PrunedModel | Mismatch
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the parameters and the buffers of a checkpoint by their names on disk."""
+    if isinstance(pruned, PrunedModel):
+        return pruned.stored_parameters(), pruned.stored_buffers()
+    underived = underived_buffers(task.source.model, task.source.config)
+    buffers = {name: tensor for name, tensor in lowered.named_buffers() if name in underived}
+    indices = site_indices(task.plan, task.program.sites)
+    return dict(lowered.named_parameters()), {**buffers, **indices}
 
 
 def _report(
@@ -234,7 +288,7 @@ def _skills(task: Task, reloaded: nn.Module) -> dict[str, SkillChange]:
     return {skill: SkillChange(before[skill], after[skill]) for skill in before}
 
 
-def _write_words(task: Task, folder: Path, report: Report) -> None:
+def _write_words(task: Task, folder: Path, report: Report, *, as_modules: bool) -> None:
     """Write the report, the model card and the log of learning."""
     save_report(report, folder / "report.json")
     card = model_card(
@@ -244,6 +298,7 @@ def _write_words(task: Task, folder: Path, report: Report) -> None:
         data=task.data_names,
         onnx=task.exports == "onnx",
         on_hub=task.source.origin == "hub",
+        as_modules=as_modules,
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
     log = task.state / "metrics.jsonl" if task.state is not None else None

@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 from dispfx.deploy.section import CONFIG_FILE, OUR_ENTRIES, add_section, read_section, write_model_files
 from dispfx.deploy.weights import INDEX_BUFFERS, MAX_SHARD_BYTES, read_headers, read_tensors, write_tensors
 from dispfx.errors import DataError
+from dispfx.huggingface.layout import Layout
 from dispfx.ir.plan import Plan
 from dispfx.ir.sites import Site
 
@@ -36,6 +37,7 @@ def write_checkpoint(
     plan: Plan,
     sites: Sequence[Site],
     config: Any,
+    layout: Layout | str,
     architecture: str | None = None,
     generation_config: Any = None,
     tokenizer: Any = None,
@@ -45,11 +47,13 @@ def write_checkpoint(
 
     Args:
         folder: an existing, private folder; see `dispfx.deploy.folder`.
-        parameters: the lowered decoder's, by Hugging Face path, a tied one once.
-        buffers: those of the lowered decoder that `underived_buffers` names.
+        parameters: the pruned decoder's, by Hugging Face path, a tied one once.
+        buffers: those that `underived_buffers` names, and the indices.
         plan: what the parameters were sliced with.
         sites: of the decoder, which give the kinds; in the order of the plan's selections.
         config: the decoder's transformers config; it is not changed.
+        layout: of the decoder's modules; or why it cannot be built from modules, where the tensors are
+            those of the lowered graph.
         architecture: class name of the decoder, where the config does not say it.
         generation_config, tokenizer: transformers objects, or None.
 
@@ -63,14 +67,15 @@ def write_checkpoint(
         generation_config=generation_config,
         tokenizer=tokenizer,
     )
-    add_section(folder, plan, sites, config, _main_dtype(parameters))
-    stored = {**buffers, **index_buffers(plan, sites)}
-    write_tensors(folder, parameters, stored, max_shard_bytes=max_shard_bytes)
+    add_section(folder, plan, sites, config, main_dtype(parameters), layout)
+    write_tensors(folder, parameters, buffers, max_shard_bytes=max_shard_bytes)
     plan.save(folder / PLAN_FILE)
 
 
-def index_buffers(plan: Plan, sites: Sequence[Site]) -> dict[str, Tensor]:
+def site_indices(plan: Plan, sites: Sequence[Site]) -> dict[str, Tensor]:
     """Return the kept indices, int32 (K,), of every read and write that the plan cuts, by buffer name.
+
+    A decoder that is a graph alone stores these.
 
     Inner sites need none: their weights are smaller on both sides.
     """
@@ -112,7 +117,7 @@ def underived_buffers(model: nn.Module, config: Any) -> frozenset[str]:
     Persistent buffers always belong here.  Others do when their values differ from a freshly built
     decoder's, as after `model.to(torch.bfloat16)`, which rounds what the decoder keeps in float32.
     """
-    dtype = _main_dtype(dict(model.named_parameters()))
+    dtype = main_dtype(dict(model.named_parameters()))
     twin = _without_weights(copy.deepcopy(config), dtype=dtype)
     derived = dict(twin.named_buffers())
     persistent = model.state_dict().keys()
@@ -129,7 +134,7 @@ def _same_bits(buffer: Tensor, other: Tensor | None) -> bool:
     return torch.equal(buffer.cpu(), other)
 
 
-def _main_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
+def main_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
     """Return the dtype of most parameters, which transformers casts a decoder to when it loads one."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in parameters.values():

@@ -1,15 +1,17 @@
-"""Put the stored weights of an output folder into a decoder that was lowered with the folder's plan.
+"""Put the stored weights of an output folder into a graph that was lowered with the folder's plan.
 
-The steps of loading, of which the middle one is the compiler's own:
+The steps from a folder to a graph, of which the middle one is the compiler's own:
 
     skeleton = checkpoint.skeleton(folder)          # full size, zeros for weights
     lowered = lower(capture(skeleton), plan)        # sliced shapes
     reload.fill(lowered, folder)                    # the stored values
 
-Index buffers in the weight files are the truth; `read_plan` refuses a folder whose plan says otherwise.
+Index buffers in the weight files are the truth; a folder whose plan says otherwise is refused.  What is
+stored are the tensors of the pruned modules, which may hold more than the graph needs (see
+`dispfx.huggingface.widths`); `convert` takes the rest off.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.deploy.checkpoint import PLAN_FILE
-from dispfx.deploy.section import read_section
-from dispfx.deploy.weights import INDEX_BUFFERS, StoredTensor, read_headers, read_tensors
+from dispfx.deploy.section import read_layout, read_section, selections_digest
+from dispfx.deploy.weights import INDEX_BUFFERS, is_index, read_headers, read_tensors
 from dispfx.errors import PlanMismatchError
 from dispfx.ir.plan import Plan
 
@@ -39,28 +41,37 @@ def read_plan(folder: Path) -> Plan:
     claimed = [(site["name"], site["size"], site["kept"]) for site in _sites(section)]
     found = [(selection.site, selection.size, len(selection.kept)) for selection in plan.selections]
     _compare(folder, "sites", claimed, found)
-    _check_indices(folder, plan, {site["name"] for site in _sites(section) if site["kind"] != "inner"})
+    _compare(folder, "selections", section.get("selections"), selections_digest(plan))
+    layout = read_layout(folder)
+    if layout is None:
+        _check_indices(folder, plan, {site["name"] for site in _sites(section) if site["kind"] != "inner"})
+    else:
+        layout.check_indices(read_tensors(folder, [name for name in read_headers(folder) if is_index(name)]))
     return plan
 
 
-def fill(lowered: nn.Module, folder: Path) -> None:
+def fill(
+    lowered: nn.Module, folder: Path, convert: Callable[[str, Tensor], Tensor] = lambda path, tensor: tensor
+) -> None:
     """Replace the parameters of `lowered`, and the buffers that are stored, by the tensors of `folder`.
 
     A parameter that stands at several paths is stored once, under its first, and put at all of them.
 
     Args:
         lowered: a decoder with the right shapes and any values, on the device it is to stay on.
+        convert: from a stored tensor to the lowered one, by path.
 
     Raises:
         DataError: if a file is missing or damaged.
         PlanMismatchError: if names, shapes or dtypes differ from those of `lowered`.
     """
-    headers = read_headers(folder)
-    stored = {name: header for name, header in headers.items() if not name.startswith(INDEX_BUFFERS)}
+    headers = {name: header for name, header in read_headers(folder).items() if not is_index(name)}
     own: dict[str, Tensor] = dict(lowered.named_parameters())
-    own.update((name, buffer) for name, buffer in lowered.named_buffers() if name in stored)
-    _check_tensors(folder, stored, own)
-    tensors = read_tensors(folder, stored)
+    own.update((name, buffer) for name, buffer in lowered.named_buffers() if name in headers)
+    # A graph has no place for buffers that it does not read.
+    stored = [name for name, header in headers.items() if header.is_parameter or name in own]
+    tensors = {name: convert(name, tensor) for name, tensor in read_tensors(folder, stored).items()}
+    _check_tensors(folder, tensors, own)
     path_of = {id(tensor): name for name, tensor in own.items()}
     made = {
         name: nn.Parameter(tensors[name].to(_device(old)), old.requires_grad)
@@ -75,7 +86,7 @@ def fill(lowered: nn.Module, folder: Path) -> None:
                     table[leaf] = made[path_of[id(old)]]  # type: ignore[assignment]
 
 
-def _check_tensors(folder: Path, stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> None:
+def _check_tensors(folder: Path, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     if odd := stored.keys() ^ own.keys():
         name = min(odd)
         side = "is not stored" if name in own else "is stored and the decoder has no place for it"
@@ -83,12 +94,12 @@ def _check_tensors(folder: Path, stored: Mapping[str, StoredTensor], own: Mappin
             f"{name} {side} ({len(odd)} tensors differ)", where=str(folder), hint=_ONE_COMPILATION
         )
     for name, tensor in own.items():
-        header = stored[name]
-        if (header.shape, header.dtype) != (tuple(tensor.shape), tensor.dtype):
+        found = stored[name]
+        if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
             raise PlanMismatchError(
                 f"{name}: {tuple(tensor.shape)} {tensor.dtype} follows from the plan, "
-                f"{header.shape} {header.dtype} is stored",
-                where=str(folder / header.file),
+                f"{tuple(found.shape)} {found.dtype} is stored",
+                where=str(folder),
                 hint=_ONE_COMPILATION,
             )
 

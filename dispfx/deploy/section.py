@@ -1,16 +1,11 @@
 """The config of an output folder: the decoder's own entries, and the two that are ours.
 
-1. `quantization_config`, the dispfx section: what was pruned and to what widths.  Programs that keep
-   several weight formats apart look here first, and stop at a method that they do not know.
-2. `transformers_weights`, which transformers reads as the name of the weight file.  A sentence stands
-   there, no file name, so transformers without dispfx raises it as an error, whatever the other options.
-   Without that entry it warns of the unknown method and stops at the first mismatched shape, except
-   with `ignore_mismatched_sizes=True`: then it runs with random weights.
-
-Nothing here imports transformers: configs and tokenizers save themselves.
+`dispfx.huggingface.entries` says what the two are for.  Nothing here imports transformers: configs and
+tokenizers save themselves.
 """
 
 import copy
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,30 +13,37 @@ from typing import Any
 
 import torch
 
-from dispfx.errors import DataError, OutputError
+from dispfx.errors import DataError
+from dispfx.huggingface.entries import LOCK, METHOD, REFUSAL, SCHEMA_VERSION, SECTION, checked_section
+from dispfx.huggingface.layout import Layout
 from dispfx.ir.plan import Plan, site_keys
 from dispfx.ir.sites import Site
 
-SCHEMA_VERSION = 1
-METHOD = "dispfx"
 CONFIG_FILE = "config.json"
-OUR_ENTRIES = ("quantization_config", "transformers_weights")
-
-_SECTION, _WEIGHTS_NAME = OUR_ENTRIES
-_REFUSAL = "this decoder was pruned by dispfx; install dispfx and open the folder with dispfx.load(folder)"
+OUR_ENTRIES = (SECTION, LOCK)
 
 
-def add_section(folder: Path, plan: Plan, sites: Sequence[Site], config: Any, dtype: torch.dtype) -> None:
+def add_section(
+    folder: Path,
+    plan: Plan,
+    sites: Sequence[Site],
+    config: Any,
+    dtype: torch.dtype,
+    layout: Layout | str,
+) -> None:
     """Add our entries to the folder's config.json, and the dtype that its weights have.
 
     Args:
         sites: in the order of the plan's selections.
         config: the decoder's transformers config, for what its file does not say.
+        layout: of the decoder's modules, or why it cannot be built from modules.
     """
     entries = read_config(folder)
     entries["dtype"] = str(dtype).removeprefix("torch.")
-    entries[_SECTION] = _section(plan, sites, config)
-    entries[_WEIGHTS_NAME] = _REFUSAL
+    entries[SECTION] = _section(plan, sites, config)
+    known = isinstance(layout, Layout)
+    entries[SECTION] |= {"layout": layout.to_json()} if known else {"layout": None, "reason": layout}
+    entries[LOCK] = REFUSAL
     text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
 
@@ -79,18 +81,27 @@ def read_section(folder: Path) -> dict[str, Any]:
         DataError: if config.json is missing or no JSON object.
         OutputError: if it has no dispfx section, or one of another version.
     """
-    section = read_config(folder).get(_SECTION)
-    if not isinstance(section, dict) or section.get("quant_method") != METHOD:
-        raise OutputError(
-            "a folder written by dispfx was expected; its config has no dispfx section", where=str(folder)
-        )
-    if section.get("schema_version") != SCHEMA_VERSION:
-        raise OutputError(
-            f"the folder has format {section.get('schema_version')}, this program reads {SCHEMA_VERSION}",
-            where=str(folder),
-            hint="use the version of dispfx that wrote it",
-        )
-    return section
+    return checked_section(read_config(folder).get(SECTION), str(folder))
+
+
+def read_layout(folder: Path) -> Layout | None:
+    """Return the layout of the folder's modules, or None where its decoder is a graph alone.
+
+    Raises:
+        DataError, OutputError: as `read_section`.
+        PlanMismatchError: if the section holds no usable layout.
+    """
+    entries = read_section(folder).get("layout")
+    return None if entries is None else Layout.from_json(entries)
+
+
+def selections_digest(plan: Plan) -> str:
+    """Return a digest of the features that every site keeps."""
+    found = hashlib.sha256()
+    for selection in plan.selections:
+        found.update(f"{selection.site}:{selection.size};".encode())
+        found.update(selection.kept.to(torch.int32).contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -114,6 +125,7 @@ def _section(plan: Plan, sites: Sequence[Site], config: Any) -> dict[str, Any]:
         "quant_method": METHOD,
         "schema_version": SCHEMA_VERSION,
         "fingerprint": plan.fingerprint,
+        "selections": selections_digest(plan),
         "ratio": plan.budget.ratio,
         "achieved": plan.achieved,
         "of": plan.budget.of,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dispfx.atomic import share
 from dispfx.errors import DataError, OutputError
+from dispfx.huggingface.layout import INDEX_NAMES
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -129,6 +130,11 @@ def read_tensors(folder: Path, names: Collection[str] | None = None) -> dict[str
     return tensors
 
 
+def is_index(name: str) -> bool:
+    """Whether a stored tensor is the index of a module, or of a site of a graph."""
+    return name.startswith(INDEX_BUFFERS) or name.rpartition(".")[2] in INDEX_NAMES
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files of `folder`, in the order of their names.
 
@@ -194,7 +200,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         found = {}
         for name in opened.keys():  # noqa: SIM118 - no mapping
             view = opened.get_slice(name)
-            is_parameter = name not in buffers and not name.startswith(INDEX_BUFFERS)
+            is_parameter = name not in buffers and not is_index(name)
             dtype = _DTYPES[view.get_dtype()]
             found[name] = StoredTensor(tuple(view.get_shape()), dtype, file.name, is_parameter)
         return found

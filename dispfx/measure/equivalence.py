@@ -10,6 +10,7 @@ Shape legend: B batch, T tokens, V vocabulary.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,8 +95,8 @@ def require(*verifications: Verification) -> None:
 
 def compare_decoders(
     name: str,
-    expected: Callable[[Tensor], Tensor],
-    actual: Callable[[Tensor], Tensor],
+    expected: Callable[[Tensor], Any],
+    actual: Callable[[Tensor], Any],
     tolerance: float,
     *,
     vocabulary_size: int,
@@ -106,7 +107,7 @@ def compare_decoders(
     """Compare two decoders on random token ids, one `Verification` a shape.
 
     Args:
-        expected: token ids (B, T) to logits (B, T, V), the reference.
+        expected: token ids (B, T) to logits (B, T, V) or an output with `.logits`, the reference.
         actual: the same, the form under test; it may live on another device.
         device: where the ids are put.
 
@@ -117,10 +118,14 @@ def compare_decoders(
     with torch.no_grad():
         for shape in shapes:
             ids_BT = random_token_ids(vocabulary_size, shape, seed=seed, device=device)
-            expected_BTV = expected(ids_BT)
-            actual_BTV = actual(ids_BT).to(expected_BTV.device)
+            expected_BTV = _logits(expected(ids_BT))
+            actual_BTV = _logits(actual(ids_BT)).to(expected_BTV.device)
             found.append(compare(name, expected_BTV, actual_BTV, tolerance, shape=shape))
     return found
+
+
+def _logits(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.logits
 
 
 def random_token_ids(

@@ -15,6 +15,7 @@ def model_card(
     data: Sequence[str] = (),
     onnx: bool = False,
     on_hub: bool = False,
+    as_modules: bool = True,
 ) -> str:
     """Return the text of DIR/README.md.
 
@@ -24,6 +25,7 @@ def model_card(
         folder: name of the output folder, for the commands shown.
         data: what the masks were learned from; empty where they were not learned.
         onnx: whether an ONNX model was written beside the checkpoint.
+        as_modules: whether transformers loads the folder; a graph alone needs dispfx.load.
         on_hub: whether `base_model` is a hub id, and so a link that others can follow.
     """
     parts = [
@@ -31,7 +33,7 @@ def model_card(
         f"# {PurePath(folder).name}",
         _summary(report, base_model),
         _figures(report),
-        _loading(folder, onnx),
+        _loading(folder, onnx, as_modules),
         _origin(report, data),
         _verification(report.verify),
         _left_dense(report),
@@ -85,15 +87,25 @@ def _figures(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _loading(folder: str, onnx: bool) -> str:
+def _loading(folder: str, onnx: bool, as_modules: bool) -> str:
     name = PurePath(folder).name
+    with_transformers = [
+        "import dispfx  # lets transformers load the folder",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{name}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+    ]
+    as_graph = [
+        "import dispfx",
+        "",
+        f'decoder = dispfx.load("{name}")  # token ids (batch, tokens) → logits',
+    ]
     lines = [
         "## Use",
         "",
         "```python",
-        "import dispfx",
-        "",
-        f'decoder = dispfx.load("{name}")  # token ids (batch, tokens) → logits',
+        *(with_transformers if as_modules else as_graph),
         "```",
         "",
         "```",

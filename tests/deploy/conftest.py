@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dispfx.deploy.checkpoint import underived_buffers, write_checkpoint
+from dispfx.deploy.checkpoint import site_indices, underived_buffers, write_checkpoint
 from dispfx.ir.plan import Budget, Plan, Selection, site_keys
 from dispfx.ir.sites import Site, Slice
 
@@ -101,10 +101,14 @@ def write(folder: Path, model: LlamaForCausalLM, plan: Plan, **options: Any) -> 
     write_checkpoint(
         folder,
         parameters=dict(lowered.named_parameters()),
-        buffers={name: buffer for name, buffer in lowered.named_buffers() if name in names},
+        buffers={
+            **{name: buffer for name, buffer in lowered.named_buffers() if name in names},
+            **site_indices(plan, mlp_sites()),
+        },
         plan=plan,
         sites=mlp_sites(),
         config=model.config,
+        layout="its modules are not looked at in these tests",
         architecture=type(model).__name__,
         generation_config=model.generation_config,
         **options,

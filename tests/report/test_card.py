@@ -14,7 +14,7 @@ def test_the_card_tells_the_whole_story(report: Report):
         "| perplexity | 3.200 | 3.280 |",
         "40 windows of 128 tokens without overlap, 5,080 predicted tokens",
         "the last 10% of the text, never learned from",
-        'dispfx.load("demo")',
+        'AutoModelForCausalLM.from_pretrained("demo")',
         "dispfx verify demo",
         "onnx/model.onnx",
         "learned from text.txt.",
@@ -26,6 +26,11 @@ def test_the_card_tells_the_whole_story(report: Report):
         report.command,
     ):
         assert expected in card, expected
+
+
+def test_a_graph_alone_is_opened_by_dispfx(report: Report):
+    card = model_card(report, base_model="demo", folder="out/demo", as_modules=False)
+    assert 'dispfx.load("demo")' in card and "from_pretrained" not in card
 
 
 def test_only_a_hub_id_becomes_a_link(report: Report):

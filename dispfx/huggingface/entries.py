@@ -1,0 +1,40 @@
+"""The two entries of config.json that are ours, and why there are two.
+
+1. `quantization_config`, the dispfx section: what was pruned, to what widths, and the layout of the modules.
+   Programs that keep several weight formats apart look here first, and stop at a method that they do not
+   know.
+2. `transformers_weights`, which transformers reads as the name of the weight file.  A sentence stands there,
+   no file name, so transformers without dispfx raises it as an error, whatever the other options.  Without
+   that entry it warns of the unknown method and stops at the first mismatched shape, except with
+   `ignore_mismatched_sizes=True`: then it runs with random weights.
+
+Nothing here imports transformers.
+"""
+
+from typing import Any
+
+from dispfx.errors import OutputError
+
+METHOD = "dispfx"
+SCHEMA_VERSION = 2
+SECTION, LOCK = "quantization_config", "transformers_weights"
+REFUSAL = "this decoder was pruned by dispfx; install dispfx and `import dispfx` before the folder is loaded"
+
+
+def checked_section(section: Any, where: str | None) -> dict[str, Any]:
+    """Return `section` if it is a dispfx section of this version.
+
+    Raises:
+        OutputError: if it is another format's, or of another version.
+    """
+    if not isinstance(section, dict) or section.get("quant_method") != METHOD:
+        raise OutputError(
+            "a folder written by dispfx was expected; its config has no dispfx section", where=where
+        )
+    if section.get("schema_version") != SCHEMA_VERSION:
+        raise OutputError(
+            f"the folder has format {section.get('schema_version')}, this program reads {SCHEMA_VERSION}",
+            where=where,
+            hint="use the version of dispfx that wrote it",
+        )
+    return section

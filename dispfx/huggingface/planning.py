@@ -1,0 +1,245 @@
+"""From sites and selections to a layout: which module selects, which one scatters, which is only smaller.
+
+    site      becomes
+    read      the norm before it selects, where nothing else reads the norm; else every reader does
+    inner     smaller modules, where the code between them takes any width; else its producers scatter and
+              its consumers read, and everything between keeps its width
+    write     the producer scatters among zeros
+
+Modules are known by the weights that they own.  What cannot be built this way is a `Mismatch`; what can
+is compared with the lowered graph before it is written, since the code of a module is not read here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dispfx.huggingface.facts import Facts, kept_positions, owner_of
+from dispfx.huggingface.layout import SELECT, Layout, ModuleLayout, digest
+from dispfx.huggingface.widths import Axis, Cut, Widths, is_linear, is_stacked
+from dispfx.ir.closure import Mismatch
+from dispfx.ir.program import Program
+from dispfx.ir.sites import Site
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """What a pruned decoder is made of.
+
+    Args:
+        layout: of its modules.
+        indices: the index buffers, by "module path.buffer name".
+        kept: positions that stay on each axis that is cut.
+        zeroed: positions, among those that stay, whose values are zero.
+    """
+
+    layout: Layout
+    indices: Mapping[str, Tensor]
+    kept: Mapping[Axis, np.ndarray]
+    zeroed: Mapping[Axis, np.ndarray]
+
+    def cut(self, path: str, tensor: Tensor) -> Tensor:
+        """Return a tensor of the dense decoder as the pruned one has it."""
+        tensor = tensor.detach()
+        for changes, change in ((self.kept, torch.index_select), (self.zeroed, _filled)):
+            for axis in range(tensor.dim()):
+                if (path, axis) in changes:
+                    positions = torch.from_numpy(changes[path, axis]).to(tensor.device)
+                    tensor = change(tensor, axis, positions)
+        return tensor
+
+    def lowered(self, path: str, tensor: Tensor, stays: Mapping[Axis, np.ndarray]) -> Tensor:
+        """Return a tensor of the pruned modules as the lowered graph has it.
+
+        Args:
+            stays: positions of the dense decoder that the graph keeps, by axis; from `site_cuts`.
+        """
+        for axis in range(tensor.dim()):
+            if (path, axis) in stays:
+                wanted = np.flatnonzero(stays[path, axis])
+                held = self.kept.get((path, axis), np.arange(len(stays[path, axis])))
+                places = torch.from_numpy(np.searchsorted(held, wanted)).to(tensor.device)
+                if len(held) > len(wanted):
+                    tensor = tensor.index_select(axis, places)
+        return tensor
+
+    def values(self, tensors: Mapping[str, Tensor], lowered: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the cut parameters of a dense decoder and the index buffers, by path.
+
+        Args:
+            tensors: of the dense decoder.
+            lowered: of the lowered graph; those that have the right shape are taken as they are.
+        """
+        found = dict(self.indices)
+        for path in {path for path, _ in self.kept}:
+            shape = [
+                len(self.kept.get((path, axis), range(size))) for axis, size in enumerate(tensors[path].shape)
+            ]
+            same = path in lowered and list(lowered[path].shape) == shape
+            found[path] = lowered[path].detach() if same else self.cut(path, tensors[path])
+        return found
+
+
+def plan_modules(
+    program: Program, kept: Mapping[str, Tensor], model: nn.Module, *, narrow: bool = True
+) -> Planned | Mismatch:
+    """Return how the modules of `model` are pruned, or why they cannot be.
+
+    Args:
+        program: of the decoder, with its sites.
+        kept: sorted kept indices by site.
+        model: the decoder; only its classes and shapes are looked at, so it may be on the meta device.
+        narrow: whether values between modules may lose their pruned features.  Where not, every module
+            has the interface of the dense one, which any code around it can live with.
+    """
+    planner = _Planner(program, kept, model)
+    problems = (planner.problem(site) for site in planner.sites)
+    problem = next((found for found in problems if found is not None), None)
+    return Mismatch(problem) if problem is not None else planner.plan(narrow)
+
+
+class _Planner:
+    """Sites, and the modules that own their weights."""
+
+    def __init__(self, program: Program, kept: Mapping[str, Tensor], model: nn.Module):
+        self.facts = Facts(program)
+        self.modules = dict(model.named_modules())
+        self.leaves = {path for path, module in self.modules.items() if not list(module.children())}
+        self.ties = {path for pair in program.ties.items() for path in pair}
+        masks = {site.name: _mask(site, kept[site.name]) for site in program.sites}
+        self.sites = [site for site in program.sites if not masks[site.name].all()]
+        self.masks = {site.name: masks[site.name] for site in self.sites}
+        self.consumers: dict[str, set[str]] = {}
+        self.producers: dict[str, set[str]] = {}
+        for site in self.sites:
+            taken = self.facts.consumed(site)
+            cut = {piece.parameter for piece in site.slices} & self.facts.product_weights
+            self.consumers[site.name] = {owner_of(path) for path in taken}
+            self.producers[site.name] = {owner_of(path) for path in cut - taken}
+
+    def owners(self, site: Site) -> set[str]:
+        return self.consumers[site.name] | self.producers[site.name]
+
+    def internal(self, site: Site) -> bool:
+        """Whether one module produces and consumes the features, so that nobody else sees them."""
+        return self.consumers[site.name] == self.producers[site.name] and len(self.owners(site)) == 1
+
+    def problem(self, site: Site) -> str | None:
+        """Return why the site cannot be built from modules, or None."""
+        owners = self.owners(site)
+        if self.consumers[site.name] & self.producers[site.name] and not self.internal(site):
+            return f"{site.name}: a module that produces its features also consumes them, and others do too"
+        if not owners:
+            return f"{site.name}: no module owns its weights"
+        for piece in site.slices:
+            owner, _, name = piece.parameter.rpartition(".")
+            if owner in owners and (owner not in self.modules or name not in self.modules[owner]._parameters):
+                return f"{site.name}: no module holds {piece.parameter} as a parameter"
+            if piece.parameter in self.ties:
+                return f"{site.name}: {piece.parameter} is tied to another weight"
+            if owner not in owners and site.kind == "write" and self.facts.adds(piece.parameter):
+                return f"{site.name}: {piece.parameter} is added behind it and would fill pruned features"
+        return None
+
+    def plan(self, narrow: bool) -> Planned:
+        norms = self._norms() if narrow else {}
+        thin = self._thin(norms) if narrow else set()
+        indices: dict[str, Tensor] = {}
+        layouts: dict[str, ModuleLayout] = {}
+        kept: dict[Axis, np.ndarray] = {}
+        zeroed: dict[Axis, np.ndarray] = {}
+        for name in sorted(norms.keys() & thin):
+            mask = self.masks[name]
+            layouts[norms[name]] = ModuleLayout(select=(len(mask), int(mask.sum())))
+            indices[f"{norms[name]}.{SELECT}"] = torch.from_numpy(np.flatnonzero(mask).astype(np.int32))
+        for path in sorted({owner for site in self.sites for owner in self.owners(site)}):
+            widths = self._widths(path, thin)
+            layouts[path] = widths.layout()
+            indices |= {f"{path}.{name}": index for name, index in widths.indices().items()}
+            kept |= widths.kept
+            zeroed |= widths.zeroed
+        return Planned(Layout(layouts, digest(indices)), indices, kept, zeroed)
+
+    def _norms(self) -> dict[str, str]:
+        """Return the module that selects for all readers of a site, where there is one, by site."""
+        found: dict[str, str] = {}
+        for site in self.sites:
+            owners = self.owners(site)
+            if site.kind == "read" and all(is_linear(self.modules[owner]) for owner in owners):
+                norm = self.facts.norm_of(site, owners, self.leaves)
+                if norm is not None:
+                    found[site.name] = norm
+        several = [norm for norm in found.values() if list(found.values()).count(norm) > 1]
+        return {name: norm for name, norm in found.items() if norm not in several}
+
+    def _thin(self, norms: Mapping[str, str]) -> set[str]:
+        """Return the sites whose pruned features are absent between modules, too."""
+        thin = set(norms) | {site.name for site in self.sites if self._passes(site)}
+        while True:
+            # An axis where other features keep their places keeps all of them.
+            mixed = [sites & thin for sites in self._interfaces() if not sites <= thin and sites & thin]
+            if not mixed:
+                return thin
+            thin -= set().union(*mixed)
+
+    def _passes(self, site: Site) -> bool:
+        owners = self.owners(site)
+        inside = all(owner_of(piece.parameter) in owners for piece in site.slices)
+        stacked = [is_stacked(self.modules[path], path, self.facts.product_weights) for path in owners]
+        if site.kind != "inner" or self.internal(site) or not inside or any(stacked):
+            return False
+        return self.facts.passes_any_width(site, self.masks[site.name], owners)
+
+    def _interfaces(self) -> list[set[str]]:
+        """Return the sites that meet on the input, and on the output, of each module."""
+        meeting: dict[tuple[str, str], set[str]] = {}
+        for site in self.sites:
+            if not self.internal(site):
+                for side, owners in (("in", self.consumers), ("out", self.producers)):
+                    for owner in owners[site.name]:
+                        meeting.setdefault((owner, side), set()).add(site.name)
+        return list(meeting.values())
+
+    def _widths(self, path: str, thin: set[str]) -> Widths:
+        cuts = []
+        for site in self.sites:
+            side = "internal" if self.internal(site) else "in" if path in self.consumers[site.name] else "out"
+            for piece in site.slices:
+                if owner_of(piece.parameter) == path and path in self.owners(site):
+                    mask = self.masks[site.name]
+                    labels = np.arange(site.size) if piece.labels is None else np.asarray(piece.labels)
+                    stays = kept_positions(labels, mask)
+                    cuts.append(Cut((piece.parameter, piece.axis), side, site.name, stays, labels))
+        sites = {side: {cut.site for cut in cuts if cut.side == side} for side in ("in", "out")}
+        return Widths(
+            path,
+            self.modules[path],
+            cuts,
+            self.facts.product_weights,
+            reads=not sites["in"] <= thin,
+            writes=not sites["out"] <= thin,
+        )
+
+
+def site_cuts(sites: Sequence[Site], kept: Mapping[str, Tensor]) -> dict[Axis, np.ndarray]:
+    """Return for each axis that some site cuts which of its positions stay in the lowered graph."""
+    stays: dict[Axis, np.ndarray] = {}
+    for site in sites:
+        for piece in site.slices:
+            axis = (piece.parameter, piece.axis)
+            positions = kept_positions(piece.labels, _mask(site, kept[site.name]))
+            stays[axis] = stays[axis] & positions if axis in stays else positions
+    return stays
+
+
+def _mask(site: Site, kept: Tensor) -> np.ndarray:
+    mask = np.zeros(site.size, dtype=bool)
+    mask[kept.numpy()] = True
+    return mask
+
+
+def _filled(tensor: Tensor, axis: int, positions: Tensor) -> Tensor:
+    return tensor.index_fill(axis, positions, 0)

@@ -1,0 +1,209 @@
+"""How `from_pretrained` reads a pruned folder: the extension point of transformers for weight formats.
+
+    config.json           from_pretrained does                      here
+    quantization_config   makes a DispfxConfig and its quantizer
+    transformers_weights  would raise it as an error                `_unlock` takes it away
+                          builds the dense decoder without memory   its modules get the pruned shapes
+                          reads the weights into it                 renamed where a module is wrapped
+                          marks the model as quantised              the indices are checked, the mark goes
+
+A loaded model is an ordinary one: it can be cast, trained, saved and quantised.  Saving writes the same two
+entries again.  Importing this module registers it.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.core_model_loading import WeightRenaming
+from transformers.modeling_utils import PreTrainedModel
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from dispfx.errors import OutputError
+from dispfx.huggingface.building import own_path, shape_modules
+from dispfx.huggingface.entries import LOCK, METHOD, REFUSAL, checked_section
+from dispfx.huggingface.layout import INNER, Layout
+from dispfx.huggingface.modules import index_buffers
+
+
+class DispfxConfig(QuantizationConfigMixin):
+    """The dispfx section of a config."""
+
+    def __init__(self, **section: Any):
+        self.section = section
+        self.quant_method = METHOD  # type: ignore[assignment]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the section as config.json holds it."""
+        return copy.deepcopy(self.section)
+
+
+class DispfxQuantizer(HfQuantizer):
+    """Gives a decoder the modules of its pruned form while transformers loads it."""
+
+    requires_calibration = True
+
+    def __init__(self, quantization_config: DispfxConfig, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        self.layout = _layout_of(quantization_config.section)
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Called with the config before the weights are looked for, since transformers 5.20."""
+        return _unlock(config)
+
+    def update_tp_plan(self, config: Any) -> Any:
+        """Called with the config before the weights are looked for, by transformers 5.17."""
+        return _unlock(config)
+
+    def is_serializable(self) -> bool:
+        """Whether a loaded model can be saved."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether a loaded model can be trained."""
+        return True
+
+    def get_weight_conversions(self) -> list[WeightRenaming]:
+        """Rename the tensors of wrapped modules, which have the dense decoder's names on disk."""
+        return [_renaming(path) for path, module in self.layout.modules.items() if module.wraps]
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        for path, dtype in self.layout.dtypes.items():
+            _expect_dtype(model, path, getattr(torch, dtype), kwargs.get("dtype"))
+        shape_modules(model, self.layout)
+        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        found = index_buffers(model)
+        own = {path: own_path(model, path) for path in self.layout.modules}
+        stored = {
+            f"{path}.{name}": found[f"{own[path]}.{name}"]
+            for path, module in self.layout.modules.items()
+            for name in module.indices
+            if f"{own[path]}.{name}" in found
+        }
+        self.layout.check_indices(stored)
+        _cast(model, self._dtypes)
+        _leave_quantised_mode(model)
+        return model
+
+
+def install() -> None:
+    """Register with transformers, once."""
+    if METHOD in AUTO_QUANTIZER_MAPPING:
+        return
+    register_quantization_config(METHOD)(DispfxConfig)
+    register_quantizer(METHOD)(DispfxQuantizer)
+    _guard_building()
+    _guard_saving()
+
+
+def is_pruned(config: Any) -> bool:
+    """Whether a transformers config is of a pruned decoder."""
+    section = getattr(config, "quantization_config", None)
+    if isinstance(section, Mapping):
+        return section.get("quant_method") == METHOD
+    return isinstance(section, DispfxConfig)
+
+
+def _layout_of(section: dict[str, Any]) -> Layout:
+    checked_section(section, None)
+    if section.get("layout") is None:
+        raise OutputError(
+            f"this decoder cannot be built from transformers modules: {section.get('reason')}",
+            hint="open the folder with dispfx.load(folder)",
+        )
+    return Layout.from_json(section["layout"])
+
+
+def _unlock(config: Any) -> Any:
+    if getattr(config, LOCK, None) is not None:
+        setattr(config, LOCK, None)
+    return config
+
+
+def _renaming(path: str) -> WeightRenaming:
+    """Let the stored name be that of the dense decoder; index buffers keep theirs."""
+    return WeightRenaming(rf"{re.escape(path)}\.(?!dispfx_|{INNER}\.)", f"{path}.{INNER}.")
+
+
+def _expect_dtype(model: Any, path: str, dtype: torch.dtype, asked: torch.dtype | None) -> None:
+    """Let a tensor that is stored in another dtype than the rest be read as it is."""
+    owner, _, name = own_path(model, path).rpartition(".")
+    try:
+        module = model.get_submodule(owner)
+    except AttributeError:
+        return
+    if module._buffers.get(name) is not None:
+        module._buffers[name] = module._buffers[name].to(dtype)
+    elif module._parameters.get(name) is not None and asked == getattr(model.config, "dtype", asked):
+        old = module._parameters[name]
+        module._parameters[name] = nn.Parameter(old.to(dtype), requires_grad=old.requires_grad)
+
+
+def _cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Give renamed weights the dtype that was asked for; transformers 5.17 reads them as stored."""
+    for path, parameter in model.named_parameters():
+        inside = path.rpartition(".")[0].rpartition(".")[2] == INNER
+        if inside and not parameter.is_meta and parameter.dtype != dtypes.get(path, parameter.dtype):
+            parameter.data = parameter.data.to(dtypes[path])
+
+
+def _leave_quantised_mode(model: Any) -> None:
+    """Nothing is quantised; transformers forbids casts and training where something is."""
+    for name in ("hf_quantizer", "quantization_method"):
+        if hasattr(model, name):
+            delattr(model, name)
+    model.is_quantized = False
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(module, PreTrainedModel) and hasattr(config, "_is_quantized"):
+            delattr(config, "_is_quantized")
+
+
+def _guard_building() -> None:
+    """A config alone cannot give the pruned decoder, and must not give the dense one without a word."""
+    build = PreTrainedModel._from_config.__func__  # type: ignore[attr-defined]
+
+    def guarded(cls: type, config: Any, **kwargs: Any) -> Any:
+        if is_pruned(config):
+            raise OutputError(
+                "this config describes a pruned decoder, whose kept indices lie with its weights",
+                where=str(getattr(config, "name_or_path", "") or type(config).__name__),
+                hint="use from_pretrained(folder); for the dense decoder, delete config.quantization_config",
+            )
+        return build(cls, config, **kwargs)
+
+    PreTrainedModel._from_config = classmethod(guarded)  # type: ignore[assignment,method-assign]
+
+
+def _guard_saving() -> None:
+    """A saved config of a pruned decoder gets the entry that stops programs without dispfx."""
+    write = PreTrainedConfig.to_json_file
+
+    def guarded(self: Any, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
+        write(self, json_file_path, *args, **kwargs)
+        if is_pruned(self):
+            path = Path(json_file_path)
+            entries = json.loads(path.read_text(encoding="utf-8"))
+            entries[LOCK] = REFUSAL
+            path.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    PreTrainedConfig.to_json_file = guarded  # type: ignore[method-assign]
+
+
+install()

@@ -1,0 +1,203 @@
+"""How one module becomes smaller: which positions of its weights stay, and what it gathers.
+
+1. A position of an axis stays if every site that labels it keeps its feature.
+2. A module with one weight has a width of its own on either side.
+3. A module with several weights (stacked experts) allocates its output from its input, so both get one
+   width, a multiple of eight, which grouped products want.  The same goes for the features that only it
+   sees.  Features that are added for that are pruned ones with weights of zero: what they read is a zero,
+   nobody gathers what they write, and so no gradient reaches them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from dispfx.huggingface.layout import READ, WRITE, ModuleLayout
+
+Axis = tuple[str, int]
+MULTIPLE = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """One axis of one parameter, by what the module does with it.
+
+    Args:
+        axis: the parameter's path and its dimension.
+        side: `in` where the module is given the features, `out` where it gives them, `internal`.
+        site: whose features they are.
+        stays: for each position whether it stays.
+        labels: for each position the site's feature that it follows, or -1.
+    """
+
+    axis: Axis
+    side: str
+    site: str
+    stays: np.ndarray
+    labels: np.ndarray
+
+
+@dataclass(eq=False)
+class Widths:
+    """One module and its cuts.
+
+    Args:
+        path: of the module.
+        module: the dense one.
+        cuts: of its parameters.
+        weights: paths of the module's parameters that are operands of products.
+        reads: whether it gathers its input.
+        writes: whether it scatters its output.
+    """
+
+    path: str
+    module: nn.Module
+    cuts: Sequence[Cut]
+    weights: frozenset[str]
+    reads: bool
+    writes: bool
+    kept: dict[Axis, np.ndarray] = field(init=False)
+    zeroed: dict[Axis, np.ndarray] = field(init=False)
+
+    def __post_init__(self) -> None:
+        stays: dict[Axis, np.ndarray] = {}
+        for cut in self.cuts:
+            stays[cut.axis] = stays[cut.axis] & cut.stays if cut.axis in stays else cut.stays
+        held = {axis: positions.copy() for axis, positions in stays.items()}
+        if self.stacked:
+            self._even_out(held)
+        self._stays = stays
+        self.kept = {axis: np.flatnonzero(positions) for axis, positions in held.items()}
+        added = {axis: np.flatnonzero(~stays[axis][kept]) for axis, kept in self.kept.items()}
+        self.zeroed = {axis: positions for axis, positions in added.items() if len(positions)}
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the module's own code holds several weights together."""
+        return is_stacked(self.module, self.path, self.weights)
+
+    def layout(self) -> ModuleLayout:
+        """Return what differs in the module."""
+        shapes: dict[str, list[int]] = {}
+        for (parameter, axis), kept in self.kept.items():
+            name = parameter.rpartition(".")[2]
+            own = self.module.get_parameter(name)
+            shapes.setdefault(name, list(own.shape))[axis] = len(kept)
+        read, write = (self._axis(side) if gathers else None for side, gathers in self._gathers())
+        return ModuleLayout(
+            {name: tuple(shape) for name, shape in sorted(shapes.items())},
+            self._sizes(),
+            read=None if read is None else (len(self._stays[read]), len(self.kept[read])),
+            padded=read in self.zeroed,
+            write=None if write is None else (len(self._stays[write]), len(self.kept[write])),
+        )
+
+    def indices(self) -> dict[str, Tensor]:
+        """Return the index buffers of the module by name."""
+        found: dict[str, Tensor] = {}
+        for side, gathers in self._gathers():
+            if not gathers:
+                continue
+            axis = self._axis(side)
+            stays, kept = self._stays[axis], self.kept[axis]
+            if side == "in":
+                index = np.where(stays[kept], kept, len(stays))
+            else:
+                index = np.full(len(stays), len(kept))
+                index[kept] = np.where(stays[kept], np.arange(len(kept)), len(kept))
+            found[READ if side == "in" else WRITE] = torch.from_numpy(index.astype(np.int32))
+        return found
+
+    def _gathers(self) -> tuple[tuple[str, bool], tuple[str, bool]]:
+        return ("in", self.reads), ("out", self.writes)
+
+    def _axis(self, side: str) -> Axis:
+        """Return the axis of a product weight on a side."""
+        return next(cut.axis for cut in self.cuts if cut.side == side and cut.axis[0] in self.weights)
+
+    def _even_out(self, held: dict[Axis, np.ndarray]) -> None:
+        """Keep pruned positions as well, until widths that must be equal are (rule 3)."""
+        sides = {side: [cut for cut in self.cuts if cut.side == side] for side in ("in", "out")}
+        widths = [int(held[cut.axis].sum()) for cuts in sides.values() for cut in cuts]
+        if not all(sides.values()):
+            # The side that is not cut keeps its full width, and so does the other.
+            widths += [len(cut.stays) for cuts in sides.values() for cut in cuts]
+        for cut in (*sides["in"], *sides["out"]):
+            held[cut.axis] = _widened(held[cut.axis], _multiple(max(widths)))
+        for site in sorted({cut.site for cut in self.cuts if cut.side == "internal"}):
+            cuts = [cut for cut in self.cuts if cut.site == site and cut.side == "internal"]
+            features = _kept_features(cuts)
+            wider = _widened(features, _multiple(int(features.sum())))
+            for cut in cuts:
+                follows = cut.labels >= 0
+                held[cut.axis] |= follows & wider[np.maximum(cut.labels, 0)]
+
+    def _sizes(self) -> dict[str, int]:
+        """Return the whole numbers by which the module remembers widths that have changed."""
+        widths = {
+            cut.side: (len(cut.stays), len(self.kept[cut.axis]))
+            for cut in self.cuts
+            if cut.axis[0] in self.weights
+        }
+        if "internal" in widths:
+            features = _kept_features([cut for cut in self.cuts if cut.side == "internal"])
+            widths["internal"] = (len(features), _multiple(int(features.sum()), len(features)))
+        return _renumbered(self.module, widths)
+
+
+def is_stacked(module: nn.Module, path: str, weights: frozenset[str]) -> bool:
+    """Whether a module owns several of the weights of products itself."""
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    return sum(f"{path}.{name}" in weights for name in own) > 1
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is one matrix product whose widths it keeps as attributes."""
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def _kept_features(cuts: Sequence[Cut]) -> np.ndarray:
+    """Return which of a site's features stay, from the axes that follow them."""
+    size = 1 + max(int(cut.labels.max()) for cut in cuts)
+    features = np.zeros(size, dtype=bool)
+    for cut in cuts:
+        follows = cut.stays & (cut.labels >= 0)
+        features[cut.labels[follows]] = True
+    return features
+
+
+def _multiple(width: int, limit: int | None = None) -> int:
+    rounded = -(-width // MULTIPLE) * MULTIPLE
+    return rounded if limit is None else min(rounded, limit)
+
+
+def _widened(stays: np.ndarray, width: int) -> np.ndarray:
+    """Let further positions stay, the first ones that do not, until there are `width` or no more."""
+    wider = stays.copy()
+    wider[np.flatnonzero(~stays)[: max(0, width - int(stays.sum()))]] = True
+    return wider
+
+
+def _renumbered(module: nn.Module, widths: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Return the new values of attributes that hold a full width.
+
+    Args:
+        widths: (full, new) by side.
+    """
+    named = {"in_features": "in", "nx": "in", "out_features": "out", "nf": "out"} if is_linear(module) else {}
+    sizes: dict[str, int] = {}
+    for name, value in vars(module).items():
+        if type(value) is not int or (named and name not in named):
+            continue
+        sides = [
+            side for side, (full, _) in widths.items() if full == value and named.get(name, side) == side
+        ]
+        hinted = [side for side in sides if name.startswith(side)] or sides
+        new = {widths[side][1] for side in hinted}
+        if len(new) == 1 and (size := new.pop()) != value:
+            sizes[name] = size
+    return sizes
