@@ -13,9 +13,10 @@ from dispfx.api.compilation import Learning, learn_from, remove_state, state_fol
 from dispfx.api.folders import is_output, open_folder
 from dispfx.api.measuring import measure
 from dispfx.api.onnx_folder import FOLDER, has_onnx, onnx_lines, onnx_runner, write_onnx
-from dispfx.api.opening import Opening, Paths, context_of, longest_context, names_of
+from dispfx.api.opening import Opening, context_of, longest_context
 from dispfx.api.programs import analyse
 from dispfx.api.stages import Stages
+from dispfx.api.text import TextChoice, require_known, vocabulary_of
 from dispfx.api.verification import exported_lines, tolerance_of
 from dispfx.capturing import export_program, module_logits
 from dispfx.deploy import exported
@@ -29,7 +30,9 @@ from dispfx.measure.equivalence import Verification, compare_decoders, random_to
 from dispfx.measure.perplexity import Perplexity
 from dispfx.preconditions import check_ratio
 from dispfx.report import NullObserver, Observer
-from dispfx.source import config_alone, encode, load_config, read_tokens
+from dispfx.source import config_alone, encode, load_config
+from dispfx.source.text import Words, read_text
+from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Reading
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +44,7 @@ class _Ready:
     config: Any | None
     context: int
     name: str
+    vocabulary_size: int | None
 
 
 def inspect(
@@ -78,7 +82,10 @@ def learn_plan(
     ratio: float,
     *,
     out: str | Path,
-    data: Paths | Tensor | None = None,
+    data: Words | Tensor | None = None,
+    data_weights: Sequence[float] | None = None,
+    data_field: str = TEXT_FIELD,
+    data_bytes: int = TEXT_BYTES,
     tokenizer: str | None = None,
     ratio_of: BudgetOf = "blocks",
     settings: LearnSettings | None = None,
@@ -107,7 +114,8 @@ def learn_plan(
     refuse_existing(path)
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
     how = Learning(ratio, ratio_of, settings, align, tuple(skip), target, resume, tuple(print_after))
-    learned = learn_from(opening, data, None, how, state_folder(path, resume), Stages(watcher))
+    chosen = TextChoice(data, None, data_weights, Reading(data_field, data_bytes))
+    learned = learn_from(opening, chosen, how, state_folder(path, resume), Stages(watcher))
     learned.plan.save(path)
     remove_state(learned.state)
     return learned.plan
@@ -135,7 +143,9 @@ def verify(folder: str | Path) -> list[Verification]:
 def evaluate(
     model: str | nn.Module,
     *,
-    eval_data: Paths | None = None,
+    eval_data: Words | None = None,
+    data_field: str = TEXT_FIELD,
+    data_bytes: int = TEXT_BYTES,
     windows: int | None = None,
     context: int | None = None,
     tokenizer: str | None = None,
@@ -151,15 +161,18 @@ def evaluate(
     """
     if not eval_data:
         raise DataError("text to measure on is needed", hint="name a text file with --eval-data")
+    chosen = TextChoice(eval_data=eval_data, reading=Reading(data_field, data_bytes))
+    chosen.check()
     ready = _ready(Opening(model, revision, dtype, device, trust_remote_code, tokenizer))
-    tokens = read_tokens(eval_data, ready.tokenizer)
+    text = read_text(eval_data, ready.tokenizer, chosen.reading)
+    require_known(text.largest, ready.vocabulary_size, ready.name)
     return measure(
         ready.decoder,
-        tokens,
+        text.tokens,
         context=context or ready.context,
         windows=windows,
         device=device or "cpu",
-        text=names_of(eval_data),
+        text=text.name,
     )
 
 
@@ -235,7 +248,9 @@ def _ready(opening: Opening) -> _Ready:
             opening.model, device=opening.device or "cpu", trust_remote_code=opening.trust_remote_code
         )
         config = opened.config
-        return _Ready(opened.decoder, opened.tokenizer, config, longest_context(config), opening.model)
+        context, known = longest_context(config), opened.vocabulary_size
+        return _Ready(opened.decoder, opened.tokenizer, config, context, opening.model, known)
     source = opening.open()
     decoder = partial(module_logits, source.model)
-    return _Ready(decoder, source.tokenizer, source.config, context_of(source), source.name)
+    known = vocabulary_of(source.config)
+    return _Ready(decoder, source.tokenizer, source.config, context_of(source), source.name, known)

@@ -10,17 +10,17 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
-from dispfx.api.opening import Opening, Paths, Text, learn_settings, open_text, require_tokens
-from dispfx.api.programs import analyse, batches_of, learn, only_planned
+from dispfx.api.opening import Opening, learn_settings
+from dispfx.api.programs import analyse, learn, only_planned
 from dispfx.api.stages import Stages
+from dispfx.api.text import Text, TextChoice, open_text, require_tokens
 from dispfx.api.writing import Task, check_export, write_output
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
-from dispfx.errors import DataError, OutputError, VerificationError
+from dispfx.errors import OutputError, VerificationError
 from dispfx.ir.plan import BudgetOf, Plan
 from dispfx.ir.program import Program
 from dispfx.learning.settings import LearnSettings
@@ -28,6 +28,8 @@ from dispfx.learning.state import saved_step
 from dispfx.preconditions import check_ratio
 from dispfx.report import NullObserver, Observer, Report, load_report
 from dispfx.source import Source
+from dispfx.source.text import Words
+from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Reading
 
 ALIGNMENT = {"cuda": 64, "cpu": 8}
 
@@ -37,8 +39,11 @@ def compile(
     ratio: float,
     *,
     out: str | Path,
-    data: Paths | Tensor | None = None,
-    eval_data: Paths | None = None,
+    data: Words | Tensor | None = None,
+    eval_data: Words | None = None,
+    data_weights: Sequence[float] | None = None,
+    data_field: str = TEXT_FIELD,
+    data_bytes: int = TEXT_BYTES,
     eval_windows: int | None = None,
     tokenizer: str | None = None,
     ratio_of: BudgetOf = "blocks",
@@ -62,8 +67,11 @@ def compile(
         model: MODEL (see `dispfx.origin`), or a module.
         ratio: share of the counted parameters to remove, in (0, 1).
         out: folder to write; it must not exist.
-        data: text or token files, or token ids, to learn from; the demo brings its own.
-        eval_data: text to measure on; the last tenth of `data` by default, which is not learned from.
+        data: texts to learn from (see `dispfx.text_origin`), or token ids; the demo brings its own.
+        eval_data: texts to measure on; the last tenth of `data` by default, which is not learned from.
+        data_weights: share of the sequences from each text of `data`, in order; joined without them.
+        data_field: of JSON lines, parquet and data sets, that holds the text.
+        data_bytes: of text that are read at most; of longer ones, evenly spaced pieces.
         settings: of learning; the paper's by default, the demo's own for `demo`.
         align: widths become multiples of this; 64 for a GPU target and 8 for a CPU by default.
         resume: go on from DIR.state; with a complete folder, do nothing.
@@ -84,7 +92,8 @@ def compile(
     stages = Stages(watcher)
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
     how = Learning(ratio, ratio_of, settings, align, tuple(skip), target, resume, tuple(print_after))
-    learned = learn_from(opening, data, eval_data, how, state_folder(path, resume), stages)
+    chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes))
+    learned = learn_from(opening, chosen, how, state_folder(path, resume), stages)
     return _finish(
         Task(
             path,
@@ -96,7 +105,6 @@ def compile(
             export=export,
             eval_windows=eval_windows,
             command=command,
-            data_names=_data_names(data),
             context=learned.seq_len,
         ),
         stages,
@@ -108,8 +116,11 @@ def apply(
     plan: str | Path | Plan,
     *,
     out: str | Path,
-    data: Paths | Tensor | None = None,
-    eval_data: Paths | None = None,
+    data: Words | Tensor | None = None,
+    eval_data: Words | None = None,
+    data_weights: Sequence[float] | None = None,
+    data_field: str = TEXT_FIELD,
+    data_bytes: int = TEXT_BYTES,
     eval_windows: int | None = None,
     tokenizer: str | None = None,
     target: str | None = None,
@@ -132,9 +143,12 @@ def apply(
     path = refuse_existing(Path(out).expanduser())
     read = plan if isinstance(plan, Plan) else Plan.load(plan)
     stages = Stages(observer or NullObserver())
+    chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes))
     with stages("open"):
+        chosen.check()
         source = Opening(model, revision, dtype, device, trust_remote_code, tokenizer).open()
-        text = open_text(source, data, eval_data)
+        text = open_text(source, chosen)
+    text.require_measurable()
     program = only_planned(_analyse(source, stages, (), print_after), read)
     require_tokens(source, text, program.vocabulary_size)
     return _finish(
@@ -148,7 +162,6 @@ def apply(
             export=export,
             eval_windows=eval_windows,
             command=command,
-            data_names=_data_names(data),
         ),
         stages,
     )
@@ -182,8 +195,7 @@ class Learned:
 
 def learn_from(
     opening: Opening,
-    data: Paths | Tensor | None,
-    eval_data: Paths | None,
+    chosen: TextChoice,
     how: Learning,
     state: Path,
     stages: Stages,
@@ -195,11 +207,11 @@ def learn_from(
     """
     settings = how.settings or learn_settings(opening.model)
     with stages("open"):
+        chosen.check()
         source = opening.open()
-        text = open_text(source, data, eval_data)
-    if text.learn is None:
-        raise DataError("text to learn from is needed", hint="name a text file with --data")
-    batches = batches_of(text.learn, settings, text.measure)
+        text = open_text(source, chosen)
+    batches = text.batches(settings)
+    text.require_measurable()
     program = _analyse(source, stages, how.skip, how.print_after)
     require_tokens(source, text, program.vocabulary_size)
     if how.resume:
@@ -266,12 +278,3 @@ def state_folder(path: Path, resume: bool) -> Path:
             hint="go on with --resume, or remove that folder to start anew",
         )
     return state
-
-
-def _data_names(data: Any) -> tuple[str, ...]:
-    if data is None:
-        return ()
-    if isinstance(data, Tensor):
-        return ("tokens",)
-    paths = [data] if isinstance(data, str | Path) else data
-    return tuple(Path(path).name for path in paths)

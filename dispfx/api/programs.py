@@ -23,7 +23,7 @@ from dispfx.ir.program import Program
 from dispfx.learning.records import StepRecord
 from dispfx.learning.scores import select_by_score
 from dispfx.learning.settings import LearnSettings
-from dispfx.learning.text import TokenBatches
+from dispfx.learning.text import Batches, TokenBatches
 from dispfx.learning.trainer import learn as learn_masks
 from dispfx.learning.trainer import problem_of
 from dispfx.passes.canonicalize import Canonicalize
@@ -182,7 +182,7 @@ def lower_program(
 
 def learn(
     program: Program,
-    data: Tensor | TokenBatches,
+    data: Tensor | Batches,
     ratio: float,
     *,
     of: BudgetOf = "blocks",
@@ -212,7 +212,7 @@ def learn(
         DataError: if the text is shorter than one sequence.
     """
     chosen = replace(settings or LearnSettings(), **changes)
-    text = data if isinstance(data, TokenBatches) else batches_of(data, chosen)
+    text = batches_of(data, chosen) if isinstance(data, Tensor) else data
     budget = Budget(ratio, of, align)
     if chosen.method != "learned":
         return Plan.of(program, budget, _scored(program, text, budget, chosen), chosen.seed)

@@ -13,9 +13,10 @@ import dispfx
 from dispfx.api.folders import load
 from dispfx.api.measuring import measure
 from dispfx.api.onnx_folder import write_onnx
-from dispfx.api.opening import Text, context_of
+from dispfx.api.opening import context_of
 from dispfx.api.programs import lower
 from dispfx.api.stages import Stages
+from dispfx.api.text import Text
 from dispfx.api.verification import (
     captured_lines,
     exported_lines,
@@ -66,7 +67,6 @@ class Task:
         export: none, onnx or pt2; None for the default of the source.
         eval_windows: how many windows to measure perplexity on; all by default.
         command: that gives this result again.
-        data_names: files that were learned from.
         context: window of perplexity for a decoder whose config does not name one; it has run at that
             length.  2048 tokens by default.
     """
@@ -80,7 +80,6 @@ class Task:
     export: str | None = None
     eval_windows: int | None = None
     command: str | None = None
-    data_names: tuple[str, ...] = ()
     context: int | None = None
 
     @property
@@ -295,7 +294,8 @@ def _write_words(task: Task, folder: Path, report: Report, *, as_modules: bool) 
         report,
         base_model=task.source.name,
         folder=task.path.name,
-        data=task.data_names,
+        # What an applied plan was learned from is not known.
+        data=task.text.learned_name if task.state is not None else "",
         onnx=task.exports == "onnx",
         on_hub=task.source.origin == "hub",
         as_modules=as_modules,

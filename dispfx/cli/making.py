@@ -13,6 +13,7 @@ from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import DataError
 from dispfx.origin import origin_of
 from dispfx.preconditions import check_files, check_ratio
+from dispfx.text_origin import check_texts
 
 if TYPE_CHECKING:
     from dispfx.report import Report
@@ -37,6 +38,9 @@ def compile(  # the verb's name
     ratio: given.RatioShare,
     out: given.Out,
     data: given.Data = None,
+    data_weight: given.DataWeight = None,
+    data_field: given.DataField = None,
+    data_bytes: given.DataBytes = None,
     eval_data: given.EvalData = None,
     eval_windows: given.EvalWindows = None,
     tokenizer: given.Tokenizer = None,
@@ -69,7 +73,7 @@ def compile(  # the verb's name
     """Make a decoder smaller: learn what to remove, remove it, verify, and write a folder."""
     chosen = _learning_options(locals())
     _check_ratio_and_data(model, ratio, data)
-    _check(model, [*(data or []), *(eval_data or [])], None if resume else out)
+    _check(model, data, data_weight, eval_data, None if resume else out)
     from dispfx import api
 
     settings = api.learn_settings(model, **chosen) if chosen else None
@@ -79,6 +83,7 @@ def compile(  # the verb's name
             model,
             ratio,
             data=data,
+            **reading_options(data_field, data_bytes, data_weight),
             out=out,
             eval_data=eval_data,
             eval_windows=eval_windows,
@@ -107,6 +112,9 @@ def learn(
     ratio: given.RatioShare,
     out: given.PlanOut = Path("plan.safetensors"),
     data: given.Data = None,
+    data_weight: given.DataWeight = None,
+    data_field: given.DataField = None,
+    data_bytes: given.DataBytes = None,
     tokenizer: given.Tokenizer = None,
     ratio_of: given.RatioOf = "blocks",
     method: given.Method = None,
@@ -136,7 +144,7 @@ def learn(
     """Learn what to remove and write the plan alone; `dispfx apply` uses it."""
     chosen = _learning_options(locals())
     _check_ratio_and_data(model, ratio, data)
-    _check(model, data or [], None if resume else out)
+    _check(model, data, data_weight, None, None if resume else out)
     from dispfx import api
 
     settings = api.learn_settings(model, **chosen) if chosen else None
@@ -146,6 +154,7 @@ def learn(
             model,
             ratio,
             data=data,
+            **reading_options(data_field, data_bytes, data_weight),
             out=out,
             tokenizer=tokenizer,
             ratio_of=ratio_of,
@@ -176,6 +185,9 @@ def apply(
     plan: given.PlanFile,
     out: given.Out,
     data: given.Data = None,
+    data_weight: given.DataWeight = None,
+    data_field: given.DataField = None,
+    data_bytes: given.DataBytes = None,
     eval_data: given.EvalData = None,
     eval_windows: given.EvalWindows = None,
     tokenizer: given.Tokenizer = None,
@@ -192,7 +204,7 @@ def apply(
 ) -> None:
     """Remove what a plan says from the decoder it was learned on, verify, and write a folder."""
     check_files([plan], "plan")
-    _check(model, [*(data or []), *(eval_data or [])], out)
+    _check(model, data, data_weight, eval_data, out)
     from dispfx import api
 
     screen = Screen(json, quiet)
@@ -202,6 +214,7 @@ def apply(
             plan,
             out=out,
             data=data,
+            **reading_options(data_field, data_bytes, data_weight),
             eval_data=eval_data,
             eval_windows=eval_windows,
             tokenizer=tokenizer,
@@ -224,16 +237,31 @@ def _learning_options(options: dict[str, Any]) -> dict[str, Any]:
     return chosen | ({"constrained": True} if options["constrained"] else {})
 
 
-def _check_ratio_and_data(model: str, ratio: float, data: Sequence[Path] | None) -> None:
+def _check_ratio_and_data(model: str, ratio: float, data: Sequence[str] | None) -> None:
     check_ratio(ratio)
     if not data and origin_of(model) != "demo":
         raise DataError("text to learn from is needed", hint="name a text file with --data")
 
 
-def _check(model: str, texts: Sequence[Path], out: Path | None) -> None:
+def reading_options(
+    data_field: str | None, data_bytes: int | None, data_weight: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """Return what the user said about reading text, by the names of the API."""
+    options = {"data_weights": data_weight, "data_field": data_field, "data_bytes": data_bytes}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _check(
+    model: str,
+    data: Sequence[str] | None,
+    weights: Sequence[float] | None,
+    eval_data: Sequence[str] | None,
+    out: Path | None,
+) -> None:
     """Check every word that can be wrong, before anything slow is imported."""
     origin_of(model)
-    check_files(texts, "text")
+    check_texts(data or [], weights)
+    check_texts(eval_data or [])
     if out is not None:
         refuse_existing(out)
 

@@ -71,13 +71,32 @@ Target = Annotated[
 
 # Text.
 Data = Annotated[
-    list[Path] | None,
-    typer.Option(help="Text to learn from (UTF-8, or .safetensors tokens); can be given several times."),
+    list[str] | None,
+    typer.Option(
+        help="Text to learn from: a UTF-8, .jsonl, .jsonl.gz, .parquet or .safetensors (tokens) file, or "
+        "datasets:NAME[:CONFIG[:SPLIT]]; can be given several times."
+    ),
 ]
 EvalData = Annotated[
-    list[Path] | None,
+    list[str] | None,
     typer.Option(
-        help="Text to measure perplexity on; by default the last tenth of the data, never learned from."
+        help="Text to measure perplexity on, as --data; by default the last tenth of the data, never "
+        "learned from."
+    ),
+]
+DataWeight = Annotated[
+    list[float] | None,
+    typer.Option(
+        help="Share of the sequences from a --data, one each, in order; without, the texts are joined."
+    ),
+]
+DataField = Annotated[
+    str | None, typer.Option(help="What holds the text in JSON lines, parquet and data sets (text).")
+]
+DataBytes = Annotated[
+    int | None,
+    typer.Option(
+        min=2**20, help="Read so much text at most, of a longer one evenly spaced pieces (128 MiB)."
     ),
 ]
 EvalWindows = Annotated[

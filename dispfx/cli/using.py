@@ -7,10 +7,12 @@ import typer
 
 from dispfx.cli import options as given
 from dispfx.cli.faults import reports_faults
+from dispfx.cli.making import reading_options
 from dispfx.cli.screen import Screen
 from dispfx.errors import OutputError
 from dispfx.origin import origin_of
-from dispfx.preconditions import check_files, check_folder
+from dispfx.preconditions import check_folder
+from dispfx.text_origin import check_texts
 
 
 @reports_faults
@@ -89,6 +91,8 @@ def verify(
 def evaluate(
     model: given.ModelOrFolder,
     eval_data: given.EvalData = None,
+    data_field: given.DataField = None,
+    data_bytes: given.DataBytes = None,
     eval_windows: given.EvalWindows = None,
     context: Annotated[int | None, typer.Option(min=2, help="Tokens a window.")] = None,
     tokenizer: given.Tokenizer = None,
@@ -102,7 +106,7 @@ def evaluate(
 ) -> None:
     """Measure the perplexity of a decoder, pruned or not, on a text."""
     origin_of(model)
-    check_files(eval_data or [], "text")
+    check_texts(eval_data or [])
     from dispfx import api
     from dispfx.report import to_plain
 
@@ -110,6 +114,7 @@ def evaluate(
     measured = api.evaluate(
         model,
         eval_data=eval_data,
+        **reading_options(data_field, data_bytes),
         windows=eval_windows,
         context=context,
         tokenizer=tokenizer,

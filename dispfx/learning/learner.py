@@ -25,7 +25,7 @@ from dispfx.learning.interrupt import uninterrupted
 from dispfx.learning.objective import budget_loss, next_token_loss
 from dispfx.learning.settings import LearnSettings, seed_for
 from dispfx.learning.state import Position, restore_run, run_tensors
-from dispfx.learning.text import TokenBatches
+from dispfx.learning.text import Batches
 
 Gated = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
@@ -50,7 +50,7 @@ class Problem:
     groups: Groups
     count: ParameterCount
     target: float
-    text: TokenBatches
+    text: Batches
     settings: LearnSettings
     device: torch.device
 

@@ -6,9 +6,10 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TextIO
+from typing import Any, TextIO
 
 from dispfx.atomic import replacing
+from dispfx.learning.tensorboard import TensorBoardLog
 
 METRICS_FILE = "metrics.jsonl"
 _PACE_STEPS = 20
@@ -56,17 +57,20 @@ class Pace:
 
 
 class MetricsLog:
-    """Appends records to metrics.jsonl, one JSON object a line; does nothing without a folder.
+    """Appends records to metrics.jsonl, one JSON object a line, and shows them to TensorBoard.
 
-    Lines after `first_step` belong to steps that a resumed run does again, and are removed.
+    Lines after `first_step` belong to steps that a resumed run does again, and are removed.  Without a
+    folder nothing is written.
     """
 
     def __init__(self, folder: Path | None, first_step: int):
         self._file: TextIO | None = None
+        self._board: TensorBoardLog | None = None
         if folder is not None:
             path = folder / METRICS_FILE
-            _keep_until(path, first_step)
+            kept = _keep_until(path, first_step)
             self._file = path.open("a", encoding="utf-8")
+            self._board = TensorBoardLog(folder, kept)
 
     def append(self, record: StepRecord) -> None:
         """Write one line; a number that is not finite becomes null, which JSON has a word for."""
@@ -79,6 +83,8 @@ class MetricsLog:
         }
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
+        if self._board is not None:
+            self._board.append(finite)
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -86,17 +92,22 @@ class MetricsLog:
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.close()
+        if self._board is not None:
+            self._board.close()
 
 
-def _keep_until(path: Path, step: int) -> None:
+def _keep_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """Remove the lines of later steps and return the records of the others."""
     if not path.exists():
-        return
+        return []
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
+            record = json.loads(line)
+            if record["step"] <= step:
+                kept.append(record)
         except (ValueError, KeyError, TypeError):
             continue  # the last line of a killed run can be cut off
     with replacing(path) as partial:
-        partial.write_text("".join(kept), encoding="utf-8")
+        partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    return kept

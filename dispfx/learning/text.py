@@ -8,7 +8,7 @@ Legend: B batch, T tokens of a sequence.
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,33 @@ if TYPE_CHECKING:
 
 HELD_OUT_SHARE = 0.1
 _DIGEST_CHUNK = 1 << 16
+
+
+class Batches(Protocol):
+    """What masks are learned from: one text (`TokenBatches`), or several (`dispfx.learning.mixture`)."""
+
+    @property
+    def seq_len(self) -> int:
+        """T."""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Identify everything that the batches depend on but T, B and the seed."""
+        ...
+
+    def batch(self, index: int) -> Tensor:
+        """Return batch `index`, counted from 0 without end, as ids_BT int64 on the CPU."""
+        ...
+
+    def held_out_batches(self, most: int) -> list[Tensor]:
+        """Return up to `most` batches (1, T) of text that is never learned from."""
+        ...
 
 
 @dataclass(eq=False)

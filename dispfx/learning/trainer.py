@@ -20,7 +20,7 @@ from dispfx.learning.learner import Gated, Learner, Problem, StepOutcome, check_
 from dispfx.learning.records import MetricsLog, Pace, StepRecord
 from dispfx.learning.settings import LearnSettings
 from dispfx.learning.state import Identity, load_state, save_state, settings_identity
-from dispfx.learning.text import TokenBatches
+from dispfx.learning.text import Batches
 
 _HELD_OUT_BATCHES = 8
 
@@ -54,7 +54,7 @@ def learn(
     gated: Gated,
     sites: Sequence[Site],
     shapes: Mapping[str, tuple[int, ...]],
-    text: TokenBatches,
+    text: Batches,
     budget: Budget,
     settings: LearnSettings,
     *,
@@ -116,7 +116,7 @@ def problem_of(
     gated: Gated,
     sites: Sequence[Site],
     shapes: Mapping[str, tuple[int, ...]],
-    text: TokenBatches,
+    text: Batches,
     budget: Budget,
     settings: LearnSettings,
     device: torch.device,

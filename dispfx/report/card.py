@@ -12,7 +12,7 @@ def model_card(
     *,
     base_model: str,
     folder: str,
-    data: Sequence[str] = (),
+    data: str = "",
     onnx: bool = False,
     on_hub: bool = False,
     as_modules: bool = True,
@@ -23,7 +23,7 @@ def model_card(
         report: of the compilation.
         base_model: MODEL as the user wrote it.
         folder: name of the output folder, for the commands shown.
-        data: what the masks were learned from; empty where they were not learned.
+        data: name of what the masks were learned from; empty where they were not learned.
         onnx: whether an ONNX model was written beside the checkpoint.
         as_modules: whether transformers loads the folder; a graph alone needs dispfx.load.
         on_hub: whether `base_model` is a hub id, and so a link that others can follow.
@@ -81,7 +81,7 @@ def _figures(report: Report) -> str:
     )
     lines += [
         "",
-        f"Perplexity on {PurePath(protocol.text).name or 'the given text'}{held_out}: {protocol.windows} "
+        f"Perplexity on {protocol.text or 'the given text'}{held_out}: {protocol.windows} "
         f"windows of {protocol.context} tokens without overlap, {protocol.tokens:,} predicted tokens.",
     ]
     return "\n".join(lines)
@@ -118,10 +118,8 @@ def _loading(folder: str, onnx: bool, as_modules: bool) -> str:
     return "\n".join(lines)
 
 
-def _origin(report: Report, data: Sequence[str]) -> str:
-    learned = (
-        f" The masks were learned from {', '.join(PurePath(path).name for path in data)}." if data else ""
-    )
+def _origin(report: Report, data: str) -> str:
+    learned = f" The masks were learned from {data}." if data else ""
     return (
         f"## How it was made\n\n```\n{report.command}\n```\n\n"
         f"`plan.safetensors` says which features every site keeps; with the original checkpoint it gives "

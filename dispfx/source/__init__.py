@@ -1,22 +1,22 @@
 """Where a decoder, its tokenizer and its text come from.
 
 `load_source` turns MODEL into a `Source`, `load_config` turns its config alone into one without values, and
-`read_tokens` turns text files into token ids.  This package and the checkpoint writer are the only code
+`read_text` turns text into token ids.  This package and the checkpoint writer are the only code
 that knows transformers.
 
     pretrained  folder, GGUF file, hub id → module, config and tokenizer
     function    package.module:function → module
     causality   a decoder predicts from the past alone; everything else is refused
-    text        text and token files → one tensor of token ids
+    text        files and data sets of text, and token files → one vector of token ids
 """
 
 from dispfx.origin import Origin
 from dispfx.source.loading import config_alone, load_config, load_source
 from dispfx.source.source import Source
-from dispfx.source.text import encode, read_tokens
+from dispfx.source.text import ReadText, check_readable, encode, read_text, read_tokens
 from dispfx.source.tokenizer import load_folder_tokenizer
 
 __all__ = [
-    "Origin", "Source", "config_alone", "encode", "load_config", "load_folder_tokenizer", "load_source",
-    "read_tokens",
+    "Origin", "ReadText", "Source", "check_readable", "config_alone", "encode", "load_config",
+    "load_folder_tokenizer", "load_source", "read_text", "read_tokens",
 ]  # fmt: skip

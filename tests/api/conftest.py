@@ -15,6 +15,7 @@ from dispfx.learning.settings import LearnSettings
 from dispfx.measure.equivalence import Verification
 from dispfx.report import NullObserver, Report
 from tests.plain_decoders import VOCABULARY
+from tests.source.conftest import decoder_folder as decoder_folder
 
 # package.module:function, as a user names it on the command line.
 MODEL = "tests.api.plain:build_decoder"

@@ -46,6 +46,7 @@ def test_compile_without_options_leaves_every_default_to_the_compiler(
         assert given[name] is None, name
     for name in ("device", "revision", "export"):
         assert given[name] is None, name
+    assert not {"data_weights", "data_field", "data_bytes"} & set(given)
     assert given["resume"] is False and given["trust_remote_code"] is False
     assert given["ratio_of"] == "blocks" and given["skip"] == () and given["print_after"] == ()
 
@@ -54,6 +55,7 @@ def test_compile_hands_on_every_option(dispfx, replaced, report: Report, tmp_pat
     compile_ = replaced("compile", report)
     words = ["compile", decoder, "--ratio", 0.5, "--out", tmp_path / "out", "--ratio-of", "total"]
     words += ["--data", text, "--data", text, "--eval-data", text, "--eval-windows", 3, "--tokenizer", "tok"]
+    words += ["--data-weight", 2, "--data-weight", 1, "--data-field", "body", "--data-bytes", 2**20]
     words += ["--steps", 5, "--seq-len", 16, "--batch-size", 2, "--lr", 0.01, "--lambda", 4]
     words += ["--estimator", "gumbel", "--hypernetwork", "none", "--constrained", "--seed", 9]
     words += ["--save-every", 2, "--align", 8, "--skip", "a", "--skip", "b", "--target", "cuda"]
@@ -75,7 +77,11 @@ def test_compile_hands_on_every_option(dispfx, replaced, report: Report, tmp_pat
         seed=9,
         save_every=2,
     )
-    assert given["data"] == [text, text] and given["eval_data"] == [text] and given["eval_windows"] == 3
+    assert (
+        given["data"] == [str(text)] * 2 and given["eval_data"] == [str(text)] and given["eval_windows"] == 3
+    )
+    assert given["data_weights"] == [2.0, 1.0] and given["data_field"] == "body"
+    assert given["data_bytes"] == 2**20
     assert given["skip"] == ("a", "b") and given["align"] == 8 and given["target"] == "cuda"
     assert given["ratio_of"] == "total" and given["tokenizer"] == "tok" and given["resume"] is True
     assert given["dtype"] == "bfloat16" and given["device"] == "cpu" and given["export"] == "onnx"
@@ -134,6 +140,10 @@ def test_wrong_words_are_refused_before_the_compiler_is_asked(
         "this is a folder": [decoder, "--data", decoder],
         "the text is empty": [decoder, "--data", empty],
         "text to learn from is needed": [decoder],
+        "one --data-weight a --data": [decoder, "--data", text, "--data-weight", 1, "--data-weight", 1],
+        "no name of a data set": [decoder, "--data", "datasets:"],
+        "only .jsonl.gz is read": [decoder, "--data", "text.txt.gz"],
+        "data-bytes": [decoder, "--data", text, "--data-bytes", 1000],
         "No such option": ["demo", "--ratios", "1"],
         "is not one of": ["demo", "--estimator", "guess"],
         "eval-windows": ["demo", "--eval-windows", "0"],
@@ -195,7 +205,7 @@ def test_apply_hands_on_model_plan_and_folder(dispfx, replaced, report: Report, 
     result = dispfx("apply", "demo", plan, "--out", tmp_path / "out", "--eval-data", text, "--export", "none")
     assert result.exit_code == 0, result.output
     assert apply.call_args.args == ("demo", plan)
-    assert apply.call_args.kwargs["eval_data"] == [text] and apply.call_args.kwargs["export"] == "none"
+    assert apply.call_args.kwargs["eval_data"] == [str(text)] and apply.call_args.kwargs["export"] == "none"
 
 
 def test_apply_refuses_a_plan_that_is_not_there(dispfx, replaced, tmp_path: Path):

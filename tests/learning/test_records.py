@@ -41,7 +41,7 @@ def test_a_resumed_run_drops_the_lines_of_steps_that_it_does_again(tmp_path):
     with MetricsLog(tmp_path, 2) as log:
         log.append(record(3))
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
-    assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [METRICS_FILE]
 
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from dispfx.report import Report, model_card
 
 
 def test_the_card_tells_the_whole_story(report: Report):
-    card = model_card(report, base_model="demo", folder="out/demo", data=["a/text.txt"], onnx=True)
+    card = model_card(report, base_model="demo", folder="out/demo", data="text.txt", onnx=True)
     for expected in (
         "# demo\n",
         "30.0% of the layers' weights",

@@ -1,0 +1,205 @@
+"""The text of a command: what is learned from, and what is measured on and never learned from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from dispfx.demo.text import generate_text
+from dispfx.errors import DataError
+from dispfx.learning.mixture import Mixture, quotas
+from dispfx.learning.settings import LearnSettings, seed_for
+from dispfx.learning.text import HELD_OUT_SHARE, Batches, TokenBatches
+from dispfx.source import Source
+from dispfx.source.text import (
+    ReadText,
+    Words,
+    check_readable,
+    encode,
+    joined_tokens,
+    largest_id,
+    listed,
+    read_apart,
+    read_text,
+)
+from dispfx.text_origin import Reading, check_texts
+
+_DEMO_CHARACTERS = 1_500_000
+_DEMO_SEED = 2024
+# Perplexity on the held-out end of a large text would take longer than learning.
+_MOST_MEASURED = 2**22
+
+
+@dataclass(frozen=True, eq=False)
+class TextChoice:
+    """What a user said about text.
+
+    Args:
+        data: texts to learn from, or token ids.
+        eval_data: texts to measure on.
+        weights: share of the sequences from each text of `data`; without them the texts are joined.
+        reading: of both.
+    """
+
+    data: Words | Tensor | None = None
+    eval_data: Words | None = None
+    weights: Sequence[float] | None = None
+    reading: Reading = field(default_factory=Reading)
+
+    def check(self) -> None:
+        """Check all texts before a decoder is loaded.
+
+        Raises:
+            DataError: if one is missing, empty or broken, or the weights do not fit.
+        """
+        words = [] if self.data is None or isinstance(self.data, Tensor) else listed(self.data)
+        if self.weights and isinstance(self.data, Tensor | None):
+            raise DataError("weights are for several texts to learn from, and none was named")
+        evaluated = [] if self.eval_data is None else listed(self.eval_data)
+        check_texts(words, self.weights)
+        check_texts(evaluated)
+        if self.weights:
+            quotas(self.weights, len(words))
+        for one in (words, evaluated):
+            if one:
+                check_readable(one, self.reading)
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """Tokens of a command.
+
+    Args:
+        learn: (N,) ids to learn from, one vector a part; none where no text was given.
+        held_out: (M,) ids that are never learned from: the end of each part, or one other text.
+        weights: of the parts, where there are several.
+        measure: (K,) ids to measure on, or None.
+        name: of what is measured on, for the protocol.
+        learned_name: of what is learned from.
+        held_out_share: share of each part that is held out, or None where the text is another one.
+        largest: of all token ids.
+    """
+
+    learn: tuple[Tensor, ...] = ()
+    held_out: tuple[Tensor, ...] = ()
+    weights: tuple[float, ...] = ()
+    measure: Tensor | None = None
+    name: str = ""
+    learned_name: str = ""
+    held_out_share: float | None = None
+    largest: int = 0
+
+    def require_measurable(self) -> None:
+        """Pass if there are enough tokens to measure on, or none shall be.
+
+        Raises:
+            DataError: if there is one.
+        """
+        if self.measure is not None and len(self.measure) < 2:
+            raise DataError(
+                f"two tokens or more are needed to measure on, and there are {len(self.measure)}",
+                where=self.name,
+                hint="use a longer text, or name another one to measure on with --eval-data",
+            )
+
+    def batches(self, settings: LearnSettings) -> Batches:
+        """Cut the tokens to learn from into batches.
+
+        Raises:
+            DataError: if there are none, or one part is shorter than one sequence.
+        """
+        if not self.learn:
+            raise DataError("text to learn from is needed", hint="name a text file with --data")
+        if not self.weights:
+            return TokenBatches(
+                self.learn[0], settings.seq_len, settings.batch_size, settings.seed, self.held_out[0]
+            )
+        parts = [
+            TokenBatches(tokens, settings.seq_len, 1, seed_for(settings.seed, f"part {index}"), held_out)
+            for index, (tokens, held_out) in enumerate(
+                zip(self.learn, [*self.held_out, *[None] * len(self.learn)], strict=False)
+            )
+        ]
+        return Mixture(parts, self.weights, settings.batch_size)
+
+
+def open_text(source: Source, chosen: TextChoice) -> Text:
+    """Read the text of a command; the demo brings its own.
+
+    Raises:
+        DataError: if a text cannot be used, there is no tokenizer for it, or it holds ids that the decoder
+            does not know.
+    """
+    parts = _parts(source, chosen)
+    name = ", ".join(part.name for part in parts)
+    other = None
+    if chosen.eval_data is not None:
+        other = read_text(chosen.eval_data, source.tokenizer, chosen.reading)
+    largest = max((part.largest for part in [*parts, *([other] if other else [])]), default=0)
+    require_known(largest, vocabulary_of(source.config), source.name)
+    tokens = tuple(part.tokens for part in parts)
+    weights = tuple(chosen.weights or ())
+    if other is not None:
+        return Text(tokens, (other.tokens,), weights, other.tokens, other.name, name, None, largest)
+    if not parts:
+        return Text()
+    learn, held_out = zip(*map(split_held_out, tokens), strict=True)
+    return Text(learn, held_out, weights, _measured(held_out), name, name, HELD_OUT_SHARE, largest)
+
+
+def require_tokens(source: Source, text: Text, vocabulary_size: int) -> None:
+    """Pass if every token exists in the decoder.
+
+    Raises:
+        DataError: naming the largest token that does not exist.
+    """
+    require_known(text.largest, vocabulary_size, source.name)
+
+
+def require_known(largest: int, vocabulary_size: int | None, decoder: str) -> None:
+    """Pass if every token exists in the decoder, or nothing says which do.
+
+    Raises:
+        DataError: naming the largest token that does not exist.
+    """
+    if vocabulary_size is not None and largest >= vocabulary_size:
+        raise DataError(
+            f"token ids must be in [0, {vocabulary_size}) for this decoder, the text holds {largest}",
+            where=decoder,
+            hint="use the decoder's own tokenizer",
+        )
+
+
+def vocabulary_of(config: Any | None) -> int | None:
+    """Return how many tokens a transformers config names, or None."""
+    size = getattr(config, "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
+def split_held_out(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (N,) token ids without their last tenth, and that."""
+    first_held_out = len(tokens) - int(len(tokens) * HELD_OUT_SHARE)
+    return tokens[:first_held_out], tokens[first_held_out:]
+
+
+def _parts(source: Source, chosen: TextChoice) -> list[ReadText]:
+    """Return what is learned from: the texts joined, or each by itself where they have weights."""
+    if isinstance(chosen.data, Tensor):
+        tokens = chosen.data
+        return [ReadText(tokens, "tokens", largest_id(tokens, where="tokens") if len(tokens) else 0)]
+    if chosen.data is None:
+        return [_demo_text(source)] if source.origin == "demo" else []
+    if not chosen.weights:
+        return [read_text(chosen.data, source.tokenizer, chosen.reading)]
+    return read_apart(chosen.data, source.tokenizer, chosen.reading)
+
+
+def _demo_text(source: Source) -> ReadText:
+    tokens = encode(generate_text(_DEMO_SEED, _DEMO_CHARACTERS), source.tokenizer)
+    return ReadText(tokens, "the demo's own text", int(tokens.max()))
+
+
+def _measured(held_out: Sequence[Tensor]) -> Tensor:
+    """Return what is measured on: the beginnings of all held-out ends."""
+    return joined_tokens([tokens[:_MOST_MEASURED] for tokens in held_out])

@@ -1,0 +1,27 @@
+"""From the words of --data to token ids.
+
+reading     what every form has in common: sharing, joining, checking
+plain       UTF-8 files                      line_pieces  evenly spaced pieces of a large file
+json_lines  .jsonl and .jsonl.gz             documents    records with a field → one text
+parquet     .parquet (pyarrow)               extras       libraries that only some forms need
+dataset     datasets:NAME (datasets)
+token_file  .safetensors, mapped into memory
+tokenizing  text → token ids, in bounded memory
+"""
+
+from dispfx.source.text.reading import (
+    ReadText,
+    Words,
+    check_readable,
+    listed,
+    read_apart,
+    read_text,
+    read_tokens,
+)
+from dispfx.source.text.token_file import joined_tokens, largest_id
+from dispfx.source.text.tokenizing import encode
+
+__all__ = [
+    "ReadText", "Words", "check_readable", "encode", "joined_tokens", "largest_id", "listed", "read_apart",
+    "read_text", "read_tokens",
+]  # fmt: skip

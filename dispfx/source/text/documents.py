@@ -1,0 +1,72 @@
+"""Records of a table or of JSON lines → one text: texts of a field, joined by line breaks.
+
+A text that ends in a line break gets no second one, so that a data set of lines is the text it was made of.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from dispfx.errors import DataError
+
+
+def joined(documents: Iterable[str]) -> Iterator[str]:
+    """Yield texts whose concatenation is the documents in order, each on lines of its own."""
+    separator = ""
+    for document in documents:
+        yield separator + document
+        separator = "" if document.endswith("\n") else "\n"
+
+
+def until_full(documents: Iterable[str], most_bytes: int) -> Iterator[str]:
+    """Yield documents until they reach `most_bytes`; the one that does is the last."""
+    taken = 0
+    for document in documents:
+        yield document
+        taken += len(document.encode())
+        if taken >= most_bytes:
+            return
+
+
+def text_of(record: Any, field: str, *, where: str, record_name: str) -> str:
+    """Return the text in a field of a record.
+
+    Args:
+        where: the file or data set, for the message.
+        record_name: which record it is, as "line 3".
+
+    Raises:
+        DataError: if the record has no such field, or that holds no text that UTF-8 can spell.
+    """
+    if not isinstance(record, dict):
+        raise DataError(f"{record_name} holds a {type(record).__name__} and no fields", where=where)
+    if field not in record:
+        raise missing_field(field, list(record), where=where, record_name=record_name)
+    text = record[field]
+    if not isinstance(text, str):
+        found = "nothing" if text is None else f"a value of type {type(text).__name__}"
+        raise DataError(
+            f"{field!r} must hold text, and in {record_name} it holds {found}",
+            where=where,
+            hint="name another field with --data-field",
+        )
+    if not _is_unicode(text):
+        raise DataError(f"{field!r} in {record_name} holds half a character (a lone surrogate)", where=where)
+    return text
+
+
+def missing_field(field: str, fields: list[str], *, where: str, record_name: str) -> DataError:
+    """Return the error for a field that is not there, with those that are."""
+    shown = ", ".join(map(repr, fields[:8])) + (", …" if len(fields) > 8 else "")
+    return DataError(
+        f"{record_name} has no field {field!r}; it has {shown or 'none'}",
+        where=where,
+        hint="name the field that holds the text with --data-field",
+    )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

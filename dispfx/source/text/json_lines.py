@@ -1,0 +1,109 @@
+"""JSON lines, plain or gzipped: one object a line, one of its fields holds the text."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from dispfx.errors import DataError
+from dispfx.source.text.documents import joined, text_of, until_full
+from dispfx.source.text.line_pieces import Span, file_size, spans, unreadable
+
+# A file without line breaks, as one JSON document, must not be read into memory whole.
+_LONGEST_LINE_BYTES = 64 * 2**20
+
+
+class JsonLines:
+    """A `.jsonl` or `.jsonl.gz` file.
+
+    1. Of a longer `.jsonl` file, evenly spaced pieces are read: the lines that begin in them.
+    2. Nothing can be found in a gzipped file without unpacking what is before it, so that it is read from
+       its start.
+    """
+
+    def __init__(self, path: Path, field: str):
+        self.where = str(path)
+        self._path = path
+        self._field = field
+        self._packed = path.suffix == ".gz"
+
+    def size(self) -> int | None:
+        """Return its bytes, or None where only reading tells.
+
+        Raises:
+            DataError: if there is no such file.
+        """
+        size = file_size(self._path)
+        return None if self._packed else size
+
+    def texts(self, most_bytes: int) -> Iterator[str]:
+        """Yield the texts in order, with line breaks between them.
+
+        Raises:
+            DataError: naming the first line that is broken, has no such field, or holds no text in it.
+        """
+        try:
+            yield from joined(self._documents(most_bytes))
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(f"this is no whole gzip file: {error}", where=self.where) from error
+        except OSError as error:
+            raise unreadable(self._path, error) from error
+
+    def _documents(self, most_bytes: int) -> Iterator[str]:
+        size = self.size()
+        if size is None:
+            with gzip.open(self._path, "rb") as file:
+                # Read to the end or until enough was read, whichever comes first.
+                yield from until_full(self._in_span(cast(BinaryIO, file), None), most_bytes)
+            return
+        with self._path.open("rb") as file:
+            for span in spans(size, most_bytes):
+                yield from self._in_span(file, None if span == Span(0, size) else span)
+
+    def _in_span(self, file: BinaryIO, span: Span | None) -> Iterator[str]:
+        """Yield the text of every line that begins in a span, or of every line."""
+        for name, line in self._lines(file) if span is None else self._lines_in(file, span):
+            if line.strip():
+                yield text_of(self._parsed(line, name), self._field, where=self.where, record_name=name)
+
+    def _lines(self, file: BinaryIO) -> Iterator[tuple[str, bytes]]:
+        number = 1
+        while line := file.readline(_LONGEST_LINE_BYTES + 1):
+            self._check_length(line, f"line {number}")
+            yield f"line {number}", line
+            number += 1
+
+    def _lines_in(self, file: BinaryIO, span: Span) -> Iterator[tuple[str, bytes]]:
+        start = span.start
+        if start:
+            # The line that holds the byte before is not ours, even if it ends there.
+            file.seek(start - 1)
+            skipped = file.readline(_LONGEST_LINE_BYTES + 1)
+            self._check_length(skipped, f"the line around byte {start:,}")
+            start += len(skipped) - 1
+        else:
+            file.seek(0)
+        while start < span.stop and (line := file.readline(_LONGEST_LINE_BYTES + 1)):
+            name = f"the line at byte {start:,}"
+            self._check_length(line, name)
+            yield name, line
+            start += len(line)
+
+    def _check_length(self, line: bytes, name: str) -> None:
+        if len(line) > _LONGEST_LINE_BYTES:
+            raise DataError(
+                f"{name} is longer than {_LONGEST_LINE_BYTES:,} bytes", where=self.where,
+                hint="JSON lines hold one record a line; is this one JSON document?",
+            )  # fmt: skip
+
+    def _parsed(self, line: bytes, name: str) -> object:
+        try:
+            return json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{name} is not UTF-8 at its byte {error.start}", where=self.where) from error
+        except RecursionError as error:
+            raise DataError(f"{name} nests too deep", where=self.where) from error
+        except ValueError as error:
+            raise DataError(f"{name} is no JSON: {error}", where=self.where) from error

@@ -1,0 +1,91 @@
+"""Parquet files: one column holds the text."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dispfx.errors import DataError
+from dispfx.source.text.documents import joined, missing_field, text_of, until_full
+from dispfx.source.text.extras import library
+from dispfx.source.text.line_pieces import file_size, unreadable
+
+_BATCH_ROWS = 256
+_BUFFER_BYTES = 2**20
+_MOST_GROUPS = 256
+
+
+class Parquet:
+    """A `.parquet` file; of a longer one, the beginnings of evenly spaced row groups are read."""
+
+    def __init__(self, path: Path, field: str):
+        self.where = str(path)
+        self._path = path
+        self._field = field
+
+    def size(self) -> int:
+        """Return the bytes of the column.
+
+        Raises:
+            DataError: if this is no parquet file, or has no such column.
+        """
+        with self._opened() as file:
+            return sum(self._group_bytes(file))
+
+    def texts(self, most_bytes: int) -> Iterator[str]:
+        """Yield the texts in order, with line breaks between them.
+
+        Raises:
+            DataError: as for `size`, and naming the first row that holds no text.
+        """
+        with self._opened() as file:
+            yield from joined(self._documents(file, most_bytes))
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        arrow, parquet = (library(name, where=self.where) for name in ("pyarrow", "pyarrow.parquet"))
+        file_size(self._path)
+        try:
+            # Buffered, so that a row group is not read into memory whole.
+            with parquet.ParquetFile(self._path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
+                yield file
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self._field!r} holds text that is not UTF-8", where=self.where) from error
+        except arrow.ArrowException as error:
+            raise DataError(f"this parquet file cannot be read: {error}", where=self.where) from error
+        except OSError as error:
+            raise unreadable(self._path, error) from error
+
+    def _documents(self, file: Any, most_bytes: int) -> Iterator[str]:
+        sizes = self._group_bytes(file)
+        if sum(sizes) <= most_bytes:
+            for group in range(len(sizes)):
+                yield from self._in_group(file, group)
+            return
+        count = min(len(sizes), _MOST_GROUPS)
+        for index in range(count):
+            yield from until_full(
+                self._in_group(file, index * len(sizes) // count), max(1, most_bytes // count)
+            )
+
+    def _in_group(self, file: Any, group: int) -> Iterator[str]:
+        row = sum(file.metadata.row_group(before).num_rows for before in range(group))
+        for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[self._field]):
+            for record in batch.to_pylist():
+                row += 1
+                yield text_of(record, self._field, where=self.where, record_name=f"row {row}")
+
+    def _group_bytes(self, file: Any) -> list[int]:
+        """Return the unpacked bytes of the column in every row group."""
+        names = list(file.schema_arrow.names)
+        if self._field not in names:
+            raise missing_field(self._field, names, where=self.where, record_name="the table")
+        groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
+        return [
+            sum(
+                column.total_uncompressed_size
+                for column in (group.column(index) for index in range(group.num_columns))
+                if column.path_in_schema.partition(".")[0] == self._field
+            )
+            for group in groups
+        ]

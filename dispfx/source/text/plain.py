@@ -1,0 +1,90 @@
+"""UTF-8 files, byte for byte: line ends are part of the text that is measured."""
+
+import codecs
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from dispfx.errors import DataError
+from dispfx.source.text.line_pieces import Span, file_size, spans, unreadable
+
+_BLOCK_BYTES = 2**20
+_UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+class PlainText:
+    """A file that is text as it stands."""
+
+    def __init__(self, path: Path):
+        self.where = str(path)
+        self._path = path
+
+    def size(self) -> int:
+        """Return its bytes.
+
+        Raises:
+            DataError: if there is no such file.
+        """
+        return file_size(self._path)
+
+    def texts(self, most_bytes: int) -> Iterator[str]:
+        """Yield the text in order, block by block; of a longer one, evenly spaced pieces.
+
+        Raises:
+            DataError: naming the first byte that is not UTF-8.
+        """
+        size = self.size()
+        try:
+            with self._path.open("rb") as file:
+                if size <= most_bytes:
+                    yield from self._whole(file)
+                else:
+                    for span in spans(size, most_bytes):
+                        yield self._piece(file, span)
+        except OSError as error:
+            raise unreadable(self._path, error) from error
+
+    def _whole(self, file: BinaryIO) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        done = 0
+        while True:
+            block = file.read(_BLOCK_BYTES)
+            held = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise self._not_utf_8(done - held + error.start, block) from error
+            if text:
+                yield text
+            if not block:
+                return
+            done += len(block)
+
+    def _piece(self, file: BinaryIO, span: Span) -> str:
+        """Return the whole lines of a span, or whole characters where it holds no whole line."""
+        file.seek(span.start)
+        raw = file.read(span.stop - span.start)
+        first = raw.find(b"\n") + 1 if span.start else 0
+        last = raw.rfind(b"\n") + 1
+        if first == 0 and span.start:
+            first = _characters_begin(raw)
+        kept = raw[first:last] if last > first else raw[first:]
+        try:
+            # Not final: the last character may be cut.
+            text = codecs.getincrementaldecoder("utf-8")().decode(kept)
+        except UnicodeDecodeError as error:
+            raise self._not_utf_8(span.start + first + error.start, raw) from error
+        return text if text.endswith("\n") else text + "\n"
+
+    def _not_utf_8(self, byte: int, block: bytes) -> DataError:
+        marked = byte == 0 and block.startswith(_UTF_16_MARKS)
+        return DataError(
+            f"the text must be UTF-8, and byte {byte} is not" + (": it looks like UTF-16" if marked else ""),
+            where=self.where,
+            hint="convert the file",
+        )
+
+
+def _characters_begin(raw: bytes) -> int:
+    """Return where the first whole character begins: a character goes on for three bytes at most."""
+    return next((index for index, byte in enumerate(raw[:4]) if byte & 0xC0 != 0x80), 0)

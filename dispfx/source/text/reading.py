@@ -1,0 +1,209 @@
+"""Texts of every form → token ids.
+
+1. Texts are joined by line breaks and tokenised together, not line by line; a token file between them
+   keeps its place.
+2. Texts that are longer than what may be read share that: each gets an equal part, and what a short text
+   leaves of its part goes to the others.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import PurePath
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dispfx.errors import DataError
+from dispfx.source.text.dataset import NamedDataset
+from dispfx.source.text.json_lines import JsonLines
+from dispfx.source.text.parquet import Parquet
+from dispfx.source.text.plain import PlainText
+from dispfx.source.text.token_file import joined_tokens, largest_id, stored_tokens
+from dispfx.source.text.tokenizing import encode_stream
+from dispfx.text_origin import Reading, TextOrigin, text_origin
+
+Words = str | PurePath | Sequence[str | PurePath]
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+class TextStream(Protocol):
+    """A text that is read from its start, as far as needed."""
+
+    @property
+    def where(self) -> str:
+        """What the user called it, for messages."""
+        ...
+
+    def size(self) -> int | None:
+        """Return its bytes, or None where only reading tells."""
+        ...
+
+    def texts(self, most_bytes: int) -> Iterator[str]:
+        """Yield texts whose concatenation is the text; evenly spaced parts of one that is longer."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ReadText:
+    """Token ids and what they are.
+
+    Args:
+        tokens: (N,) integers; a token file's stay on disk until they are used.
+        name: of the texts, and how much of them was read where that is not all.
+        largest: of the token ids.
+    """
+
+    tokens: Tensor
+    name: str
+    largest: int
+
+
+def read_text(words: Words, tokenizer: Any | None, reading: Reading | None = None) -> ReadText:
+    """Return the token ids of all texts in order, without special tokens.
+
+    Args:
+        words: files and data sets, as `dispfx.text_origin` tells them apart.
+        tokenizer: of the decoder; token files need none.
+        reading: which field, and how much at most.
+
+    Raises:
+        DataError: if a text is missing, empty, not UTF-8, broken or without the field, or there is no
+            tokenizer for it.
+    """
+    return _read(_opened(words, reading), tokenizer)
+
+
+def read_apart(words: Words, tokenizer: Any | None, reading: Reading | None = None) -> list[ReadText]:
+    """As `read_text`, but return every text by itself."""
+    return [_read([one], tokenizer) for one in _opened(words, reading)]
+
+
+def read_tokens(words: Words, tokenizer: Any | None, reading: Reading | None = None) -> Tensor:
+    """As `read_text`, and return the token ids alone."""
+    return read_text(words, tokenizer, reading).tokens
+
+
+def check_readable(words: Words, reading: Reading | None = None) -> None:
+    """Read every text as `read_text` would, without a tokenizer; of a data set, only its first record.
+
+    To be called before a decoder is loaded, which can take longer than any text.
+
+    Raises:
+        DataError: as `read_text`.
+    """
+    for one in _opened(words, reading):
+        if one.stream is None:
+            stored_tokens(one.origin.path)
+        elif one.origin.form == "dataset":
+            next(one.stream.texts(1), None)
+        else:
+            for _ in one.texts():
+                pass
+
+
+def listed(words: Words) -> list[str | PurePath]:
+    """Return what a user named, one or several, as a list."""
+    return [words] if isinstance(words, str | PurePath) else list(words)
+
+
+def text_stream(origin: TextOrigin, field: str) -> TextStream:
+    """Return what reads a text that is no token file."""
+    if origin.form == "dataset":
+        return NamedDataset(origin, field)
+    if origin.form == "json-lines":
+        return JsonLines(origin.path, field)
+    return Parquet(origin.path, field) if origin.form == "parquet" else PlainText(origin.path)
+
+
+def shares(sizes: Sequence[int | None], most_bytes: int) -> list[int]:
+    """Return how much of each text may be read, by rule 2; a text of unknown size takes what it gets."""
+    found = {}
+    left = most_bytes
+    by_size = sorted(enumerate(sizes), key=lambda entry: (entry[1] is None, entry[1] or 0))
+    for done, (index, size) in enumerate(by_size):
+        equal = max(1, left // (len(sizes) - done))
+        found[index] = equal if size is None else min(size, equal)
+        left -= found[index]
+    return [found[index] for index in range(len(sizes))]
+
+
+class _Opened:
+    """A text that is about to be read.
+
+    Args:
+        origin: what the user named.
+        stream: None for a token file.
+        room: bytes that may be read.
+    """
+
+    def __init__(self, origin: TextOrigin, stream: TextStream | None, room: int):
+        self.origin = origin
+        self.stream = stream
+        self._room = room
+        self._bytes_read = 0
+
+    def texts(self) -> Iterator[str]:
+        """Yield the text, and count its bytes.
+
+        Raises:
+            DataError: at the end, if there was nothing but spaces and line breaks.
+        """
+        assert self.stream is not None
+        blank = True
+        for text in self.stream.texts(self._room):
+            blank = blank and not text.strip()
+            self._bytes_read += len(text.encode())
+            yield text
+        if blank:
+            raise DataError("the text is empty", where=self.stream.where)
+
+    @property
+    def name(self) -> str:
+        """What a report calls it, with how much was read where that is not all."""
+        size = None if self.stream is None else self.stream.size()
+        if self.stream is None or (size is not None and size <= self._room):
+            return self.origin.name
+        if size is not None:
+            return f"{self.origin.name} ({_sized(self._bytes_read)} of {_sized(size)})"
+        full = self._bytes_read >= self._room
+        return self.origin.name + (f" (its first {_sized(self._bytes_read)})" if full else "")
+
+
+def _opened(words: Words, reading: Reading | None) -> list[_Opened]:
+    chosen = reading or Reading()
+    origins = [text_origin(word) for word in listed(words)]
+    if not origins:
+        raise DataError("a text file is needed and none was given")
+    streams = [None if o.form == "tokens" else text_stream(o, chosen.field) for o in origins]
+    sizes = [0 if stream is None else stream.size() for stream in streams]
+    rooms = shares(sizes, chosen.most_bytes)
+    return [_Opened(*of) for of in zip(origins, streams, rooms, strict=True)]
+
+
+def _read(opened: Sequence[_Opened], tokenizer: Any | None) -> ReadText:
+    parts = []
+    for stored, group in groupby(opened, key=lambda one: one.stream is None):
+        members = list(group)
+        if stored:
+            parts += [stored_tokens(one.origin.path) for one in members]
+        else:
+            parts.append(encode_stream(_joined(members), tokenizer, where=members[0].origin.place))
+    name = ", ".join(one.name for one in opened)
+    return ReadText(joined_tokens(parts), name, max(largest_id(part, where=name) for part in parts))
+
+
+def _joined(opened: Sequence[_Opened]) -> Iterator[str]:
+    for index, one in enumerate(opened):
+        if index:
+            yield "\n"
+        yield from one.texts()
+
+
+def _sized(count: int) -> str:
+    """Return a number of bytes with the unit that leaves one to four digits before the point."""
+    power = 0
+    while count >= 1024 ** (power + 1) and power + 1 < len(_UNITS):
+        power += 1
+    return f"{count / 1024**power:.{1 if power else 0}f} {_UNITS[power]}"
