@@ -232,7 +232,7 @@ def learn(
     return Plan.of(program, budget, found.kept, chosen.seed)
 
 
-def _scored(program: Program, text: TokenBatches, budget: Budget, settings: LearnSettings) -> list[Tensor]:
+def _scored(program: Program, text: Batches, budget: Budget, settings: LearnSettings) -> list[Tensor]:
     gated = gate(program)
     problem = problem_of(gated, program.sites, program.shapes, text, budget, settings, program.device)
     return select_by_score(problem, gated.graph, budget)

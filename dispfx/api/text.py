@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dispfx.api.programs import batches_of
 from dispfx.demo.text import generate_text
 from dispfx.errors import DataError
 from dispfx.learning.mixture import Mixture, quotas
@@ -112,9 +113,7 @@ class Text:
         if not self.learn:
             raise DataError("text to learn from is needed", hint="name a text file with --data")
         if not self.weights:
-            return TokenBatches(
-                self.learn[0], settings.seq_len, settings.batch_size, settings.seed, self.held_out[0]
-            )
+            return batches_of(self.learn[0], settings, self.held_out[0])
         parts = [
             TokenBatches(tokens, settings.seq_len, 1, seed_for(settings.seed, f"part {index}"), held_out)
             for index, (tokens, held_out) in enumerate(
