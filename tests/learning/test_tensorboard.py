@@ -3,6 +3,8 @@
 import json
 import math
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -11,17 +13,25 @@ from dispfx.learning.tensorboard import FOLDER, TensorBoardLog
 from tests.learning.test_records import record
 
 
-def points(folder) -> dict[str, list[tuple[int, float]]]:
-    """Return what TensorBoard reads, by tag."""
+Points = Callable[[Path], dict[str, list[tuple[int, float]]]]
+
+
+@pytest.fixture
+def points() -> Points:
+    """What TensorBoard reads in a state's folder, by tag; skips where it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found = module.EventAccumulator(str(folder / FOLDER), size_guidance={module.SCALARS: 0})
-    found.Reload()
-    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+    def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
+        found = module.EventAccumulator(str(folder / FOLDER), size_guidance={module.SCALARS: 0})
+        found.Reload()
+        return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+    return read
 
 
-def test_every_figure_of_a_record_is_a_scalar(tmp_path):
+def test_every_figure_of_a_record_is_a_scalar(tmp_path: Path, points: Points):
     with MetricsLog(tmp_path, 0) as log:
         log.append(record(1, loss=2.5))
         log.append(record(2, loss=math.nan))
@@ -33,7 +43,7 @@ def test_every_figure_of_a_record_is_a_scalar(tmp_path):
     assert {tag.partition("/")[2] for tag in found} == numbers
 
 
-def test_a_resumed_run_shows_every_step_once(tmp_path):
+def test_a_resumed_run_shows_every_step_once(tmp_path: Path, points: Points):
     with MetricsLog(tmp_path, 0) as log:
         for step in (1, 2, 3, 4):
             log.append(record(step, loss=float(step)))
@@ -43,7 +53,7 @@ def test_a_resumed_run_shows_every_step_once(tmp_path):
     assert points(tmp_path)["learning/loss"] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0), (5, 50.0)]
 
 
-def test_what_a_killed_run_had_not_yet_written_is_there_after_resuming(tmp_path):
+def test_what_a_killed_run_had_not_yet_written_is_there_after_resuming(tmp_path: Path, points: Points):
     killed = MetricsLog(tmp_path, 0)
     for step in (1, 2, 3):
         killed.append(record(step))
@@ -53,7 +63,7 @@ def test_what_a_killed_run_had_not_yet_written_is_there_after_resuming(tmp_path)
     killed.__exit__()
 
 
-def test_a_fresh_run_in_the_same_folder_shows_nothing_of_the_one_before(tmp_path):
+def test_a_fresh_run_in_the_same_folder_shows_nothing_of_the_one_before(tmp_path: Path, points: Points):
     for loss in (1.0, 2.0):
         with MetricsLog(tmp_path, 0) as log:
             log.append(record(1, loss=loss))
