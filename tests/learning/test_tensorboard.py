@@ -12,7 +12,6 @@ from dispfx.learning.records import METRICS_FILE, MetricsLog
 from dispfx.learning.tensorboard import FOLDER, TensorBoardLog
 from tests.learning.test_records import record
 
-
 Points = Callable[[Path], dict[str, list[tuple[int, float]]]]
 
 
