@@ -27,6 +27,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dispfx.errors import CaptureError
 from dispfx.ir.program import Program
@@ -238,7 +239,28 @@ def _program_of(exported: ExportedProgram, model: nn.Module) -> Program:
 
 
 def _identity(program: Program, model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> Difference:
-    """Return how far the graph is from the module at these ids; raise where it is not close."""
+    """Return how far the graph is from the module at these ids; raise where it is not close.
+
+    A graph spells out the causal mask that a module may leave to the attention kernel, and a GPU then
+    takes another kernel, which in half precision rounds otherwise.  Where the two differ they are compared
+    once more with the reference kernel in both.
+    """
+    found = _difference_at(program, model, ids, arguments)
+    if not found.relative <= IDENTITY_TOLERANCE:
+        with sdpa_kernel(SDPBackend.MATH):
+            found = min(found, _difference_at(program, model, ids, arguments), key=lambda d: d.relative)
+    if not found.relative <= IDENTITY_TOLERANCE:
+        raise CaptureError(
+            f"the graph must give the module's logits within {IDENTITY_TOLERANCE:g}, "
+            f"at {tuple(ids.shape)} tokens it differs by {found.relative:.2e}",
+            where=type(model).__name__,
+        )
+    return found
+
+
+def _difference_at(
+    program: Program, model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]
+) -> Difference:
     expected = _logits_of(_run(model, ids, arguments), ids)
     try:
         actual = program.graph_module(ids)
@@ -249,14 +271,7 @@ def _identity(program: Program, model: nn.Module, ids: Tensor, arguments: Mappin
             where=type(model).__name__,
             hint="a loop over time fixes the length; such a decoder cannot be compiled",
         ) from error
-    found = difference(actual, expected)
-    if not found.relative <= IDENTITY_TOLERANCE:
-        raise CaptureError(
-            f"the graph must give the module's logits within {IDENTITY_TOLERANCE:g}, "
-            f"at {tuple(ids.shape)} tokens it differs by {found.relative:.2e}",
-            where=type(model).__name__,
-        )
-    return found
+    return difference(actual, expected)
 
 
 def difference(actual: Tensor, expected: Tensor) -> Difference:

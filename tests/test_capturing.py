@@ -319,3 +319,25 @@ def test_a_vocabulary_is_taken_from_the_first_embedding_or_as_told():
 def test_one_branch_decoders_of_the_tests_are_decoders():
     model = one_branch(lambda: Middle(lambda m, h: F.gelu(h)))
     assert dispfx.capture(model).model_class == "tests.one_branch.OneBranch"
+
+
+def rounded_by_a_kernel(error: float, *, reference_too: bool) -> Decoder:
+    """A decoder that gives other numbers than its graph, with every attention kernel or the fast ones."""
+
+    def finish(m: Decoder, x: Tensor) -> Tensor:
+        fast = torch.backends.cuda.flash_sdp_enabled() or reference_too
+        if torch.compiler.is_exporting() or not fast:
+            return m.head(x)
+        return m.head(x) * (1.0 + error)
+
+    return decoder(finish)
+
+
+def test_a_difference_that_only_a_fast_attention_kernel_makes_is_none():
+    program = capture(rounded_by_a_kernel(1e-2, reference_too=False))
+    assert all(found.relative == 0.0 for found in program.identity.values())
+
+
+def test_a_difference_that_the_reference_kernel_makes_too_is_refused():
+    with pytest.raises(CaptureError, match=r"within 1e-06, at \(3, 13\) tokens it differs by 9.9"):
+        capture(rounded_by_a_kernel(1e-2, reference_too=True))
