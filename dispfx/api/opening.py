@@ -1,22 +1,40 @@
 """What a command starts from: the decoder, and the defaults that belong to it."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from dispfx.learning.settings import LearnSettings
+from dispfx.learning.settings import recipe as recipe_of
 from dispfx.source import Source, load_source
 
+DEFAULT_RECIPE = "paper"
 DEMO_CONTEXT = 256
 LONGEST_CONTEXT = 2048
 
 _DEMO_SETTINGS: dict[str, Any] = {"steps": 400, "seq_len": 128, "batch_size": 8, "lr": 3e-3}
 
 
-def learn_settings(model: str | nn.Module, **chosen: Any) -> LearnSettings:
-    """Return the settings a user chose over the defaults for MODEL: the paper's, or the demo's own."""
-    return LearnSettings(**({**_DEMO_SETTINGS, **chosen} if model == "demo" else chosen))
+def learn_settings(model: str | nn.Module, *, recipe: str | None = None, **chosen: Any) -> LearnSettings:
+    """Return the settings a user chose, over those of a recipe; the demo has sizes of its own.
+
+    Args:
+        recipe: `paper` or `informed`.
+        chosen: single settings by their names.
+
+    Raises:
+        DispfxError: if there is no such recipe, or a setting has a value with which no run makes sense.
+    """
+    settings = recipe_of(recipe or DEFAULT_RECIPE)
+    if model == "demo":
+        settings |= _DEMO_SETTINGS
+    settings |= chosen
+    # A batch that the user made smaller draws fewer masks, not none.
+    if "samples" not in chosen:
+        settings["samples"] = math.gcd(settings.get("samples", 1), settings.get("batch_size", 1))
+    return LearnSettings(**settings)
 
 
 @dataclass(frozen=True, eq=False)

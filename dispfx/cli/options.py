@@ -104,6 +104,15 @@ EvalWindows = Annotated[
 ]
 
 # Learning.
+Recipe = Annotated[
+    Literal["paper", "informed"] | None,
+    typer.Option(help="Settings to start from (paper); each can be changed by its own option."),
+]
+Samples = Annotated[int | None, typer.Option(help="Masks drawn a step; a divisor of the batch size (1).")]
+Start = Annotated[
+    Literal["uniform", "sensitivity"] | None,
+    typer.Option(help="First logits: all alike, or by how sensitive the loss is (uniform)."),
+]
 Method = Annotated[
     Literal["learned", "magnitude", "activation", "fluctuation", "sensitivity", "random"] | None,
     typer.Option(help="How features are chosen: learned, or scored once (learned)."),

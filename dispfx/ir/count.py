@@ -17,7 +17,7 @@ are first summed per atom, then a small linear map gives the size of every axis.
 
 Shapes: N features of all sites, A atoms, X distinct axis sizes, E terms of the linear map,
 O positions with several features, P products (parameters with equal cut axes merged),
-J cut axes in a product.
+J cut axes in a product, S samples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -112,28 +112,34 @@ class ParameterCount:
         }
         return replace(self, **tables)
 
-    def count(self, masks_N: Tensor) -> Tensor:
-        """Return T(s) as a float64 scalar, differentiable in the masks.
+    def count(self, masks: Tensor) -> Tensor:
+        """Return T(s) in float64, differentiable in the masks.
 
         Exact for masks of zeros and ones: every intermediate is an integer below 2^53.
 
         Args:
-            masks_N: one value in [0, 1] a feature, all sites in order.
+            masks: (N,) one value in [0, 1] a feature, all sites in order, or (S, N) for S samples.
+
+        Returns:
+            A scalar, or (S,).
         """
-        masks_N = masks_N.to(torch.float64)
-        ordered_N = masks_N if self._by_atom_N is None else masks_N[self._by_atom_N]
-        atoms_A = torch.segment_reduce(ordered_N, "sum", offsets=self._atom_bounds, unsafe=True)
-        terms_E = self._term_weight_E * atoms_A[self._term_atom_E]
-        sizes_X = self._untouched_X.index_add(0, self._term_axis_E, terms_E)
-        one = masks_N.new_ones(1)
+        if masks.dim() == 1:
+            return self.count(masks[None])[0]
+        masks_NS = masks.to(torch.float64).T
+        ordered_NS = (masks_NS if self._by_atom_N is None else masks_NS[self._by_atom_N]).contiguous()
+        atoms_AS = torch.segment_reduce(ordered_NS, "sum", offsets=self._atom_bounds, axis=0, unsafe=True)
+        terms_ES = self._term_weight_E[:, None] * atoms_AS[self._term_atom_E]
+        start_XS = self._untouched_X[:, None].expand(-1, masks_NS.shape[1])
+        sizes_XS = start_XS.index_add(0, self._term_axis_E, terms_ES)
+        one = masks_NS.new_ones(1, masks_NS.shape[1])
         if len(self._joint_axis_O):
-            kept_O = torch.cat((masks_N, one))[self._joint_features].prod(1)
-            sizes_X = sizes_X.index_add(0, self._joint_axis_O, kept_O)
-        sizes_X = torch.cat((sizes_X, one))
-        product_P = self._product_weight_P
+            kept_OS = torch.cat((masks_NS, one))[self._joint_features].prod(1)
+            sizes_XS = sizes_XS.index_add(0, self._joint_axis_O, kept_OS)
+        sizes_XS = torch.cat((sizes_XS, one))
+        product_PS = self._product_weight_P[:, None]
         for axis_P in self._product_axes_PJ.unbind(1):
-            product_P = product_P * sizes_X[axis_P]
-        return product_P.sum() + self.fixed
+            product_PS = product_PS * sizes_XS[axis_P]
+        return product_PS.sum(0) + self.fixed
 
     def count_kept(self, masks_N: Tensor) -> int:
         """Return T(s) as an exact integer for hard masks (bool, or 0 and 1 in any type)."""

@@ -75,8 +75,8 @@ class Groups:
         return sum(self.sizes)
 
     def expand(self, values: Tensor) -> Tensor:
-        """Turn a flat vector over all groups into one over all sites; differentiable."""
-        return values if self._features is None else values[self._features]
+        """Turn values (…, N) of all groups into values of all sites; differentiable."""
+        return values if self._features is None else values[..., self._features]
 
     def to(self, device: torch.device | str) -> "Groups":
         """Return the same groups with their table on `device`."""

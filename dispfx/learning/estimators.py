@@ -21,8 +21,8 @@ class Sample:
     """A sampled mask and how its gradient reaches the logits.
 
     Args:
-        mask: (N,) zeros and ones, of the logits' type.
-        slope: (N,) what the estimator takes for ∂mask/∂logit.
+        mask: (N,) or (S, N) zeros and ones, of the logits' type.
+        slope: of the same shape, what the estimator takes for ∂mask/∂logit.
     """
 
     mask: Tensor
@@ -33,7 +33,10 @@ class Estimator(Protocol):
     """Draws hard masks with P(D = 1) = sigmoid(θ) (where the temperature is 1)."""
 
     def sample(self, logits: Tensor, generator: torch.Generator) -> Sample:
-        """Sample masks for flat logits (N,); the generator lives on the logits' device."""
+        """Sample masks for logits (N,), or S of them for logits repeated to (S, N).
+
+        The generator lives on the logits' device.
+        """
         ...
 
 

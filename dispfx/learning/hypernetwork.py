@@ -25,8 +25,8 @@ RECURRENT_WIDTH = 64
 
 
 def build_hypernetwork(
-    kind: HypernetworkName, sizes: Sequence[int], *, bias: float, seed: int
-) -> "RecurrentHypernetwork | LinearHypernetwork | ElementwiseLogits":
+    kind: HypernetworkName, sizes: Sequence[int], *, bias: float, seed: int, start_N: Tensor | None = None
+) -> nn.Module:
     """Return a module without inputs whose output is one logit a feature, flat, (N,) float32.
 
     The module depends on `seed` alone; the caller's random state is left as it was.
@@ -34,11 +34,13 @@ def build_hypernetwork(
     Args:
         sizes: number of features of every group.
         bias: added to every logit.
+        start_N: also added, one number a feature: what is known before learning.
     """
     kinds = {"full": RecurrentHypernetwork, "linear": LinearHypernetwork, "none": ElementwiseLogits}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(seed, "hypernetwork"))
-        return kinds[kind](sizes, bias)
+        built = kinds[kind](sizes, bias)
+    return built if start_N is None else FromStart(built, start_N)
 
 
 def hypernetwork_parameters(kind: HypernetworkName, sizes: Sequence[int]) -> int:
@@ -106,6 +108,21 @@ class ElementwiseLogits(nn.Module):
     def forward(self) -> Tensor:
         """Return logits (N,)."""
         return self.logits + self.bias
+
+
+class FromStart(nn.Module):
+    """A hypernetwork that says how logits differ from those to start with."""
+
+    start_N: Tensor
+
+    def __init__(self, change: nn.Module, start_N: Tensor):
+        super().__init__()
+        self.change = change
+        self.register_buffer("start_N", start_N.detach().clone())
+
+    def forward(self) -> Tensor:
+        """Return logits (N,)."""
+        return self.change() + self.start_N
 
 
 class GroupHeads(nn.Module):

@@ -1,12 +1,15 @@
 """One step of learning, and everything that a step changes.
 
     logits = hypernetwork()                                  (N,)
-    mask, slope = estimator.sample(logits)                   (N,) each; the mask is a leaf
-    loss = next_token_loss(gated(ids, mask split by site)) + λ · R(count(mask))
-    ∂loss/∂logits = ∂loss/∂mask · slope                      then one backward pass of the hypernetwork
+    masks, slopes = estimator.sample(logits)                 (S, N) each; the masks are a leaf
+    loss = next_token_loss(gated(ids, masks split by site)) + λ · mean over S of R(count(mask))
+    ∂loss/∂logits = Σ over S of ∂loss/∂mask · slope          then one backward pass of the hypernetwork
 
-Since the mask is a leaf, several forward passes may add to its gradient, and the hypernetwork's
+Since the masks are a leaf, several forward passes may add to their gradient, and the hypernetwork's
 backward pass runs once a step.  N is the number of features of all groups of sites.
+
+With S > 1 samples, runs of B / S sequences of a batch have a mask of their own: the same work, and S
+draws of the masks instead of one to estimate the gradient from.
 """
 
 import math
@@ -27,6 +30,9 @@ from dispfx.learning.settings import LearnSettings, seed_for
 from dispfx.learning.state import Position, restore_run, run_tensors
 from dispfx.learning.text import Batches
 
+# Kernels round otherwise for a batch than for one sequence, bfloat16 ones by about 1e-2 of a logit.
+_SAMPLE_TOLERANCE = 2e-3
+
 Gated = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 
@@ -35,7 +41,7 @@ class Problem:
     """What does not change while masks are learned.
 
     Args:
-        gated: (ids_BT, one 1-D mask a site) -> logits_BTV.
+        gated: (ids_BT, masks of every site, (size,) or (S, size)) -> logits_BTV.
         sites: in the order of the masks.
         groups: which sites share a selection.
         count: the parameters left, for the same sites.
@@ -55,9 +61,9 @@ class Problem:
     device: torch.device
 
     def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
-        """Return the next-token loss of a batch under one flat vector of masks of all sites."""
+        """Return the next-token loss of a batch under masks (N,) or (S, N) of all sites."""
         ids_BT = ids_BT.to(self.device)
-        logits_BTV = self.gated(ids_BT, masks.split([site.size for site in self.sites]))
+        logits_BTV = self.gated(ids_BT, masks.split([site.size for site in self.sites], -1))
         return next_token_loss(logits_BTV, ids_BT)
 
 
@@ -74,12 +80,16 @@ class StepOutcome:
 class Learner:
     """The hypernetwork, its optimizer, the sampler's random numbers, and the position in the run."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, start_N: Tensor | None = None):
         settings, device = problem.settings, problem.device
         self.problem = problem
         self.position = Position()
         self._hypernetwork = build_hypernetwork(
-            settings.hypernetwork, problem.groups.sizes, bias=settings.bias, seed=settings.seed
+            settings.hypernetwork,
+            problem.groups.sizes,
+            bias=settings.bias,
+            seed=settings.seed,
+            start_N=start_N,
         ).to(device)
         # The fused kernel reads and writes the heads, by far the most numbers here, once a step.
         self._optimizer = torch.optim.AdamW(
@@ -120,14 +130,17 @@ class Learner:
         problem, settings = self.problem, self.problem.settings
         self._optimizer.zero_grad(set_to_none=True)
         logits_N = self._hypernetwork()
-        sample = self._estimator.sample(logits_N.detach(), self._generator)
-        masks_N = sample.mask.requires_grad_()
-        loss = self._backward_decoder(masks_N)
-        left = problem.count.count(problem.groups.expand(masks_N))
-        over_budget = budget_loss(left, problem.target)
+        logits_SN = logits_N.detach().expand(settings.samples, -1)
+        sample = self._estimator.sample(logits_SN if settings.samples > 1 else logits_SN[0], self._generator)
+        masks = sample.mask.requires_grad_()
+        loss = self._backward_decoder(masks)
+        counts = problem.count.count(problem.groups.expand(masks))
+        over_budget = budget_loss(counts, problem.target).mean()
         (settings.lambda_ * over_budget).backward()
-        assert masks_N.grad is not None
-        logits_N.backward(masks_N.grad * sample.slope)
+        assert masks.grad is not None
+        gradient = masks.grad * sample.slope
+        logits_N.backward(gradient.sum(0) if gradient.dim() == 2 else gradient)
+        left = counts.mean()
         gradients = [p.grad for p in self._hypernetwork.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         # One transfer from the device for all numbers of the step.
@@ -142,11 +155,11 @@ class Learner:
             raise _diverged(self.position, numbers[0])
         return StepOutcome(numbers[0], numbers[1], 1.0 - numbers[2] / problem.count.dense, finite)
 
-    def _backward_decoder(self, masks_N: Tensor) -> Tensor:
+    def _backward_decoder(self, sampled: Tensor) -> Tensor:
         passes = self.problem.settings.accumulate
         total = torch.zeros((), device=self.problem.device)
         for index in range(self.position.step * passes, (self.position.step + 1) * passes):
-            masks = self.problem.groups.expand(masks_N)
+            masks = self.problem.groups.expand(sampled)
             loss = self.problem.loss(self.problem.text.batch(index), masks) / passes
             loss.backward()
             total += loss.detach()
@@ -195,6 +208,39 @@ def check_gates(problem: Problem) -> None:
             where=", ".join(dead[:5]) + (" …" if len(dead) > 5 else ""),
             hint="leave these branches dense with --skip",
         )
+
+
+def check_samples(problem: Problem) -> None:
+    """Check that sequences of one batch keep to their own masks.
+
+    Raises:
+        DispfxError: if a gate stands where a batch is not S runs of rows (see `dispfx.ir.gate`).
+    """
+    samples = problem.settings.samples
+    if samples == 1:
+        return
+    generator = torch.Generator().manual_seed(seed_for(problem.settings.seed, "check-samples"))
+    masks = torch.rand(samples, sum(site.size for site in problem.sites), generator=generator)
+    masks = (0.5 + masks.round() / 2).to(problem.device)
+    ids_ST = problem.text.batch(0)[:samples]
+    try:
+        with torch.no_grad():
+            together = problem.loss(ids_ST, masks).double()
+            alone = torch.stack(
+                [problem.loss(ids_T[None], mask_N) for ids_T, mask_N in zip(ids_ST, masks, strict=True)]
+            ).double()
+    except (RuntimeError, ValueError) as error:
+        raise _no_samples(samples, str(error)) from error
+    difference = float((together - alone.mean()).abs())
+    if not difference <= _SAMPLE_TOLERANCE * float(alone.abs().mean()):
+        raise _no_samples(samples, f"the loss differs by {difference:.2e} from that of each alone")
+
+
+def _no_samples(samples: int, reason: str) -> DispfxError:
+    return DispfxError(
+        f"{samples} samples of the masks a batch were asked, and this decoder mixes its sequences: {reason}",
+        hint="use --samples 1",
+    )
 
 
 def _diverged(position: Position, loss: float) -> DispfxError:

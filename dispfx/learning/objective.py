@@ -19,7 +19,7 @@ def budget_loss(left: Tensor, target: float) -> Tensor:
     Zero exactly when the budget is met, and of one scale above and below it.
 
     Args:
-        left: T(s), a scalar.
+        left: T(s), of any shape.
         target: keep · T, the parameters that should be left.
     """
     left = left.clamp_min(1.0)  # every bit of a sample can be zero

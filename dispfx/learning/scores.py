@@ -29,6 +29,8 @@ from dispfx.learning.settings import Method, seed_for
 
 SEQUENCES = 64
 _SMALLEST = 1e-30
+# Beside the bias of 3, logits from -1 to 7.
+_FARTHEST = 4.0
 
 
 def select_by_score(
@@ -70,6 +72,16 @@ def score(
             for moment, norm in zip(moments, values, strict=True)
         ]
     return _by_group(torch.cat([_standardised(of_site) for of_site in values]), problem.groups)
+
+
+def starting_logits(problem: Problem) -> Tensor:
+    """Return what to add to the first logits so that the loss-sensitive features are kept longest, (N,).
+
+    The sensitivity of `score`, with the middle feature at zero and what is far from it cut off, so that
+    every feature can still be sampled either way.
+    """
+    sensitivity_N = (_fisher(problem, SEQUENCES) / _costs(problem)).clamp_min(_SMALLEST).log()
+    return (sensitivity_N - sensitivity_N.median()).clamp(-_FARTHEST, _FARTHEST)
 
 
 def _costs(problem: Problem) -> Tensor:

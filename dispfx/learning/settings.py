@@ -1,20 +1,48 @@
 """How masks are learned: every constant of the method, with the paper's values as defaults.
 
 Constants of arXiv 2410.11988, appendix: bias 3, temperature 1, λ 6, AdamW with learning rate 1e-3
-and weight decay 0.05, 10,000 steps of one sequence of 2048 tokens.
+and weight decay 0.05, 10,000 steps of one sequence of 2048 tokens.  `docs/recipe.md` says what the
+`informed` recipe changes, and what each change was worth.
 """
 
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from dispfx.errors import DispfxError
 
 EstimatorName = Literal["reinmax", "gumbel", "straight-through"]
 HypernetworkName = Literal["full", "linear", "none"]
 Schedule = Literal["constant", "cosine"]
+Start = Literal["uniform", "sensitivity"]
 Method = Literal["learned", "magnitude", "activation", "fluctuation", "sensitivity", "random"]
+
+
+RecipeName = Literal["paper", "informed"]
+# What a recipe sets; `paper` is what LearnSettings says.  Both learn from 20.5 million tokens.
+RECIPES: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "informed": {
+        "steps": 2_500,
+        "batch_size": 8,
+        "seq_len": 1024,
+        "lr": 3e-3,
+        "samples": 8,
+        "start": "sensitivity",
+    },
+}
+
+
+def recipe(name: str) -> dict[str, Any]:
+    """Return what a recipe sets, by the names of LearnSettings.
+
+    Raises:
+        DispfxError: naming the recipes that there are.
+    """
+    if name not in RECIPES:
+        raise DispfxError(f"--recipe is {' or '.join(RECIPES)}, and {name!r} was given")
+    return dict(RECIPES[name])
 
 
 @dataclass(frozen=True)
@@ -31,6 +59,8 @@ class LearnSettings:
         lr: learning rate of AdamW.
         weight_decay: of AdamW.
         lambda_: weight of the budget loss.
+        samples: masks drawn a step; each serves batch_size / samples sequences.
+        start: logits to start from: the bias alone, or also how sensitive the loss is to each feature.
         estimator: how gradients pass the sampled masks.
         hypernetwork: what the logits come from; `none` learns them one by one.
         constrained: all read and write sites share one selection.
@@ -52,6 +82,8 @@ class LearnSettings:
     lr: float = 1e-3
     weight_decay: float = 0.05
     lambda_: float = 6.0
+    samples: int = 1
+    start: Start = "uniform"
     estimator: EstimatorName = "reinmax"
     hypernetwork: HypernetworkName = "full"
     constrained: bool = False
@@ -71,7 +103,7 @@ class LearnSettings:
             DispfxError: naming the setting, what it may be and what was found.
         """
         least = {"steps": 1, "seq_len": 2, "batch_size": 1, "accumulate": 1, "save_every": 1}
-        least |= {"max_bad_steps": 1, "log_every": 1, "held_out_every": 0}
+        least |= {"samples": 1, "max_bad_steps": 1, "log_every": 1, "held_out_every": 0}
         for name, smallest in least.items():
             _require(getattr(self, name) >= smallest, name, f"at least {smallest}", getattr(self, name))
         for name in ("lr", "temperature"):
@@ -82,10 +114,13 @@ class LearnSettings:
             _require(0.0 <= value < math.inf, name, "zero or a positive number", value)
         _require(math.isfinite(self.bias), "bias", "a finite number", self.bias)
         choices = {"estimator": EstimatorName, "hypernetwork": HypernetworkName, "schedule": Schedule}
-        choices["method"] = Method
+        choices |= {"method": Method, "start": Start}
         for name, allowed in choices.items():
             one_of = " or ".join(get_args(allowed))
             _require(getattr(self, name) in get_args(allowed), name, one_of, getattr(self, name))
+
+        divides = self.batch_size % self.samples == 0
+        _require(divides, "samples", f"a divisor of batch_size ({self.batch_size})", self.samples)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""

@@ -16,10 +16,11 @@ from dispfx.errors import DataError
 from dispfx.ir.budget import Groups, ParameterCount, check_reachable, hard_masks, harden
 from dispfx.ir.plan import Budget
 from dispfx.ir.sites import Site
-from dispfx.learning.learner import Gated, Learner, Problem, StepOutcome, check_gates
+from dispfx.learning.learner import Gated, Learner, Problem, StepOutcome, check_gates, check_samples
 from dispfx.learning.records import MetricsLog, Pace, StepRecord
+from dispfx.learning.scores import starting_logits
 from dispfx.learning.settings import LearnSettings
-from dispfx.learning.state import Identity, load_state, save_state, settings_identity
+from dispfx.learning.state import Identity, Position, load_state, save_state, settings_identity
 from dispfx.learning.text import Batches
 
 _HELD_OUT_BATCHES = 8
@@ -89,14 +90,10 @@ def learn(
     began = perf_counter()
     problem = problem_of(gated, sites, shapes, text, budget, settings, torch.device(device))
     identity = _identity(problem, budget, fingerprint)
-    learner = Learner(problem)
     if state_dir is not None:
         state_dir.mkdir(parents=True, exist_ok=True)
-    if state_dir is not None and resume:
-        _resume(learner, state_dir, identity)
+    learner = _learner(problem, state_dir if resume else None, identity)
     first_step = learner.position.step
-    if first_step < settings.steps:
-        check_gates(problem)
     records = _run(learner, budget, state_dir, identity, on_step)
     logits = learner.logits()
     kept = harden(logits, sites, problem.count, budget, groups=problem.groups)
@@ -158,16 +155,28 @@ def _identity(problem: Problem, budget: Budget, fingerprint: str | None) -> Iden
     }
 
 
-def _resume(learner: Learner, state_dir: Path, identity: Identity) -> None:
-    found = load_state(state_dir, identity)
+def _learner(problem: Problem, state_dir: Path | None, identity: Identity) -> Learner:
+    """Return a learner at its start, or where the state in `state_dir` goes on."""
+    found = None if state_dir is None else load_state(state_dir, identity)
+    if found is None or found[0].step < problem.settings.steps:
+        check_gates(problem)
+        check_samples(problem)
+    informed = problem.settings.start == "sensitivity"
     if found is None:
-        return
-    position, tensors = found
+        return Learner(problem, starting_logits(problem) if informed else None)
+    # The start is part of the state: what it was measured on need not be there any more.
+    nothing_N = torch.zeros(problem.groups.features, device=problem.device)
+    learner = Learner(problem, nothing_N if informed else None)
+    _restore(learner, *found, where=str(state_dir))
+    return learner
+
+
+def _restore(learner: Learner, position: Position, tensors: dict[str, Tensor], *, where: str) -> None:
     steps = learner.problem.settings.steps
     if position.step > steps:
         raise DataError(
             f"the state to resume from is at step {position.step}, and {steps} steps were asked",
-            where=str(state_dir),
+            where=where,
             hint="ask for at least as many steps, or start again without --resume",
         )
     try:
@@ -175,7 +184,7 @@ def _resume(learner: Learner, state_dir: Path, identity: Identity) -> None:
     except (KeyError, ValueError, RuntimeError) as error:
         raise DataError(
             f"the state to resume from is damaged: {error}",
-            where=str(state_dir),
+            where=where,
             hint="start again without --resume",
         ) from error
 

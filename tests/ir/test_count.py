@@ -51,6 +51,23 @@ def test_a_gradient_is_what_one_feature_adds(decoder, seed):
             assert math.isclose(float(masks.grad[feature]), difference, rel_tol=1e-9, abs_tol=1e-6)
 
 
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(decoders(), st.integers(0, 2**31))
+def test_several_masks_are_counted_as_each_alone(decoder, seed):
+    sites, shapes = decoder
+    count = ParameterCount.of_sites(sites, shapes)
+    generator = torch.Generator().manual_seed(seed)
+    features = sum(one.size for one in sites)
+    masks = torch.rand(3, features, generator=generator, dtype=torch.float64).requires_grad_()
+    together = count.count(masks)
+    alone = torch.stack([count.count(mask) for mask in masks])
+    assert together.shape == (3,) and torch.allclose(together, alone, rtol=1e-14)
+    weights = torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((together * weights).sum(), masks, retain_graph=True)
+    (expected,) = torch.autograd.grad((alone * weights).sum(), masks)
+    assert torch.allclose(gradient, expected, rtol=1e-12)
+
+
 def test_grouped_query_attention_is_counted_as_it_is_sliced():
     sites, shapes = decoder_sites(2, 12, 20, key_width=4)
     count = ParameterCount.of_sites(sites, shapes)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dispfx.errors import DispfxError, PassError
 from dispfx.ir.budget import Groups, ParameterCount
-from dispfx.learning.learner import Learner, Problem, check_gates
+from dispfx.ir.gate import gate
+from dispfx.learning.learner import Learner, Problem, check_gates, check_samples
 from tests.learning.tiny_decoder import batches, markov_tokens, settings, untrained_decoder
 
 TEXT = markov_tokens(2_000)
@@ -56,6 +57,50 @@ class _SpoiltGradient(torch.autograd.Function):
 
 
 SPOILS = {"loss": lambda logits: logits * float("nan"), "gradient": _SpoiltGradient.apply}
+
+
+def test_every_sample_has_its_sequences_and_their_gradient():
+    """Two samples of one mask, or one sample: the same batch, the same loss and the same gradient."""
+    one, two = problem(batch_size=4), problem(batch_size=4, samples=2)
+    mask = torch.rand(sum(site.size for site in DECODER.sites)).round().requires_grad_()
+    masks = mask.detach().expand(2, -1).clone().requires_grad_()
+    ids_BT = one.text.batch(0)
+    loss_one, loss_two = one.loss(ids_BT, mask), two.loss(ids_BT, masks)
+    assert torch.allclose(loss_one, loss_two)
+    loss_one.backward()
+    loss_two.backward()
+    assert mask.grad is not None and masks.grad is not None
+    assert torch.allclose(masks.grad.sum(0), mask.grad, atol=1e-6)
+    assert not torch.allclose(masks.grad[0], masks.grad[1])
+
+
+def test_a_step_draws_as_many_masks_as_were_asked():
+    shapes = []
+
+    def watching(ids_BT: Tensor, masks) -> Tensor:
+        shapes.append({tuple(mask.shape[:-1]) for mask in masks})
+        return DECODER(ids_BT, masks)
+
+    Learner(problem(watching, batch_size=4, samples=2)).advance()
+    assert shapes == [{(2,)}]
+
+
+def test_a_decoder_that_mixes_its_sequences_takes_one_sample_only():
+    def mixing(ids_BT: Tensor, masks) -> Tensor:
+        return DECODER(ids_BT.flip(0), masks).flip(0)
+
+    check_samples(problem(batch_size=4, samples=4))
+    check_samples(problem(mixing, batch_size=4))
+    with pytest.raises(DispfxError, match=r"4 samples .* mixes its sequences: the loss differs"):
+        check_samples(problem(mixing, batch_size=4, samples=4))
+
+
+def test_a_gate_that_has_no_rows_for_samples_is_refused():
+    def by_feature(ids_BT: Tensor, masks) -> Tensor:
+        return DECODER(ids_BT, masks) + gate(torch.zeros(DECODER.sites[0].size, 3), masks[0], 0).sum()
+
+    with pytest.raises(DispfxError, match="mixes its sequences: 2 masks do not divide dimension 0"):
+        check_samples(problem(by_feature, batch_size=4, samples=2))
 
 
 @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())

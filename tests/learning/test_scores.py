@@ -13,7 +13,7 @@ from dispfx.ir.plan import Budget, Plan
 from dispfx.ir.program import Program
 from dispfx.learning.learner import Problem
 from dispfx.learning.objective import next_token_loss
-from dispfx.learning.scores import score, select_by_score
+from dispfx.learning.scores import score, select_by_score, starting_logits
 from dispfx.learning.settings import LearnSettings, Method
 from dispfx.learning.trainer import problem_of
 from dispfx.source import encode, load_source
@@ -139,6 +139,15 @@ def test_sites_that_share_a_selection_share_their_score(program, method):
     kept = select_by_score(found, graph, BUDGET, sequences=2)
     shared = [indices for site, indices in zip(program.sites, kept, strict=True) if site.kind != "inner"]
     assert all(torch.equal(indices, shared[0]) for indices in shared)
+
+
+def test_learning_starts_with_the_most_sensitive_features_highest(program):
+    found, graph = problem(program)
+    start = starting_logits(found)
+    scores = score(found, graph, "sensitivity")
+    assert start.median() == 0.0 and start.abs().max() <= 4.0
+    inside = start.abs() < 4.0
+    assert torch.allclose(start[inside], (scores - scores.median())[inside], atol=1e-5)
 
 
 def test_scores_that_see_the_text_beat_chance(demo):

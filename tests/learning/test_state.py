@@ -117,6 +117,8 @@ def test_a_killed_run_resumes_to_the_same_masks_bit_for_bit(tmp_path):
         {"estimator": "gumbel", "hypernetwork": "linear"},
         {"hypernetwork": "none", "schedule": "cosine"},
         {"constrained": True, "accumulate": 2},
+        {"start": "sensitivity", "samples": 2},
+        {"start": "sensitivity", "constrained": True},
     ],
 )
 def test_every_variant_resumes_bit_for_bit(tmp_path, changes):

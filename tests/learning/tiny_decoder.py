@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dispfx.ir.gate import gate
 from dispfx.ir.sites import Site, SiteKind, Slice
 from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import TokenBatches
@@ -45,8 +46,8 @@ class TinyDecoder(nn.Module):
         stream = self.embed(ids_BT)
         for layer, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
             read, inner, write = masks[3 * layer : 3 * layer + 3]
-            read_value = F.rms_norm(stream, (stream.shape[-1],)) * read
-            stream = stream + down(F.gelu(up(read_value)) * inner) * write
+            read_value = gate(F.rms_norm(stream, (stream.shape[-1],)), read, 2)
+            stream = stream + gate(down(gate(F.gelu(up(read_value)), inner, 2)), write, 2)
         return self.head(F.rms_norm(stream, (stream.shape[-1],)))
 
 
