@@ -46,10 +46,16 @@ def step_work(graph: fx.Graph, needs: frozenset[fx.Node], sizes: Sizes) -> StepW
                 2 * rows * (3 * sizes.shape(query)[-1] + 2 * sizes.shape(value)[-1]) if node in needs else 0
             )
         elif packet(node) in ops.PRODUCTS:
-            one = 2 * sizes.count(node) * _summed(node, operands, sizes)
+            one = operations_of(node, sizes)
             forward += one
             backward += one * sum(value in needs for value in operands)
     return StepWork(forward, backward)
+
+
+def operations_of(product: fx.Node, sizes: Sizes) -> int:
+    """Return the operations of one product, a multiplication and an addition counted as two."""
+    operands = [value for value in ops.operands(product) if ops.is_tensor(value)]
+    return 2 * sizes.count(product) * _summed(product, operands, sizes)
 
 
 def _summed(node: fx.Node, operands: list[fx.Node], sizes: Sizes) -> int:

@@ -1,0 +1,32 @@
+"""Timing: calls take turns, and every call runs before it is timed."""
+
+import time
+
+import torch
+
+from dispfx.measure.speed import compare_times, device_name, peak_bytes, recorded
+
+CPU = torch.device("cpu")
+
+
+def test_calls_take_turns_after_a_first_run():
+    order: list[str] = []
+    compare_times([lambda: order.append("a"), lambda: order.append("b")], CPU, rounds=2, round_seconds=0.0)
+    assert order == ["a", "a", "b", "b", "a", "b", "a", "b"]
+
+
+def test_a_longer_call_takes_longer():
+    short, long = compare_times(
+        [lambda: time.sleep(0.001), lambda: time.sleep(0.02)], CPU, rounds=3, round_seconds=0.0
+    )
+    assert short.least_seconds <= short.median_seconds
+    assert long.median_seconds >= 0.02 > short.least_seconds >= 0.001
+
+
+def test_a_cpu_records_nothing_and_counts_no_memory():
+    calls: list[int] = []
+    call = recorded(lambda: calls.append(1), CPU)
+    call()
+    assert peak_bytes(call, CPU) is None
+    assert len(calls) == 2
+    assert "thread" in device_name(CPU)
