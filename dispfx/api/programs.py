@@ -30,6 +30,7 @@ from dispfx.passes.canonicalize import Canonicalize
 from dispfx.passes.find_branches import FindBranches
 from dispfx.passes.find_residual_stream import FindResidualStream
 from dispfx.passes.find_sites import FindSites
+from dispfx.passes.fuse_norms import FuseNorms
 from dispfx.passes.fuse_projections import FuseProjections
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.passes.group_heads import GroupHeads
@@ -51,6 +52,7 @@ PASSES = (
     InsertGates.name,
     LowerGates.name,
     GatherAdd.name,
+    FuseNorms.name,
     FuseProjections.name,
     GroupHeads.name,
     LastLogits.name,

@@ -91,9 +91,7 @@ def step_cost(program: Program, shape: CachedShape, *, last_logits: bool = True)
     tokens = shape.past + shape.tokens
     cached = sum(cache.heads * cache.size * cache.dtype.itemsize for cache in cache_tensors(program.graph))
     tables, weights, last = _weight_bytes(program, head, shape, sizes)
-    return StepCost(
-        layers, head_operations, attention, weights, last, tables, shape.batch * tokens * cached
-    )
+    return StepCost(layers, head_operations, attention, weights, last, tables, shape.batch * tokens * cached)
 
 
 def _head_of(graph: fx.Graph) -> fx.Node | None:

@@ -1,10 +1,12 @@
-"""Print how far the split kernels are from the reference, for several shapes, as a JSON list."""
+"""Print how far the Triton kernels are from the reference, for several shapes, as JSON."""
 
 import json
 
 import torch
 
 from dispfx.kernels.cached_attention import reference
+from dispfx.kernels.norm_select import in_one_kernel
+from dispfx.kernels.norm_select import reference as norm_reference
 from dispfx.kernels.split_attention import split_attention
 
 # batch, query heads, key heads, places, head size, last place in use, parts
@@ -29,5 +31,27 @@ def error(batch: int, heads: int, groups: int, places: int, size: int, start: in
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
+# width, features of the branch, kept
+NORMS = [(96, 33, 41), (40, 9, 1), (64, 65, 64)]
+
+
+def norm_errors(width: int, columns: int, kept: int) -> list[float]:
+    """Return max|a − b| / max|b| of write, norm and selection, for both norms, with and without a write."""
+    torch.manual_seed(width)
+    x, written = torch.randn(2, 3, width), torch.randn(2, 3, columns)
+    weight, bias = torch.randn(2, width)
+    inverse = torch.randint(columns, (width,), dtype=torch.int32)
+    places = torch.full((width,), -1, dtype=torch.int32)
+    places[torch.randperm(width)[:kept].sort().values] = torch.arange(kept, dtype=torch.int32)
+    errors = []
+    for is_rms in (True, False):
+        for write in ((written, inverse), (None, None)):
+            taken = (x, *write, weight, None if is_rms else bias, places, kept, 1e-5, is_rms)
+            pairs = zip(in_one_kernel(*taken), norm_reference(*taken), strict=True)
+            errors += [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
+    return errors
+
+
 if __name__ == "__main__":
-    print(json.dumps([error(*shape) for shape in SHAPES]))
+    norms = [value for norm in NORMS for value in norm_errors(*norm)]
+    print(json.dumps({"attention": [error(*shape) for shape in SHAPES], "norms": norms}))

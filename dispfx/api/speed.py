@@ -1,0 +1,185 @@
+"""The speed of a pruned decoder beside the dense one, in the same run and by the same graph passes.
+
+A step is one graph: a prefill of T tokens into an empty cache, with the head on the last token, or a decode
+step of one token after P cached ones.  Compiled steps are compiled by `torch.compile` and, on a GPU, replayed
+as a CUDA graph; eager ones are the same graphs as they are.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dispfx.api.static import static_programs
+from dispfx.errors import DispfxError
+from dispfx.ir.cached_inputs import CachedShape, cache_tensors
+from dispfx.ir.program import Program
+from dispfx.measure.bound import bound, step_cost
+from dispfx.measure.speed import Call, compare_times, peak_bytes, recorded
+from dispfx.measure.speed_row import Side, SpeedRow
+from dispfx.passes.fuse_norms import FuseNorms
+from dispfx.pipeline import Pipeline
+
+Mode = Literal["eager", "compiled"]
+# Attention kernels read whole tiles of places.
+_PLACES_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Whose kernels run a compiled step.
+
+    Args:
+        options: of `torch.compile`.
+        fuse_norms: write, norm and selection are one kernel of dispfx.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    fuse_norms: bool = False
+
+
+# With `generated`, the compiler makes kernels of its own where a product has one row of activations; they
+# read selected features where they lie, so a selection costs no kernel and no memory.
+KERNELS: Mapping[str, Kernels] = {
+    "library": Kernels(),
+    "generated": Kernels({"coordinate_descent_tuning": True}),
+    "fused": Kernels(fuse_norms=True),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """One decoder of a comparison.
+
+    Args:
+        reference: lowered by index-add, with a cache; its cost is counted.
+        fast: the same with gather-add; it is run.
+        removed: share of the counted parameters that its plan removes; 0 for a dense decoder.
+    """
+
+    reference: Program
+    fast: Program
+    removed: float = 0.0
+
+
+def compare(
+    name: str,
+    dense: Contender,
+    pruned: Contender,
+    shape: CachedShape,
+    mode: Mode,
+    *,
+    kernels: Sequence[str] = ("library",),
+    rounds: int = 7,
+) -> SpeedRow:
+    """Measure one step of both decoders, and say how much faster the pruned one is.
+
+    Args:
+        name: of the row.
+        shape: of the step.
+        kernels: names in `KERNELS` to try for a compiled step; each decoder keeps its fastest.
+        rounds: how often each has its turn.
+
+    Returns:
+        A row; with a note and without figures where there is not enough memory, or compiling fails.
+    """
+    costs = [step_cost(contender.reference, shape) for contender in (dense, pruned)]
+    limit = bound(costs[0], costs[1], shape)
+    counted = "bytes" if shape.tokens == 1 else "operations"
+    shares = {part: share for part, share in costs[1].shares().items() if part.endswith(counted)}
+    unpruned = {part: share for part, share in shares.items() if not part.startswith("layer")}
+    row = partial(SpeedRow, name, shape, mode, bound=limit, unpruned=unpruned)
+    try:
+        sides = _measured(
+            (dense, pruned), shape, mode, kernels if mode == "compiled" else kernels[:1], rounds
+        )
+    except (DispfxError, RuntimeError) as error:
+        return row(dense=None, pruned=None, note=_first_line(error))
+    finally:
+        _forget()
+    return row(dense=sides[0], pruned=sides[1])
+
+
+def _measured(
+    contenders: Sequence[Contender], shape: CachedShape, mode: Mode, kernels: Sequence[str], rounds: int
+) -> list[Side]:
+    device = contenders[0].fast.device
+    # A dense decoder selects nothing, so there is nothing to fuse with its norms.
+    made = [
+        (place, kind)
+        for place, contender in enumerate(contenders)
+        for kind in kernels
+        if contender.removed or not KERNELS[kind].fuse_norms
+    ]
+    calls, starts, peaks = [], [], []
+    for place, kind in made:
+        began = time.perf_counter()
+        call = step_call(contenders[place].fast, shape, mode, kind)
+        calls.append(call)
+        starts.append(time.perf_counter() - began)
+        peaks.append(peak_bytes(call, device))
+    timings = compare_times(calls, device, rounds=rounds)
+    sides = []
+    for place in range(len(contenders)):
+        own = [index for index, (of, _) in enumerate(made) if of == place]
+        best = min(own, key=lambda index: timings[index].median_seconds)
+        timing = timings[best]
+        sides.append(
+            Side(timing.median_seconds, timing.least_seconds, peaks[best], starts[best], made[best][1])
+        )
+    return sides
+
+
+def step_call(program: Program, shape: CachedShape, mode: Mode, kernels: str = "library") -> Call:
+    """Return a call that runs one step on random inputs; it has run once, so it is compiled and recorded.
+
+    Args:
+        program: lowered, with a cache.
+    """
+    length = -(-(shape.past + shape.tokens) // _PLACES_MULTIPLE) * _PLACES_MULTIPLE
+    if KERNELS[kernels].fuse_norms:
+        program = Pipeline([FuseNorms()]).run(program.clone())
+    programs = static_programs(program, length)
+    chosen = programs.decode if shape.tokens == 1 else programs.prefill
+    inputs = step_inputs(chosen, shape, length)
+    graph: Callable[..., Tensor] = chosen.graph_module
+    if mode == "compiled":
+        options = dict(KERNELS[kernels].options)
+        graph = torch.compile(chosen.graph_module, fullgraph=True, dynamic=False, options=options or None)
+
+    def call() -> object:
+        with torch.no_grad():
+            return graph(*inputs)
+
+    call()
+    return recorded(call, program.device) if mode == "compiled" else call
+
+
+def step_inputs(program: Program, shape: CachedShape, length: int) -> list[Tensor]:
+    """Return the inputs of a static program: random tokens, and random keys and values in the caches."""
+    batch, tokens, past = shape
+    device = program.device
+    ids = torch.randint(program.vocabulary_size, (batch, tokens), device=device)
+    mask = torch.ones(batch, length, dtype=torch.int64, device=device)
+    positions = (torch.arange(tokens, device=device) + past).expand(batch, tokens).contiguous()
+    start = torch.full((), past, dtype=torch.int64, device=device)
+    caches = [cache.zeros(batch, length, device).normal_() for cache in cache_tensors(program.graph)]
+    return [ids, mask, positions, start, *caches]
+
+
+def _forget() -> None:
+    """Free what compiling and recording hold."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
