@@ -159,8 +159,9 @@ def _addition(total: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     if packet(total) is not aten.add or len(total.args) != 2 or total.kwargs:
         return None
     for base, gathered in (total.args, total.args[::-1]):
-        is_write = isinstance(gathered, fx.Node) and packet(gathered) is aten.index_select
-        if not is_write or not isinstance(base, fx.Node) or len(gathered.users) != 1:
+        if not isinstance(base, fx.Node) or not isinstance(gathered, fx.Node):
+            continue
+        if packet(gathered) is not aten.index_select or len(gathered.users) != 1:
             continue
         written, dim, inverse = gathered.args
         assert isinstance(written, fx.Node) and isinstance(inverse, fx.Node)

@@ -45,8 +45,8 @@ def norm_errors(width: int, columns: int, kept: int) -> list[float]:
     places[torch.randperm(width)[:kept].sort().values] = torch.arange(kept, dtype=torch.int32)
     errors = []
     for is_rms in (True, False):
-        for write in ((written, inverse), (None, None)):
-            taken = (x, *write, weight, None if is_rms else bias, places, kept, 1e-5, is_rms)
+        for added, columns_of in ((written, inverse), (None, None)):
+            taken = (x, added, columns_of, weight, None if is_rms else bias, places, kept, 1e-5, is_rms)
             pairs = zip(in_one_kernel(*taken), norm_reference(*taken), strict=True)
             errors += [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
     return errors

@@ -53,7 +53,7 @@ def test_a_cached_decoder_computes_what_it_computed():
     assert len(calls) == 4
     assert calls[0].startswith("dispfx.add_norm_select(embedding, None, None, model_layers_0_input_layernorm")
     assert "(add_7, linear_6, dispfx_inverse_model_layers_0_mlp_write" in calls[2]
-    assert lines_of(after, "add_7").startswith("  add_7 = getitem(add_norm_select"), "the stream goes on"
+    assert lines_of(after, "add_7").startswith("* add_7 = getitem(add_norm_select"), "the stream goes on"
     ids = token_ids(2, 9, vocabulary=TINY_VOCABULARY)
     actual, expected = (CachedDecoder(one.graph_module)(ids) for one in (after, program))
     assert relative_error(actual, expected) <= ROUNDING
