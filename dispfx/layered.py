@@ -10,6 +10,7 @@ What several parts read, a tied embedding for example, they share.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dispfx.errors import PassError
@@ -26,7 +27,12 @@ class PartModule(nn.Module):
         part: what it takes and gives.
         tensors: of the program, by path.
         call: computes the part's body.
+
+    `wrap`, where it is set, is given the computation and the values and returns the results; the tensors
+    are looked up inside of it, so that it may compute twice and have the tensors of that time.
     """
+
+    wrap: Callable[..., Any] | None = None
 
     def __init__(self, part: Part, tensors: Mapping[str, Tensor], call: BodyCall):
         super().__init__()
@@ -42,11 +48,19 @@ class PartModule(nn.Module):
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
         """Return the part's results for its values."""
+        if self.wrap is not None and torch.is_grad_enabled():
+            return self.wrap(self._compute, *values)
+        return self._compute(*values)
+
+    def _compute(self, *values: Any) -> tuple[Any, ...]:
         return self.call(*values, *self.tensors())
 
 
 class LayeredDecoder(nn.Module):
     """A program as modules.
+
+    With `first_needs_gradient` the stream's first value asks for a gradient like every later one, so that
+    all layers are one case to a compiler; what is before it gets none then.
 
     Args:
         program: with its outline.
@@ -54,6 +68,8 @@ class LayeredDecoder(nn.Module):
     Raises:
         PassError: if the program has no outline.
     """
+
+    first_needs_gradient = False
 
     def __init__(self, program: Program):
         super().__init__()
@@ -94,6 +110,8 @@ class LayeredDecoder(nn.Module):
         values = dict(zip(self.inputs, inputs, strict=True))
         for index, part in enumerate(self.parts[:-1]):
             given = part(*(values[name] for name in part.part.values))
+            if index == 0 and self.first_needs_gradient and torch.is_grad_enabled():
+                given = (given[0].detach().requires_grad_(), *given[1:])
             for name in self._last_use[index]:
                 values.pop(name, None)
             values.update(zip(part.part.results, given, strict=True))

@@ -12,7 +12,7 @@ Rules:
 Each sum is over the same numbers; a kernel for shared heads may add them in another order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -22,17 +22,30 @@ from dispfx.ir.program import Program
 from dispfx.pipeline import PassResult
 
 
-@dataclass(frozen=True)
+@dataclass
 class GroupHeads:
-    """Read repeated keys and values once."""
+    """Read repeated keys and values once.
+
+    Args:
+        masked: attentions with a mask too; a GPU has no fast kernel for both.
+        requires: the stage of the program: canonical, gated or lowered.
+    """
+
+    masked: bool = True
+    requires: str = "lowered"
+    ensures: str = field(init=False)
 
     name = "group-heads"
-    requires = "lowered"
-    ensures = "lowered"
+
+    def __post_init__(self) -> None:
+        self.ensures = self.requires
 
     def run(self, program: Program) -> PassResult:
         """Rewrite the graph in place."""
-        changed = [_share(node) for node in program.graph.nodes if packet(node) in ops.ATTENTION]
+        attentions = [node for node in program.graph.nodes if packet(node) in ops.ATTENTION]
+        changed = [
+            (self.masked or argument(node, 3, "attn_mask") is None) and _share(node) for node in attentions
+        ]
         if any(changed):
             program.rebuild(dict(program.tensors()))
         return PassResult(any(changed), f"{sum(changed)} of {len(changed)} attentions")

@@ -7,9 +7,10 @@ from dispfx.api.folders import load
 from dispfx.api.opening import learn_settings
 from dispfx.api.programs import PASSES, analyse, capture, gate, gated, learn, lower
 from dispfx.measure.estimate import estimate
+from dispfx.training.preparation import Compute
 
 __all__ = [
-    "PASSES", "CachedDecoder", "analyse", "apply", "capture", "capture_cached", "compile", "estimate",
-    "evaluate", "export", "gate", "gated", "generate", "inspect", "learn", "learn_plan", "learn_settings",
-    "load", "lower", "lower_cached", "verify",
+    "PASSES", "CachedDecoder", "Compute", "analyse", "apply", "capture", "capture_cached", "compile",
+    "estimate", "evaluate", "export", "gate", "gated", "generate", "inspect", "learn", "learn_plan",
+    "learn_settings", "load", "lower", "lower_cached", "verify",
 ]  # fmt: skip

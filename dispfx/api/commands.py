@@ -33,6 +33,7 @@ from dispfx.report import NullObserver, Observer
 from dispfx.source import config_alone, encode, load_config
 from dispfx.source.text import Words, read_text
 from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Reading
+from dispfx.training.preparation import Compute
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +90,7 @@ def learn_plan(
     tokenizer: str | None = None,
     ratio_of: BudgetOf = "blocks",
     settings: LearnSettings | None = None,
+    compute: Compute | None = None,
     align: int | None = None,
     skip: Sequence[str] = (),
     target: str | None = None,
@@ -113,7 +115,7 @@ def learn_plan(
         return Plan.load(path)
     refuse_existing(path)
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
-    how = Learning(ratio, ratio_of, settings, align, tuple(skip), target, resume, tuple(print_after))
+    how = Learning(ratio, ratio_of, settings, align, tuple(skip), target, resume, tuple(print_after), compute)
     chosen = TextChoice(data, None, data_weights, Reading(data_field, data_bytes))
     learned = learn_from(opening, chosen, how, state_folder(path, resume), Stages(watcher))
     learned.plan.save(path)

@@ -30,6 +30,7 @@ from dispfx.report import NullObserver, Observer, Report, load_report
 from dispfx.source import Source
 from dispfx.source.text import Words
 from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Reading
+from dispfx.training.preparation import Compute
 
 ALIGNMENT = {"cuda": 64, "cpu": 8}
 
@@ -48,6 +49,7 @@ def compile(
     tokenizer: str | None = None,
     ratio_of: BudgetOf = "blocks",
     settings: LearnSettings | None = None,
+    compute: Compute | None = None,
     align: int | None = None,
     skip: Sequence[str] = (),
     target: str | None = None,
@@ -73,6 +75,7 @@ def compile(
         data_field: of JSON lines, parquet and data sets, that holds the text.
         data_bytes: of text that are read at most; of longer ones, evenly spaced pieces.
         settings: of learning; the paper's by default, the demo's own for `demo`.
+        compute: how the decoder is run while masks are learned; chosen by the device by default.
         align: widths become multiples of this; 64 for a GPU target and 8 for a CPU by default.
         resume: go on from DIR.state; with a complete folder, do nothing.
         export: none, onnx or pt2; onnx for the demo and none otherwise by default.
@@ -91,7 +94,7 @@ def compile(
     refuse_existing(path)
     stages = Stages(watcher)
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
-    how = Learning(ratio, ratio_of, settings, align, tuple(skip), target, resume, tuple(print_after))
+    how = Learning(ratio, ratio_of, settings, align, tuple(skip), target, resume, tuple(print_after), compute)
     chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes))
     learned = learn_from(opening, chosen, how, state_folder(path, resume), stages)
     return _finish(
@@ -179,6 +182,7 @@ class Learning:
     target: str | None = None
     resume: bool = False
     print_after: tuple[str, ...] = ()
+    compute: Compute | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,6 +228,8 @@ def learn_from(
             of=how.ratio_of,
             align=how.align or ALIGNMENT[how.target or program.device.type],
             settings=settings,
+            compute=how.compute,
+            note=stages.observer.note,
             state_dir=state,
             resume=how.resume,
             on_step=stages.observer.learning,

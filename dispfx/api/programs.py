@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dispfx.api.training import prepared_loss
 from dispfx.capturing import capture as capture_module
 from dispfx.errors import PlanMismatchError
 from dispfx.ir.budget import hard_masks
@@ -39,6 +40,7 @@ from dispfx.passes.last_logits import LastLogits
 from dispfx.passes.lower_gates import LowerGates
 from dispfx.passes.static_cache import StaticCache
 from dispfx.pipeline import Pass, Pipeline
+from dispfx.training.preparation import Compute
 
 WriteSpelling = Literal["index-add", "gather-add"]
 Show = Callable[[str, str], None]
@@ -193,6 +195,8 @@ def learn(
     state_dir: Path | None = None,
     resume: bool = False,
     on_step: Callable[[StepRecord], None] = lambda record: None,
+    compute: Compute | None = None,
+    note: Callable[[str], None] = lambda text: None,
     **changes: Any,
 ) -> Plan:
     """Learn which features every site keeps, and return the plan (arXiv 2410.11988).
@@ -207,6 +211,8 @@ def learn(
         align: widths become multiples of this, or the full width.
         settings: of the run; the paper's by default.
         state_dir, resume, on_step: as in `dispfx.learning.trainer.learn`.
+        compute: how the decoder is run: compiled, with checkpoints; chosen by the device by default.
+        note: told how the decoder is run.
         changes: single settings, as in `steps=100`.
 
     Raises:
@@ -219,7 +225,7 @@ def learn(
     if chosen.method != "learned":
         return Plan.of(program, budget, _scored(program, text, budget, chosen), chosen.seed)
     found = learn_masks(
-        gate(program),
+        prepared_loss(program, text, chosen, compute, note=note),
         program.sites,
         program.shapes,
         text,

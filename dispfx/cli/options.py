@@ -130,6 +130,14 @@ Hypernetwork = Annotated[
     Literal["full", "linear", "none"] | None, typer.Option(help="What the masks come from (full).")
 ]
 Constrained = Annotated[bool, typer.Option("--constrained", help="All reads and writes share one selection.")]
+Compile = Annotated[
+    Literal["auto", "on", "off"],
+    typer.Option(help="Compile each kind of layer once for learning; auto: on CUDA."),
+]
+Checkpointing = Annotated[
+    Literal["auto", "on", "off"],
+    typer.Option(help="Compute layers again in the backward pass; auto: where memory is short."),
+]
 Seed = Annotated[int | None, typer.Option(help="Of everything random (0).")]
 SaveEvery = Annotated[int | None, typer.Option(help="Steps between two saved states (500).")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the state that an interrupted run left.")]

@@ -14,7 +14,7 @@ dimension 0 is the batch, or batch and tokens in one, the sequences of a batch s
 import torch
 from torch import Tensor
 
-__all__ = ["GATE", "gate"]
+__all__ = ["GATE", "gate", "gate_product"]
 
 
 @torch.library.custom_op("dispfx::gate", mutates_args=())
@@ -61,6 +61,16 @@ def _aligned(runs: Tensor, mask: Tensor, dim: int) -> Tensor:
     else:
         shape[0], shape[dim + 1] = mask.shape
     return mask.to(runs.dtype).view(shape)
+
+
+def gate_product(x: Tensor, mask: Tensor, dim: int) -> Tensor:
+    """Return what `gate` returns by plain operations, into which a compiler can look.
+
+    The product is taken in float32, so that the gradient of the mask is summed there; for masks of zeros and
+    ones the bits are those of `gate`.
+    """
+    wide = _runs(x, mask, dim).float()
+    return (wide * _aligned(wide, mask, dim)).to(x.dtype).view(x.shape)
 
 
 def _save(ctx, inputs, output) -> None:

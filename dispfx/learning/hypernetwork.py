@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dispfx.learning.recurrence import bidirectional
 from dispfx.learning.settings import HypernetworkName, seed_for
 
 INPUT_WIDTH = 32
@@ -73,7 +74,7 @@ class RecurrentHypernetwork(nn.Module):
 
     def forward(self) -> Tensor:
         """Return logits (N,)."""
-        hidden_GF, _ = self.recurrent(self.z_G32)
+        hidden_GF = bidirectional(self.recurrent, self.z_G32)
         return self.heads(self.activation(self.norm(hidden_GF))) + self.bias
 
 

@@ -15,6 +15,7 @@ draws of the masks instead of one to estimate the gradient from.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from dispfx.errors import DispfxError, PassError
 from dispfx.ir.budget import Groups, ParameterCount
 from dispfx.ir.sites import Site
+from dispfx.learning.ahead import Ahead
 from dispfx.learning.estimators import estimator
 from dispfx.learning.hypernetwork import build_hypernetwork
 from dispfx.learning.interrupt import uninterrupted
@@ -34,6 +36,15 @@ from dispfx.learning.text import Batches
 _SAMPLE_TOLERANCE = 2e-3
 
 Gated = Callable[[Tensor, Sequence[Tensor]], Tensor]
+
+
+@runtime_checkable
+class WithLoss(Protocol):
+    """A decoder that knows a better way to its next-token loss than through all logits."""
+
+    def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
+        """Return the mean next-token loss of a batch under masks (N,) or (S, N) of all sites."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +74,8 @@ class Problem:
     def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
         """Return the next-token loss of a batch under masks (N,) or (S, N) of all sites."""
         ids_BT = ids_BT.to(self.device)
+        if isinstance(self.gated, WithLoss):
+            return self.gated.loss(ids_BT, masks)
         logits_BTV = self.gated(ids_BT, masks.split([site.size for site in self.sites], -1))
         return next_token_loss(logits_BTV, ids_BT)
 
@@ -98,6 +111,7 @@ class Learner:
             weight_decay=settings.weight_decay,
             fused=device.type in ("cpu", "cuda") or None,
         )
+        self._batches = Ahead(problem.text.batch, device)
         self._estimator = estimator(settings.estimator, settings.temperature)
         self._generator = torch.Generator(device).manual_seed(seed_for(settings.seed, "masks"))
         # As of the last whole step: a step that is interrupted or bad leaves no trace.
@@ -160,7 +174,7 @@ class Learner:
         total = torch.zeros((), device=self.problem.device)
         for index in range(self.position.step * passes, (self.position.step + 1) * passes):
             masks = self.problem.groups.expand(sampled)
-            loss = self.problem.loss(self.problem.text.batch(index), masks) / passes
+            loss = self.problem.loss(self._batches.get(index), masks) / passes
             loss.backward()
             total += loss.detach()
         return total

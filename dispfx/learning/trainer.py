@@ -16,6 +16,7 @@ from dispfx.errors import DataError
 from dispfx.ir.budget import Groups, ParameterCount, check_reachable, hard_masks, harden
 from dispfx.ir.plan import Budget
 from dispfx.ir.sites import Site
+from dispfx.learning.interrupt import ending_as_interrupt
 from dispfx.learning.learner import Gated, Learner, Problem, StepOutcome, check_gates, check_samples
 from dispfx.learning.records import MetricsLog, Pace, StepRecord
 from dispfx.learning.scores import starting_logits
@@ -204,7 +205,7 @@ def _run(
         if state_dir is not None:
             save_state(state_dir, identity, learner.position, learner.tensors())
 
-    with MetricsLog(state_dir, learner.position.step) as metrics:
+    with ending_as_interrupt(), MetricsLog(state_dir, learner.position.step) as metrics:
         try:
             while learner.position.step < settings.steps:
                 outcome = learner.advance()

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from dispfx.learning.interrupt import uninterrupted
+from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
 
 
 def test_an_interrupt_inside_the_block_arrives_when_the_block_is_done():
@@ -35,3 +35,23 @@ def test_it_can_be_used_outside_the_main_thread():
     thread.start()
     thread.join()
     assert entered == [True]
+
+
+def test_a_request_to_end_is_an_interrupt_and_waits_like_one():
+    done = []
+    with pytest.raises(KeyboardInterrupt), ending_as_interrupt(), uninterrupted():
+        os.kill(os.getpid(), signal.SIGTERM)
+        done.append("the rest of the block")
+    assert done == ["the rest of the block"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_who_handles_a_request_to_end_already_goes_on_doing_so():
+    arrived = []
+    signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
+    try:
+        with ending_as_interrupt(), uninterrupted():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert arrived == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,77 @@
+"""From a program to the loss that learning calls, computed as fast as it can be trusted."""
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from dispfx.ir.program import Program
+from dispfx.learning.settings import LearnSettings
+from dispfx.learning.text import Batches
+from dispfx.measure.estimate import estimate
+from dispfx.passes.drop_causal_masks import DropCausalMasks
+from dispfx.passes.group_heads import GroupHeads
+from dispfx.passes.insert_gates import InsertGates
+from dispfx.passes.outline_layers import OutlineLayers
+from dispfx.pipeline import Pass, Pipeline
+from dispfx.training.preparation import Compute, PreparedLoss, prepare
+
+# Of what is free; the rest is for what kernels need and an allocator rounds up.
+_USABLE = 0.9
+# A compiled layer keeps about so much of what the operations of the graph keep one by one.
+_KEPT_BY_COMPILED = 0.5
+
+
+def prepared_loss(
+    program: Program,
+    text: Batches,
+    settings: LearnSettings,
+    compute: Compute | None = None,
+    *,
+    note: Callable[[str], None] = lambda text: None,
+) -> PreparedLoss:
+    """Return the loss of a decoder under masks, checked against the plain gated graph.
+
+    Args:
+        program: analysed, on the device to learn on; it is not changed.
+        text: a batch of it is what the ways to compute the loss are compared on.
+        settings: of the run.
+        compute: what is wanted.
+        note: told every choice.
+
+    Raises:
+        DispfxError: if what was asked for cannot be had.
+    """
+    chosen = compute or Compute()
+    plain = Pipeline([InsertGates()]).run(program.clone())
+    fast = Pipeline(training_passes(settings.seq_len)).run(plain.clone())
+    compiled = chosen.compile == "on" or (chosen.compile == "auto" and program.device.type == "cuda")
+    short = chosen.checkpointing == "auto" and short_of_memory(program, settings, compiled)
+    return prepare(
+        plain, fast, text.batch(0), chosen, samples=settings.samples, short_of_memory=short, note=note
+    )
+
+
+def training_passes(tokens: int) -> list[Pass]:
+    """Return the passes that make a gated program fast to learn on, for sequences of that length."""
+    return [DropCausalMasks(tokens), GroupHeads(masked=False, requires="gated"), OutlineLayers()]
+
+
+def short_of_memory(program: Program, settings: LearnSettings, compiled: bool) -> bool:
+    """Whether a step that keeps all values of all layers is larger than the memory that is free."""
+    free = _free_bytes(program.device)
+    if free is None:
+        return False
+    found = estimate(program, settings)
+    kept = found.step.kept * (_KEPT_BY_COMPILED if compiled else 1.0)
+    return kept + found.hypernetwork_bytes > _USABLE * free
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that a device can still give, or None where it does not say."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    if device.type == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None

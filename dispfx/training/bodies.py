@@ -1,0 +1,58 @@
+"""Compile the body of a part.
+
+A gate is an operation of its own, which a compiler cannot look into; in a body that is compiled it is
+spelled as the product it is, so that it fuses with what is around it:
+
+    g = gate(x, mask, dim)     →     g = (x.float() · mask).to(x.dtype)
+"""
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from dispfx.ir import ops
+from dispfx.ir.gate import gate_product
+from dispfx.ir.outline import Body
+from dispfx.layered import BodyCall
+
+BACKEND = "inductor"
+
+
+def compiled_call(body: Body) -> BodyCall:
+    """Return a call of the body that compiles itself when it is first called.
+
+    It is compiled once for every shape of its inputs, so once for all parts that share the body.
+    """
+    graph = copy.deepcopy(body.graph)
+    _spell_gates(graph)
+    return compiled_function(fx.GraphModule(nn.Module(), graph, "Body").forward)
+
+
+def compiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that compiles itself once for every shape of its operands."""
+    compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
+
+    @wraps(function)
+    def call(*operands: Any) -> Any:
+        with warnings.catch_warnings():
+            # The tracer looks at `.grad` of every operand, masks and stream values among them.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            return compiled(*operands)
+
+    return call
+
+
+def _spell_gates(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if not ops.is_gate(node):
+            continue
+        with graph.inserting_before(node):
+            result = graph.call_function(gate_product, node.args)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+    graph.lint()

@@ -1,0 +1,13 @@
+"""Programs as learning sees them."""
+
+from dispfx.api.training import training_passes
+from dispfx.ir.program import Program
+from dispfx.passes.insert_gates import InsertGates
+from dispfx.pipeline import Pipeline
+from tests.programs import program_of
+
+
+def plain_and_fast(form: str = "pre-norm", *, layers: int = 3, tokens: int = 24) -> tuple[Program, Program]:
+    """Return a gated program, and the same made fast to learn on."""
+    plain = Pipeline([InsertGates()]).run(program_of(form, layers=layers).clone())
+    return plain, Pipeline(training_passes(tokens)).run(plain.clone())

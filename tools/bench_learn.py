@@ -1,0 +1,336 @@
+#!/usr/bin/env python
+"""Measure a step of learning on shapes of well-known decoders, with random weights.
+
+    python tools/bench_learn.py --out DIR                      on CUDA: 135M, 7B and 13B shapes, and variants
+    python tools/bench_learn.py --out DIR --rows 7b            one row
+    python tools/bench_learn.py --out DIR --tiny --device cpu  the same rows at sizes for a test
+
+A step is everything: tokens, hypernetwork, sampling, forward and backward pass, count and budget, optimizer,
+record.  Before a row is measured, its way to compute is compared with the ordinary gated graph; what was
+compared and found is in the row's notes.  `overhead` is a step with the decoder replaced by a sum.  Rows are
+written as soon as they are there: learn.json and learn.md.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dispfx.api.programs import batches_of, capture
+from dispfx.api.training import prepared_loss
+from dispfx.ir.plan import Budget
+from dispfx.ir.program import Program
+from dispfx.learning.settings import LearnSettings
+from dispfx.learning.text import TokenBatches
+from dispfx.learning.trainer import learn
+from dispfx.measure.estimate import estimate
+from dispfx.training.preparation import Compute
+
+# Name -> sizes of a decoder with gated MLPs and rotary positions, batch and tokens of a step.
+SHAPES: dict[str, tuple[dict[str, Any], int, int]] = {
+    "135m": (
+        {
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+        },
+        8,
+        1024,
+    ),
+    "7b": (
+        {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+        },
+        1,
+        2048,
+    ),
+    "13b": (
+        {
+            "vocab_size": 32000,
+            "hidden_size": 5120,
+            "intermediate_size": 13824,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 40,
+        },
+        1,
+        2048,
+    ),
+}
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+VARIANTS = {
+    "default": Compute(),
+    "no graph": Compute(replay="off"),
+    "checkpointing": Compute(checkpointing="on"),
+    "eager": Compute(compile="off"),
+}
+ORDER = [
+    ("135m", "default"),
+    ("7b", "default"),
+    ("13b", "default"),
+    ("135m", "no graph"),
+    ("7b", "no graph"),
+    ("7b", "checkpointing"),
+    ("135m", "eager"),
+    ("7b", "eager"),
+]
+GOALS = {"135m": "40 ms", "7b": "105 ms, 23 GiB", "13b": "190 ms"}
+
+
+@dataclass
+class Row:
+    """One measured way to learn on one shape; what could not be measured is None."""
+
+    shape: str
+    variant: str
+    batch: int
+    tokens: int
+    milliseconds: float | None = None
+    overhead_milliseconds: float | None = None
+    decoder_milliseconds: float | None = None
+    peak_gib: float | None = None
+    useful_tflops: float | None = None
+    open_seconds: float | None = None
+    prepare_seconds: float | None = None
+    layers: int = 0
+    sites: int = 0
+    features: int = 0
+    notes: list[str] = field(default_factory=list)
+    error: str | None = None
+
+
+class StandIn:
+    """A decoder that costs nothing: its loss is a sum over the masks."""
+
+    def __call__(self, ids_BT: Tensor, masks: Any) -> Tensor:
+        raise NotImplementedError("a stand-in has no logits")
+
+    def loss(self, ids_BT: Tensor, masks_N: Tensor) -> Tensor:
+        """Return something with a gradient for every mask."""
+        return masks_N.mean()
+
+
+def main() -> None:
+    """Measure the rows that fit the time, and write each."""
+    chosen = _arguments()
+    deadline = time.monotonic() + chosen.budget_seconds
+    rows: list[Row] = []
+    programs: dict[str, tuple[Program, float]] = {}
+    for shape, variant in ORDER:
+        if (chosen.rows and shape not in chosen.rows) or variant not in chosen.variants:
+            continue
+        if time.monotonic() > deadline:
+            print(f"left out for time: {shape}, {variant}", flush=True)
+            continue
+        rows.append(_measured(shape, variant, chosen, programs))
+        _write(rows, chosen)
+        print(_line(rows[-1]), *(f"    {note}" for note in rows[-1].notes), sep="\n", flush=True)
+    sys.exit(1 if any(row.error for row in rows) else 0)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for learn.json and learn.md")
+    parser.add_argument("--rows", nargs="*", choices=list(SHAPES), help="shapes to measure (all)")
+    parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
+    parser.add_argument("--steps", type=int, default=40, help="steps that are measured")
+    parser.add_argument("--budget-seconds", type=float, default=280.0, help="no row begins after that")
+    return parser.parse_args()
+
+
+def _measured(
+    shape: str, variant: str, chosen: argparse.Namespace, programs: dict[str, tuple[Program, float]]
+) -> Row:
+    _, batch, tokens = SHAPES[shape]
+    batch, tokens = (2, 32) if chosen.tiny else (batch, tokens)
+    row = Row(shape, variant, batch, tokens)
+    torch._dynamo.reset()
+    try:
+        if shape not in programs:
+            programs.clear()  # one decoder at a time
+            _collect()
+            programs[shape] = _open(shape, chosen)
+        program, row.open_seconds = programs[shape]
+        _measure(row, program, VARIANTS[variant], chosen)
+    except Exception as error:
+        row.error = f"{type(error).__name__}: {str(error)[:500]}"
+    _collect()
+    return row
+
+
+def _open(shape: str, chosen: argparse.Namespace) -> tuple[Program, float]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    began = time.perf_counter()
+    sizes = {**SHAPES[shape][0], "max_position_embeddings": 4096, **(TINY if chosen.tiny else {})}
+    torch.manual_seed(0)
+    with torch.device(chosen.device):
+        decoder = LlamaForCausalLM._from_config(LlamaConfig(**sizes), dtype=torch.bfloat16)
+    program = capture(decoder.eval())
+    return program, time.perf_counter() - began
+
+
+def _measure(row: Row, program: Program, compute: Compute, chosen: argparse.Namespace) -> None:
+    settings = LearnSettings(steps=chosen.steps + 10, seq_len=row.tokens, batch_size=row.batch)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(program.vocabulary_size, (64 * row.batch * row.tokens,), generator=generator)
+    text = batches_of(ids, settings)
+    row.layers = len({site.branch.rsplit(".", 1)[0] for site in program.sites})
+    row.sites, row.features = len(program.sites), sum(site.size for site in program.sites)
+    row.overhead_milliseconds = _step_milliseconds(StandIn(), program, text, settings)[0]
+    began = time.perf_counter()
+    prepared = prepared_loss(program, text, settings, compute, note=row.notes.append)
+    _wait()
+    row.prepare_seconds = time.perf_counter() - began
+    row.decoder_milliseconds = _decoder_milliseconds(prepared.loss, program, text, row.features)
+    row.milliseconds, row.peak_gib = _step_milliseconds(prepared, program, text, settings)
+    work = estimate(program, settings).work.total
+    row.useful_tflops = work / row.milliseconds / 1e9
+
+
+def _step_milliseconds(
+    gated: Any, program: Program, text: TokenBatches, settings: LearnSettings
+) -> tuple[float, float | None]:
+    """Return the median time of a step, and the peak memory of the steps, of a run of learning."""
+    ends: list[float] = []
+
+    def stepped(record: object) -> None:
+        ends.append(time.perf_counter())
+        if len(ends) == 5 and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    learn(
+        gated,
+        program.sites,
+        program.shapes,
+        text,
+        Budget(0.3, "blocks", 8),
+        settings,
+        on_step=stepped,
+        device=program.device,
+    )
+    times = [after - before for before, after in pairwise(ends[9:])]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+    return 1e3 * statistics.median(times), peak
+
+
+def _decoder_milliseconds(
+    loss: Callable[[Tensor, Tensor], Tensor], program: Program, text: TokenBatches, features: int
+) -> float:
+    ids_BT = text.batch(0).to(program.device)
+    masks_N = torch.ones(features, device=program.device, requires_grad=True)
+    times = []
+    for _ in range(8):
+        _wait()
+        began = time.perf_counter()
+        loss(ids_BT, masks_N).backward()
+        _wait()
+        times.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(times[2:])
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _collect() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _line(row: Row) -> str:
+    if row.error:
+        return f"{row.shape:5} {row.variant:14} {row.error}"
+    peak = "–" if row.peak_gib is None else f"{row.peak_gib:.1f} GiB"
+    overhead = row.overhead_milliseconds or 0.0
+    share = overhead / (row.milliseconds or 1.0)
+    return (
+        f"{row.shape:5} {row.variant:14} step {row.milliseconds:7.1f} ms, decoder "
+        f"{row.decoder_milliseconds:7.1f} ms, overhead {overhead:5.1f} ms ({share:.1%}), "
+        f"peak {peak}, {row.useful_tflops:.0f} TFLOP/s, opened in {row.open_seconds:.0f} s, prepared in "
+        f"{row.prepare_seconds:.0f} s"
+    )
+
+
+def _environment(chosen: argparse.Namespace) -> dict[str, Any]:
+    import transformers
+
+    cuda = chosen.device.startswith("cuda")
+    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return {
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "revision": revision.stdout.strip(),
+        "dtype": "bfloat16",
+        "tiny": chosen.tiny,
+    }
+
+
+def _write(rows: list[Row], chosen: argparse.Namespace) -> None:
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    found = {"environment": _environment(chosen), "rows": [asdict(row) for row in rows]}
+    (chosen.out / "learn.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (chosen.out / "learn.md").write_text(_markdown(rows, found["environment"]), encoding="utf-8")
+
+
+def _markdown(rows: list[Row], environment: dict[str, Any]) -> str:
+    about = ", ".join(f"{key} {value}" for key, value in environment.items())
+    lines = [
+        f"A step of learning, all of it, random weights ({about}).",
+        "",
+        "| shape | variant | batch × tokens | step | goal | decoder | overhead | share | peak | TFLOP/s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        head = f"| {row.shape} | {row.variant} | {row.batch} × {row.tokens} |"
+        if row.error:
+            lines.append(f"{head} failed: {row.error.splitlines()[0]} | | | | | | |")
+            continue
+        assert row.milliseconds and row.overhead_milliseconds is not None
+        share = row.overhead_milliseconds / row.milliseconds
+        peak = "–" if row.peak_gib is None else f"{row.peak_gib:.1f} GiB"
+        lines.append(
+            f"{head} {row.milliseconds:.1f} ms | {GOALS[row.shape]} | {row.decoder_milliseconds:.1f} ms | "
+            f"{row.overhead_milliseconds:.1f} ms | {share:.1%} | {peak} | "
+            f"{row.useful_tflops:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
