@@ -153,6 +153,6 @@ def _holds_integers(tokens: "Tensor | np.ndarray") -> bool:
 
 def _ids(tokens: "Tensor | np.ndarray") -> Tensor:
     if isinstance(tokens, Tensor):
-        return tokens.to("cpu", torch.int64)
-    # A copy: a read-only memory map must not become a writable tensor.
+        return tokens.to("cpu", torch.int64, copy=True)
+    # A copy in both cases: a read-only memory map must not become a writable tensor.
     return torch.from_numpy(tokens.astype("int64"))

@@ -38,10 +38,12 @@ def file_size(path: Path) -> int:
     """Return the bytes of a file.
 
     Raises:
-        DataError: if there is no such file.
+        DataError: if there is no such file, or it is a folder or a pipe: a text is read twice, once to check
+            it and once to learn from it.
     """
     if not path.is_file():
-        raise unreadable(path, OSError(0, "there is no such file"))
+        found = "this is no regular file" if path.exists() else "there is no such file"
+        raise unreadable(path, OSError(0, found))
     return path.stat().st_size
 
 

@@ -1,5 +1,6 @@
 """UTF-8 files: every byte of a short one, evenly spaced lines of a long one."""
 
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -93,6 +94,12 @@ def test_a_bad_byte_in_a_piece_of_a_long_file_is_named_by_its_place(tmp_path: Pa
     (tmp_path / "text.txt").write_bytes(content)
     with pytest.raises(DataError, match=f"byte {start + 500} is not"):
         list(PlainText(tmp_path / "text.txt").texts(50_000))
+
+
+def test_a_pipe_is_refused_since_it_could_be_read_only_once(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="no regular file"):
+        list(PlainText(tmp_path / "pipe").texts(1000))
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])

@@ -50,6 +50,26 @@ def test_a_broken_or_missing_token_file_is_refused(tmp_path: Path):
         stored_tokens(tmp_path / "absent.safetensors")
 
 
+def test_a_file_whose_header_is_not_padded_is_read(tmp_path: Path):
+    ids = torch.arange(5, dtype=torch.int32)
+    for spaces in range(8):
+        header = b'{"tokens":{"dtype":"I32","shape":[5],"data_offsets":[0,20]}}' + b" " * spaces
+        path = tmp_path / f"{spaces}.safetensors"
+        path.write_bytes(len(header).to_bytes(8, "little") + header + ids.numpy().tobytes())
+        assert torch.equal(stored_tokens(path), ids)
+
+
+def test_tokens_are_found_behind_other_tensors_and_are_mapped(tmp_path: Path):
+    path = tmp_path / "tokens.safetensors"
+    others = {"a": torch.ones(3), "z": torch.arange(5, dtype=torch.int8)}
+    save_file({"tokens": torch.arange(1000, dtype=torch.int32), **others}, path, metadata={"any": "thing"})
+    found = stored_tokens(path)
+    assert torch.equal(found, torch.arange(1000, dtype=torch.int32))
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace((999).to_bytes(4, "little"), (7).to_bytes(4, "little")))
+    assert found[-1] == 7, "what changes on disk is seen, so nothing was copied"
+
+
 def test_one_vector_is_joined_to_itself_without_a_copy(tmp_path: Path):
     ids = torch.arange(10)
     assert joined_tokens([ids]) is ids
