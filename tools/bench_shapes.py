@@ -29,12 +29,11 @@ import decoder_shapes as shapes
 from layer_profile import profile_markdown, profile_step
 
 from dispfx.api.speed import Contender, Mode, compare
-from dispfx.atomic import replacing
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.ir.program import Program
 from dispfx.measure.speed import device_name
 from dispfx.measure.speed_row import SpeedRow
-from dispfx.report.speed import speed_json, speed_markdown
+from dispfx.report.speed import speed_line, write_speed
 
 SECTIONS = ("check", "main", "profile", "more", "align", "sweep", "shapes")
 OTHER_SHAPES = ("llama-2-7b", "qwen3-8b", "phi-2", "mixtral-8x7b")
@@ -75,22 +74,12 @@ class Bench:
             return
         row = compare(name, dense, pruned, shape, mode, kernels=kernels, rounds=self.args.rounds)
         self.rows.append(row)
-        figures = (
-            f"× {row.speedup:.3f} of {row.bound:.3f} ({row.share_of_bound:.0%})" if row.speedup else row.note
-        )
-        kind = f"[{row.dense.kernels} → {row.pruned.kernels}]" if row.dense and row.pruned else ""
-        print(f"{self._clock()} {name}, {row.kind} {tuple(shape)} {mode}: {figures} {kind}", flush=True)
+        print(f"{self._clock()} {speed_line(row)}", flush=True)
         self.write()
 
     def write(self) -> None:
         """Write the tables and the pages."""
-        out = Path(self.args.out)
-        out.mkdir(parents=True, exist_ok=True)
-        facts = self._facts()
-        with replacing(out / "speed.md") as partial:
-            partial.write_text("\n".join([speed_markdown(self.rows, facts), *self.pages]))
-        with replacing(out / "speed.json") as partial:
-            partial.write_text(speed_json(self.rows, facts))
+        write_speed(Path(self.args.out), self.rows, self._facts(), self.pages)
 
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Everything dispfx does, as functions: the command line and `import dispfx` are thin over this."""
 
+from dispfx.api.bench import bench
 from dispfx.api.cached import CachedDecoder, capture_cached, lower_cached
 from dispfx.api.commands import evaluate, export, generate, inspect, learn_plan, verify
 from dispfx.api.compilation import apply, compile
@@ -10,7 +11,7 @@ from dispfx.measure.estimate import estimate
 from dispfx.training.preparation import Compute
 
 __all__ = [
-    "PASSES", "CachedDecoder", "Compute", "analyse", "apply", "capture", "capture_cached", "compile",
-    "estimate", "evaluate", "export", "gate", "gated", "generate", "inspect", "learn", "learn_plan",
-    "learn_settings", "load", "lower", "lower_cached", "verify",
+    "PASSES", "CachedDecoder", "Compute", "analyse", "apply", "bench", "capture", "capture_cached",
+    "compile", "estimate", "evaluate", "export", "gate", "gated", "generate", "inspect", "learn",
+    "learn_plan", "learn_settings", "load", "lower", "lower_cached", "verify",
 ]  # fmt: skip

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+_MOST_SECONDS = 60.0
+
 Call = Callable[[], object]
 
 
@@ -30,14 +32,16 @@ def compare_times(
 
     Args:
         calls: each runs once before anything is timed.
-        rounds: how often every call has its turn.
+        rounds: how often every call has its turn; fewer, but three, where that takes longer than a minute.
         round_seconds: how long a turn lasts; a call longer than this runs once a turn.
     """
-    repeats = []
+    repeats, turn_seconds = [], 0.0
     for call in calls:
         call()
         alone = _seconds(call, 1, device)
         repeats.append(max(1, round(round_seconds / max(alone, 1e-7))))
+        turn_seconds += alone * repeats[-1]
+    rounds = min(rounds, max(3, int(_MOST_SECONDS / max(turn_seconds, 1e-9))))
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for found, call, times in zip(seconds, calls, repeats, strict=True):

@@ -3,8 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from dispfx.atomic import replacing
 from dispfx.measure.speed_row import Side, SpeedRow
 
 _HEADER = (
@@ -41,6 +43,30 @@ def speed_plain(rows: Sequence[SpeedRow], facts: Mapping[str, str]) -> dict[str,
 def speed_json(rows: Sequence[SpeedRow], facts: Mapping[str, str]) -> str:
     """Return the same as a JSON document."""
     return json.dumps(speed_plain(rows, facts), indent=1, ensure_ascii=False) + "\n"
+
+
+def write_speed(
+    folder: Path, rows: Sequence[SpeedRow], facts: Mapping[str, str], pages: Sequence[str] = ()
+) -> None:
+    """Write speed.md and speed.json; `pages` are appended to the former."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / "speed.md") as partial:
+        partial.write_text("\n".join([speed_markdown(rows, facts), *pages]), encoding="utf-8")
+    with replacing(folder / "speed.json") as partial:
+        partial.write_text(speed_json(rows, facts), encoding="utf-8")
+
+
+def speed_line(row: SpeedRow) -> str:
+    """Return a row as one line of a log."""
+    what = f"{row.name}, {row.kind} {tuple(row.shape)} {row.mode}"
+    if row.speedup is None or row.share_of_bound is None or row.dense is None or row.pruned is None:
+        return f"{what}: {row.note}"
+    kernels = f"{row.dense.kernels} → {row.pruned.kernels}"
+    slower = ", SLOWER than dense" if row.is_slower else ""
+    return (
+        f"{what}: {_time(row.dense)} → {_time(row.pruned)}, × {row.speedup:.3f} of {row.bound:.3f} "
+        f"({row.share_of_bound:.0%}) [{kernels}]{slower}"
+    )
 
 
 def _plain(row: SpeedRow) -> dict[str, Any]:

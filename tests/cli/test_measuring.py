@@ -1,0 +1,50 @@
+"""bench on the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dispfx.api.bench import Benched
+from tests.report.test_speed import FACTS, row
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    (tmp_path / "report.json").write_text("{}")
+    return tmp_path
+
+
+def test_bench_passes_on_what_was_chosen(dispfx, replaced, written: Path):
+    bench = replaced("bench", Benched((row(),), FACTS))
+    result = dispfx(
+        "bench", written, "--dense", "demo", "--batch", 1, "--batch", 8, "--prompt", 64, "--past", 32,
+        "--mode", "compiled", "--device", "cpu",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert bench.call_args.args == (written,)
+    chosen = bench.call_args.kwargs
+    assert (chosen["dense"], chosen["batches"]) == ("demo", (1, 8))
+    assert (chosen["prompts"], chosen["pasts"]) == ((64,), (32,))
+    assert (chosen["modes"], chosen["device"], chosen["runtime"]) == (("compiled",), "cpu", "torch")
+    assert "| 1.60 | 2.00 | 80% |" in result.stdout
+
+
+def test_bench_leaves_the_defaults_to_the_compiler(dispfx, replaced, written: Path):
+    bench = replaced("bench", Benched((), FACTS))
+    assert dispfx("bench", written).exit_code == 0
+    chosen = bench.call_args.kwargs
+    assert chosen["batches"] == chosen["prompts"] == chosen["pasts"] == ()
+    assert chosen["modes"] == ("eager", "compiled") and chosen["dense"] is None
+
+
+def test_bench_prints_one_json_document_and_writes_both_files(dispfx, replaced, written: Path):
+    replaced("bench", Benched((row(),), FACTS))
+    result = dispfx("bench", written, "--json", "--out", written / "speed")
+    assert json.loads(result.stdout)["rows"][0]["speedup"] == 1.6
+    assert {file.name for file in (written / "speed").iterdir()} == {"speed.md", "speed.json"}
+
+
+def test_bench_of_no_folder_is_the_inputs_fault(dispfx, tmp_path: Path):
+    assert dispfx("bench", tmp_path / "missing").exit_code == 2
+    assert dispfx("bench", tmp_path, "--batch", 0).exit_code == 2
