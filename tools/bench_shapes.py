@@ -5,7 +5,8 @@
     python tools/bench_shapes.py --out bench --sections check,main          some
     python tools/bench_shapes.py --out bench --shape tiny --device cpu --dtype float32 --scale 0.05
 
-Sections, in order: check (kernels and static caches against their references), main (the rows of the 13B
+Sections: short (the table's rows with the fewest variants, for a few minutes; not among the default ones),
+check (kernels and static caches against their references), main (the rows of the 13B
 table), profile (one layer, kernel by kernel), more (other ratios), align (what alignment costs), sweep
 (every ratio and batch), shapes (other decoders).  Only layers are run, with a vocabulary of 512 and so next
 to no head; --vocabulary runs the head too.  Dense and pruned decoders go through the same passes, are
@@ -35,7 +36,7 @@ from dispfx.measure.speed import device_name
 from dispfx.measure.speed_row import SpeedRow
 from dispfx.report.speed import speed_line, write_speed
 
-SECTIONS = ("check", "main", "profile", "more", "align", "sweep", "shapes")
+SECTIONS = ("short", "check", "main", "profile", "more", "align", "sweep", "shapes")
 OTHER_SHAPES = ("llama-2-7b", "qwen3-8b", "phi-2", "mixtral-8x7b")
 ALIGNMENTS = (1, 8, 16, 64, 128)
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5)
@@ -67,12 +68,22 @@ class Bench:
     def row(
         self, name: str, dense: Contender, pruned: Contender, shape: CachedShape, *,
         mode: Mode = "compiled", kernels: Sequence[str] = ("library",),
+        pruned_kernels: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         """Measure one row, print it and write everything so far; leave it out when time is up."""
         if self.seconds_left < self.args.row_seconds:
             print(f"left out, time is up: {name} {tuple(shape)}", flush=True)
             return
-        row = compare(name, dense, pruned, shape, mode, kernels=kernels, rounds=self.args.rounds)
+        row = compare(
+            name,
+            dense,
+            pruned,
+            shape,
+            mode,
+            kernels=kernels,
+            pruned_kernels=pruned_kernels,
+            rounds=self.args.rounds,
+        )
         self.rows.append(row)
         print(f"{self._clock()} {speed_line(row)}", flush=True)
         self.write()
@@ -125,6 +136,29 @@ def main() -> None:
     print(f"{len(bench.rows)} rows, {failed} without figures", flush=True)
 
 
+def run_short(bench: Bench) -> None:
+    """The rows of the table, the most important first, each decoder with the kernels that suit it."""
+    fused, own = ("fused",), ("fused", "generated")
+    dense, pruned = pair(bench, bench.args.shape, bench.args.layers, 0.5)
+    name = f"{bench.args.shape}, {share(pruned)} removed"
+    bench.row(name, dense, pruned, prefill(bench, 1, 2048), pruned_kernels=fused)
+    generated = ("library", "generated")
+    bench.row(name, dense, pruned, decode(bench, 1, 1024), kernels=generated, pruned_kernels=own)
+    bench.row(name, dense, pruned, decode(bench, 64, 256), pruned_kernels=fused)
+    for shape in (decode(bench, 1, 1024), prefill(bench, 1, 2048)):
+        for side, one, kind in (("pruned", pruned, "fused"), ("dense", dense, "library")):
+            profile(bench, side, one, shape, kind)
+    for ratio, kinds in ((0.3, "prefill decode"), (0.2, "prefill"), (0.1, "decode")):
+        dense, pruned = pair(bench, bench.args.shape, bench.args.layers, ratio)
+        name = f"{bench.args.shape}, {share(pruned)} removed"
+        if "prefill" in kinds:
+            bench.row(name, dense, pruned, prefill(bench, 1, 2048), pruned_kernels=fused)
+        if "decode" in kinds:
+            bench.row(name, dense, pruned, decode(bench, 1, 1024), pruned_kernels=fused)
+    for batch in BATCHES[1:]:
+        bench.row(name, dense, pruned, decode(bench, batch, 256), pruned_kernels=fused)
+
+
 def run_check(bench: Bench) -> None:
     """Compare kernels and static caches with their references on this device."""
     from speed_checks import all_checks
@@ -155,16 +189,19 @@ def run_profile(bench: Bench) -> None:
     for shape, kernels in ((decode(bench, 1, 1024), ALL), (prefill(bench, 1, 2048), NO_GENERATED)):
         for kind in kernels:
             for name, one in (("dense", dense), ("pruned", pruned)):
-                if kind == "fused" and one is dense:
-                    continue
-                if bench.seconds_left < bench.args.row_seconds:
-                    return
-                with bench.guarded(f"profile {name} {kind}"):
-                    page = profile_markdown(
-                        f"{name}, {kind}", one, shape, profile_step(one.fast, shape, kind)
-                    )
-                    bench.pages.append(page)
-                    print(page, flush=True)
+                if kind != "fused" or one is pruned:
+                    profile(bench, name, one, shape, kind)
+
+
+def profile(bench: Bench, side: str, one: Contender, shape: CachedShape, kind: str) -> None:
+    """Add the kernels of one step to the pages; leave it out when time is up, or without a GPU."""
+    if bench.device.type != "cuda" or bench.seconds_left < bench.args.row_seconds:
+        return
+    with bench.guarded(f"profile {side} {kind}"):
+        page = profile_markdown(f"{side}, {kind}", one, shape, profile_step(one.fast, shape, kind))
+        bench.pages.append(page)
+        bench.write()
+        print(page, flush=True)
 
 
 def run_more(bench: Bench) -> None:
@@ -248,7 +285,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add: Callable[..., object] = parser.add_argument
     add("--out", required=True, help="folder for speed.md and speed.json")
-    add("--sections", default=",".join(SECTIONS), help="comma-separated, in the order to run")
+    add("--sections", default=",".join(SECTIONS[1:]), help="comma-separated, in the order to run")
     add("--shape", default="llama-2-13b", choices=sorted(shapes.SHAPES), help="decoder of the main rows")
     add("--layers", type=int, default=8, help="layers of the main rows")
     add("--period", type=int, default=4, help="after how many layers widths repeat; layers of the sweep")

@@ -75,6 +75,7 @@ def compare(
     mode: Mode,
     *,
     kernels: Sequence[str] = ("library",),
+    pruned_kernels: Sequence[str] | None = None,
     rounds: int = 7,
 ) -> SpeedRow:
     """Measure one step of both decoders, and say how much faster the pruned one is.
@@ -83,6 +84,7 @@ def compare(
         name: of the row.
         shape: of the step.
         kernels: names in `KERNELS` to try for a compiled step; each decoder keeps its fastest.
+        pruned_kernels: those of the pruned decoder, where they are others.
         rounds: how often each has its turn.
 
     Returns:
@@ -95,9 +97,10 @@ def compare(
     unpruned = {part: share for part, share in shares.items() if not part.startswith("layer")}
     row = partial(SpeedRow, name, shape, mode, bound=limit, unpruned=unpruned)
     try:
-        sides = _measured(
-            (dense, pruned), shape, mode, kernels if mode == "compiled" else kernels[:1], rounds
-        )
+        tried = {dense: kernels, pruned: pruned_kernels or kernels}
+        if mode == "eager":
+            tried = dict.fromkeys(tried, ("library",))
+        sides = _measured(tried, shape, mode, rounds)
     except (DispfxError, RuntimeError) as error:
         return row(dense=None, pruned=None, note=_first_line(error))
     finally:
@@ -106,14 +109,15 @@ def compare(
 
 
 def _measured(
-    contenders: Sequence[Contender], shape: CachedShape, mode: Mode, kernels: Sequence[str], rounds: int
+    tried: Mapping[Contender, Sequence[str]], shape: CachedShape, mode: Mode, rounds: int
 ) -> list[Side]:
+    contenders = list(tried)
     device = contenders[0].fast.device
     # A dense decoder selects nothing, so there is nothing to fuse with its norms.
     made = [
         (place, kind)
         for place, contender in enumerate(contenders)
-        for kind in kernels
+        for kind in tried[contender]
         if contender.removed or not KERNELS[kind].fuse_norms
     ]
     calls, starts, peaks = [], [], []

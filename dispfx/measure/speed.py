@@ -83,7 +83,13 @@ def recorded(call: Call, device: torch.device) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+
+    def replay() -> object:
+        graph.replay()
+        # The graph reads and writes the call's own tensors, whose memory would be given to others without it.
+        return call
+
+    return replay
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:

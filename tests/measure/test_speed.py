@@ -1,6 +1,10 @@
 """Timing: calls take turns, and every call runs before it is timed."""
 
+import gc
 import time
+import weakref
+from functools import partial
+from unittest.mock import MagicMock
 
 import torch
 
@@ -21,6 +25,21 @@ def test_a_longer_call_takes_longer():
     )
     assert short.least_seconds <= short.median_seconds
     assert long.median_seconds >= 0.02 > short.least_seconds >= 0.001
+
+
+def test_what_was_recorded_keeps_the_tensors_that_it_reads(monkeypatch):
+    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    tensor = torch.zeros(3)
+    alive = weakref.ref(tensor)
+    replay = recorded(partial(torch.Tensor.add_, tensor, 1), torch.device("cuda"))
+    del tensor
+    gc.collect()
+    assert alive() is not None, "a graph replays on the memory of its tensors, and must not lose it"
+    replay()
+    del replay
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_cpu_records_nothing_and_counts_no_memory():
