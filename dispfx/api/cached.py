@@ -25,6 +25,7 @@ from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.pipeline import Pipeline
 from dispfx.source.cached_forward import cached_forward
+from dispfx.source.experts import experts_as
 
 
 def capture_cached(
@@ -48,7 +49,9 @@ def capture_cached(
         CaptureError: if the decoder takes no cache, or torch.export cannot capture it with one.
         UnsupportedGraphError: if its cache is not made of keys and values, or nothing can be pruned.
     """
-    program = capture_prepared(cached_forward(model), vocabulary_size=vocabulary_size)
+    # A step has few tokens, and what is captured with a cache is to be exported.
+    with experts_as(model, "batched"):
+        program = capture_prepared(cached_forward(model), vocabulary_size=vocabulary_size)
     return Pipeline(analysis(skip), print_after=print_after, show=show).run(program)
 
 

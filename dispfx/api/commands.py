@@ -192,7 +192,7 @@ def export(
     for asked, place in ((pt2, target), (onnx, onnx_folder)):
         if asked and is_output(path):
             refuse_existing(place)
-    opened = open_folder(path)
+    opened = open_folder(path, experts="batched")
     written: list[Path] = []
     if pt2:
         ids = random_token_ids(opened.vocabulary_size, (2, 8))

@@ -22,6 +22,7 @@ from dispfx.ir.program import Program
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.pipeline import Pipeline
 from dispfx.source import load_folder_tokenizer
+from dispfx.source.experts import Experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +34,14 @@ class Opened:
         plan: what was pruned, or None where the folder holds a graph alone.
         device: where the decoder lies.
         trust_remote_code: whether code that comes with the checkpoint may run.
+        experts: how the program computes a mixture of experts, as in `dispfx.api.programs.capture`.
     """
 
     path: Path
     plan: Plan | None
     device: str | torch.device = "cpu"
     trust_remote_code: bool = False
+    experts: Experts = "grouped"
 
     @cached_property
     def decoder(self) -> nn.Module:
@@ -99,7 +102,7 @@ class Opened:
     def _lowered(self, plan: Plan) -> Program:
         """Capture the decoder without its weights, lower it, and put the stored weights in."""
         model = skeleton(self.path, device=self.device, trust_remote_code=self.trust_remote_code)
-        program = only_planned(analyse(model), plan)
+        program = only_planned(analyse(model, experts=self.experts), plan)
         lowered = lower_program(program, plan)
         layout = read_layout(self.path)
         if layout is None:
@@ -120,9 +123,16 @@ def is_output(path: str | Path) -> bool:
 
 
 def open_folder(
-    folder: str | Path, *, device: str | torch.device = "cpu", trust_remote_code: bool = False
+    folder: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    experts: Experts = "grouped",
 ) -> Opened:
     """Open an output folder; dense weights are never read or held.
+
+    Args:
+        experts: as in `dispfx.api.programs.capture`; `batched` to export what is opened.
 
     Raises:
         OutputError: if the folder is not one of ours.
@@ -131,8 +141,8 @@ def open_folder(
     """
     path = Path(folder).expanduser()
     if (path / PROGRAM_FILE).is_file() and not (path / CONFIG_FILE).is_file():
-        return Opened(path, None, device, trust_remote_code)
-    return Opened(path, reload.read_plan(path), device, trust_remote_code)
+        return Opened(path, None, device, trust_remote_code, experts)
+    return Opened(path, reload.read_plan(path), device, trust_remote_code, experts)
 
 
 def load(

@@ -2,7 +2,7 @@
 
     module → capture → canonicalize → find residual stream → find branches → find sites    (analyse)
            → insert gates                                                                   (gate)
-           → lower gates → gather-add                                                       (lower)
+           → lower gates → align groups → gather-add                                        (lower)
 
 Shape legend: B batch, T tokens, V vocabulary, N features of a site.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dispfx.api.training import prepared_loss
 from dispfx.capturing import capture as capture_module
-from dispfx.errors import PlanMismatchError
+from dispfx.errors import CaptureError, PlanMismatchError, UnsupportedGraphError
 from dispfx.ir.budget import hard_masks
 from dispfx.ir.plan import Budget, BudgetOf, Plan, site_keys
 from dispfx.ir.program import Program
@@ -27,6 +27,7 @@ from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import Batches, TokenBatches
 from dispfx.learning.trainer import learn as learn_masks
 from dispfx.learning.trainer import problem_of
+from dispfx.passes.align_groups import AlignGroups
 from dispfx.passes.canonicalize import Canonicalize
 from dispfx.passes.find_branches import FindBranches
 from dispfx.passes.find_residual_stream import FindResidualStream
@@ -40,6 +41,7 @@ from dispfx.passes.last_logits import LastLogits
 from dispfx.passes.lower_gates import LowerGates
 from dispfx.passes.static_cache import StaticCache
 from dispfx.pipeline import Pass, Pipeline
+from dispfx.source.experts import Experts, experts_as, has_choice_of_experts
 from dispfx.training.preparation import Compute
 
 WriteSpelling = Literal["index-add", "gather-add"]
@@ -53,6 +55,7 @@ PASSES = (
     FindSites.name,
     InsertGates.name,
     LowerGates.name,
+    AlignGroups.name,
     GatherAdd.name,
     FuseNorms.name,
     FuseProjections.name,
@@ -67,7 +70,13 @@ def analysis(skip: Sequence[str] = ()) -> list[Pass]:
     return [Canonicalize(), FindResidualStream(), FindBranches(), FindSites(tuple(skip))]
 
 
-def capture(model: nn.Module, *, skip: Sequence[str] = (), vocabulary_size: int | None = None) -> Program:
+def capture(
+    model: nn.Module,
+    *,
+    skip: Sequence[str] = (),
+    vocabulary_size: int | None = None,
+    experts: Experts = "grouped",
+) -> Program:
     """Return a decoder's program with its branches and sites; the decoder is not changed.
 
     Args:
@@ -75,12 +84,15 @@ def capture(model: nn.Module, *, skip: Sequence[str] = (), vocabulary_size: int 
         skip: patterns of branch names to leave dense.
         vocabulary_size: ids that the capture is checked with stay below it; by default taken from the
             input embedding.
+        experts: how a mixture of experts is computed where the decoder has a choice: `grouped`, which
+            learning can afford, or `batched`, which can be exported.  Where one cannot be captured, the
+            other is.
 
     Raises:
         CaptureError: if torch.export cannot capture the decoder at every batch and length.
         UnsupportedGraphError: if there is no residual stream, or nothing can be pruned.
     """
-    return analyse(model, skip=skip, vocabulary_size=vocabulary_size)
+    return analyse(model, skip=skip, vocabulary_size=vocabulary_size, experts=experts)
 
 
 def analyse(
@@ -88,12 +100,38 @@ def analyse(
     *,
     skip: Sequence[str] = (),
     vocabulary_size: int | None = None,
+    experts: Experts = "grouped",
     print_after: Sequence[str] = (),
     show: Show | None = None,
 ) -> Program:
     """As `capture`; `show` receives the printed graph after each pass named in `print_after`."""
-    program = capture_module(model, vocabulary_size=vocabulary_size)
-    return Pipeline(analysis(skip), print_after=print_after, show=show).run(program)
+
+    def attempt(experts: Experts) -> Program:
+        with experts_as(model, experts):
+            program = capture_module(model, vocabulary_size=vocabulary_size)
+        return Pipeline(analysis(skip), print_after=print_after, show=show).run(program)
+
+    try:
+        return attempt(experts)
+    except (CaptureError, UnsupportedGraphError) as error:
+        if not has_choice_of_experts(model):
+            raise
+        try:
+            return attempt("batched" if experts == "grouped" else "grouped")
+        except (CaptureError, UnsupportedGraphError):
+            raise error from None
+
+
+def exportable(model: nn.Module, program: Program, plan: Plan) -> Program:
+    """Return a program whose operations every exporter knows: the same, or with experts `batched`.
+
+    Args:
+        model: the decoder that `program` was captured from.
+        plan: of the program; it cuts the other one too, for both read the same parameters.
+    """
+    if not has_choice_of_experts(model):
+        return program
+    return only_planned(analyse(model, experts="batched"), plan)
 
 
 class GatedDecoder(nn.Module):
@@ -176,7 +214,7 @@ def lower_program(
     """As `lower`, but return the program, and let a decoder pass whose weights are still to come."""
     kept = plan.for_sites(program.sites)
     by_name = {site.name: indices for site, indices in zip(program.sites, kept, strict=True)}
-    passes: list[Pass] = [InsertGates(), LowerGates(by_name)]
+    passes: list[Pass] = [InsertGates(), LowerGates(by_name), AlignGroups()]
     if write == "gather-add":
         passes.append(GatherAdd())
     twin = Pipeline(passes, print_after=print_after, show=show).run(program.clone())

@@ -5,6 +5,8 @@
     lowered = gated      smaller weights compute what the masks computed
     lowered = zeroed     so does the user's own module with the removed weights set to zero: this one
                          shares no graph, no gate and no index with the compiler
+    removed is unread    with noise in place of the removed weights, the gated graph gives the same bits:
+                         however little a branch adds, nothing that is kept hangs on what is cut
     gather-add = lowered
     modules = lowered    the transformers model with smaller modules computes what the lowered graph computes
     reloaded = modules   read back from disk; reloaded = lowered where there is a graph alone
@@ -14,7 +16,7 @@
 All but the first run at two batch sizes and lengths that were not traced.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -65,10 +67,12 @@ def lowered_lines(
 ) -> list[Verification]:
     """Compare the lowered decoder with the gated one, the zeroed module, and its fast spelling."""
     tolerance = tolerance_of(program)
-    lines = _compare("lowered = gated", program, gated(program, plan), lowered, tolerance)
+    hard = gated(program, plan)
+    lines = _compare("lowered = gated", program, hard, lowered, tolerance)
     if model is not None:
         zeroed = ZeroedDecoder(model, zeroed_tensors(program, plan))
         lines += _compare("lowered = zeroed", program, zeroed, lowered, tolerance)
+    lines += unread_lines(program, plan, hard)
     fast = lower(program, plan, write="gather-add")
     return lines + _compare("gather-add = lowered", program, lowered, fast, tolerance)
 
@@ -113,18 +117,44 @@ class ZeroedDecoder(nn.Module):
         return module_logits(self.model, ids, self.tensors)
 
 
+def unread_lines(program: Program, plan: Plan, hard: nn.Module) -> list[Verification]:
+    """Compare the decoder gated by the plan with itself once its removed weights are noise: equal bits."""
+    twin = program.clone()
+    twin.rebuild({**dict(program.tensors()), **noisy_tensors(program, plan)})
+    return _compare("removed is unread", program, hard, gated(twin, plan), tolerance=0.0)
+
+
 def zeroed_tensors(program: Program, plan: Plan) -> dict[str, Tensor]:
     """Return every tensor that the plan cuts, at full size with zeros where it is cut, by path."""
+    return _refilled(program, plan, torch.zeros_like)
+
+
+def noisy_tensors(program: Program, plan: Plan, seed: int = 0) -> dict[str, Tensor]:
+    """Return every tensor that the plan cuts, with noise of the tensor's own scale where it is cut."""
+    generator = torch.Generator(device=program.device).manual_seed(seed)
+
+    def noise(removed: Tensor) -> Tensor:
+        scale = removed.float().square().mean().sqrt()
+        drawn = torch.randn(removed.shape, generator=generator, device=removed.device)
+        return (drawn * scale).to(removed.dtype)
+
+    return _refilled(program, plan, noise)
+
+
+def _refilled(program: Program, plan: Plan, fill: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return every tensor that the plan cuts, with `fill` of what is cut in its place."""
     tensors = dict(program.tensors())
-    zeroed: dict[str, Tensor] = {}
+    filled: dict[str, Tensor] = {}
     for site, kept in zip(program.sites, plan.for_sites(program.sites), strict=True):
         removed = torch.ones(site.size, dtype=torch.bool)
         removed[kept.long()] = False
         for cut in site.slices:
-            tensor = zeroed.get(cut.parameter, tensors[cut.parameter].detach())
+            tensor = filled.get(cut.parameter, tensors[cut.parameter].detach())
             gone = _removed_positions(removed, cut.labels).to(tensor.device)
-            zeroed[cut.parameter] = tensor.index_fill(cut.axis, gone, 0)
-    return zeroed
+            if len(gone):
+                instead = fill(tensor.index_select(cut.axis, gone))
+                filled[cut.parameter] = tensor.index_copy(cut.axis, gone, instead)
+    return filled
 
 
 def _removed_positions(removed: Tensor, labels: tuple[int, ...] | None) -> Tensor:

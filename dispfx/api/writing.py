@@ -14,7 +14,7 @@ from dispfx.api.folders import load
 from dispfx.api.measuring import measure
 from dispfx.api.onnx_folder import write_onnx
 from dispfx.api.opening import context_of
-from dispfx.api.programs import lower
+from dispfx.api.programs import exportable, lower
 from dispfx.api.stages import Stages
 from dispfx.api.text import Text
 from dispfx.api.verification import (
@@ -131,7 +131,7 @@ def write_output(task: Task, stages: Stages) -> Report:
                 _add(lines, exported_lines(folder, reloaded, task.program.vocabulary_size), stages)
         if task.exports == "onnx":
             with stages("onnx"):
-                fast = lower(task.program, task.plan, write="gather-add")
+                fast = lower(_exportable(task), task.plan, write="gather-add")
                 _add(lines, write_onnx(folder, fast, reloaded, task.program.vocabulary_size), stages)
         with stages("measure"):
             measured = _perplexity(task, reloaded)
@@ -196,7 +196,9 @@ def _write_decoder(
         )
     if config is None or task.exports == "pt2":
         ids = random_token_ids(task.program.vocabulary_size, (2, 8), device=task.program.device)
-        exported.save_program(export_program(lowered, ids), folder)
+        program = _exportable(task)
+        final = lowered if program is task.program else lower(program, task.plan)
+        exported.save_program(export_program(final, ids), folder)
     if config is None:
         task.plan.save(folder / "plan.safetensors")
 
@@ -211,6 +213,10 @@ def _stored(
     buffers = {name: tensor for name, tensor in lowered.named_buffers() if name in underived}
     indices = site_indices(task.plan, task.program.sites)
     return dict(lowered.named_parameters()), {**buffers, **indices}
+
+
+def _exportable(task: Task) -> Program:
+    return exportable(task.source.model, task.program, task.plan)
 
 
 def _report(

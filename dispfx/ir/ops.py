@@ -28,7 +28,9 @@ MULTIPLE = packets("split split_with_sizes chunk unbind unsafe_chunk unsafe_spli
 SHAPE_OPS = VIEWS | MULTIPLE | packets(
     "transpose permute t expand slice select cat stack movedim narrow swapaxes numpy_T"
 )  # fmt: skip
-PRODUCTS = packets("linear addmm mm bmm baddbmm matmul einsum mv dot _grouped_mm conv1d convolution")
+PRODUCTS = packets("linear addmm mm bmm baddbmm matmul einsum mv dot conv1d convolution")
+# Products of runs of rows with one matrix of a stack each.  Known by name: a library may bring its own.
+GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 CONVOLUTIONS = packets("conv1d convolution")
 ATTENTION = packets("scaled_dot_product_attention")
 SOFTMAX = packets("softmax _softmax _safe_softmax")
@@ -70,7 +72,12 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def is_product(node: fx.Node) -> bool:
     """Whether the node contracts a dimension of two operands."""
-    return packet(node) in PRODUCTS and not is_depthwise(node)
+    return is_grouped(node) or (packet(node) in PRODUCTS and not is_depthwise(node))
+
+
+def is_grouped(node: fx.Node) -> bool:
+    """Whether the node multiplies runs of rows (S, K) with one matrix each of a stack (E, K, N)."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.name() in GROUPED_PRODUCTS
 
 
 def contracts(node: fx.Node) -> bool:
@@ -145,10 +152,15 @@ def argument(node: fx.Node, index: int, name: str, default: object = None) -> ob
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """Return the tensor values the node computes with, those it only asks for a shape left out."""
+    """Return the tensor values the node computes with.
+
+    Those that it only asks for a shape, or for where a run of rows ends, are left out.
+    """
     if packet(node) in METADATA_ONLY:
         return []
     inputs = [value for value in node.all_input_nodes if not _is_symbolic(value)]
+    if is_grouped(node):
+        return inputs[:2]
     return inputs[:1] if packet(node) is aten.type_as else inputs
 
 

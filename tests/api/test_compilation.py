@@ -75,15 +75,15 @@ def test_the_numbers_of_the_report_are_those_of_the_files(compiled: Compiled):
 def test_every_comparison_is_made_and_holds(compiled: Compiled):
     names = list(dict.fromkeys(line.name for line in compiled.report.verify))
     assert names == [
-        "captured = model", "identity", "lowered = gated", "lowered = zeroed", "gather-add = lowered",
-        "reloaded = lowered",
+        "captured = model", "identity", "lowered = gated", "lowered = zeroed", "removed is unread",
+        "gather-add = lowered", "reloaded = lowered",
     ]  # fmt: skip
     for line in compiled.report.verify:
         assert line.holds
     for name in names:
         assert len({line.shape for line in compiled.report.verify if line.name == name}) == 2, name
     exact = {line.name for line in compiled.report.verify if line.tolerance == 0.0}
-    assert exact == {"identity", "reloaded = lowered"}
+    assert exact == {"identity", "removed is unread", "reloaded = lowered"}
 
 
 def test_stages_steps_and_lines_are_told_in_order(compiled: Compiled):

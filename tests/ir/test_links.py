@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers.integrations.moe  # noqa: F401  (registers its grouped product)
 from torch import Tensor, fx
 
 from dispfx.ir.links import _RULES, Alternatives, Contraction, Link, Mixing, links
@@ -68,6 +69,9 @@ CASES: dict[str, Case] = {
     "mm": call(aten.mm.default, x(3, 4), x(4, 5)),
     "bmm": call(aten.bmm.default, x(2, 3, 4), x(2, 4, 5)),
     "addmm": call(aten.addmm.default, x(5), x(3, 4), x(4, 5)),
+    "grouped product": call(
+        torch.ops.transformers.grouped_mm_fallback.default, x(6, 4), x(3, 4, 5), torch.tensor([2, 2, 6])
+    ),
     "baddbmm": call(aten.baddbmm.default, x(2, 3, 5), x(2, 3, 4), x(2, 4, 5)),
     "einsum as linear": call(aten.einsum.default, "btd,fd->btf", [x(2, 3, 4), x(5, 4)]),
     "einsum over two letters": call(aten.einsum.default, "bthk,dhk->btd", [x(2, 3, 4, 5), x(6, 4, 5)]),

@@ -46,7 +46,9 @@ def links(node: fx.Node) -> list[Connection] | None:
     """
     if node.op in ("placeholder", "get_attr", "output"):
         return []
-    rule = _RULES.get(packet(node), reductions.pointwise if ops.is_pointwise(node) else None)
+    rule = products.grouped if ops.is_grouped(node) else _RULES.get(packet(node))
+    if rule is None and ops.is_pointwise(node):
+        rule = reductions.pointwise
     found = rule(node) if rule is not None else None
     return found if found is None else [*found, *_left_out(node, found)]
 

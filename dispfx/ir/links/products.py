@@ -36,6 +36,15 @@ def _vector_product(node: fx.Node, a: fx.Node, b: fx.Node) -> list[Connection]:
     return found
 
 
+def grouped(node: fx.Node) -> list[Connection] | None:
+    """Rows (S, K) by one matrix each of a stack (E, K, N): the stack's own dimension is no feature."""
+    rows, stack = operand(node, 0), operand(node, 1)
+    if rank(rows) != 2 or rank(stack) != 3:
+        return None
+    found = same(rows, 0, node, 0) + same(stack, 2, node, 1)
+    return [*found, Contraction((rows, 1), (stack, 1))]
+
+
 def with_addend(node: fx.Node) -> list[Connection]:
     return aligned(operand(node, 0), node) + matrix_product(node, first=1)
 

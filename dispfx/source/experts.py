@@ -1,0 +1,59 @@
+"""How a transformers decoder computes its mixtures of experts.
+
+    grouped    tokens are sorted by expert, and each expert multiplies its run of them: what learning
+               and long texts can afford
+    batched    the weights of every token's experts are gathered and multiplied: plain operations, which
+               every exporter knows, and memory for few tokens only
+
+Both read the same parameters, so a plan made with one cuts the other.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from torch import nn
+from transformers import PreTrainedModel
+
+Experts = Literal["grouped", "batched"]
+
+_NAMES = {"grouped": "grouped_mm", "batched": "batched_mm"}
+# Kernels that somebody else chose at load time stay as they are.
+_EXCHANGEABLE = {"eager", None, *_NAMES.values()}
+
+
+def has_choice_of_experts(model: nn.Module) -> bool:
+    """Whether the module is a transformers decoder that can compute its experts in either way."""
+    with experts_as(model, "grouped"):
+        grouped = _chosen(model)
+        with experts_as(model, "batched"):
+            return _chosen(model) != grouped
+
+
+@contextmanager
+def experts_as(model: nn.Module, experts: Experts) -> Iterator[None]:
+    """Hold the module's experts in one implementation, where it has a choice; then put its own back."""
+    before = _chosen(model)
+    changed = _change(model, _NAMES[experts])
+    try:
+        yield
+    finally:
+        if changed:
+            assert isinstance(model, PreTrainedModel)
+            model.set_experts_implementation(before)
+
+
+def _change(model: nn.Module, name: str) -> bool:
+    """Choose an implementation where the module can; return whether it could."""
+    if not isinstance(model, PreTrainedModel) or not set(_chosen(model).values()) <= _EXCHANGEABLE:
+        return False
+    try:
+        model.set_experts_implementation(name)
+    except ValueError:  # a decoder without experts
+        return False
+    return True
+
+
+def _chosen(model: nn.Module) -> dict[str, str | None]:
+    """Return the implementation of the module and of each of its parts with a config of its own."""
+    return model.get_experts_implementation() if isinstance(model, PreTrainedModel) else {}
