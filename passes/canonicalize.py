@@ -15,8 +15,10 @@ Rules:
 5. `view_as_complex` reads a contiguous operand: it needs even strides, which a cut neighbour can make odd.
 6. `copy(x, y)`, what is left of an in-place copy, is `y` in the shape and dtype of `x`; it has no gradient
    of its own.
-7. A parameter or buffer is read by one node.
-8. Values that nobody uses are erased.
+7. `zeros_like(x)` and its kin spell out their sizes, as `new_zeros(x, sizes)`: a value that only lends its
+   shape need not be cut with what it lends it to.
+8. A parameter or buffer is read by one node.
+9. Values that nobody uses are erased.
 """
 
 from collections.abc import Callable
@@ -34,6 +36,12 @@ _ASSERTIONS = ops.packets("_assert_tensor_metadata _assert_async _assert_scalar 
 _NO_OPS = ops.packets("alias detach lift_fresh_copy")
 _EXPANDS = ops.packets("expand expand_as")
 _END = 2**63 - 1
+_SIZED: dict[object, torch._ops.OpOverload] = {
+    aten.zeros_like: aten.new_zeros.default,
+    aten.ones_like: aten.new_ones.default,
+    aten.full_like: aten.new_full.default,
+    aten.empty_like: aten.new_empty.default,
+}
 
 
 @dataclass(frozen=True)
@@ -164,6 +172,35 @@ def _spell_copies(graph: fx.Graph) -> bool:
     return changed
 
 
+def _spell_sizes(graph: fx.Graph) -> bool:
+    changed = False
+    for node in list(graph.nodes):
+        sized = _SIZED.get(packet(node))
+        if sized is None:
+            continue
+        value, *rest = node.args
+        assert isinstance(value, fx.Node)
+        with graph.inserting_before(node):
+            sizes = [_size(graph, value, dim) for dim in range(ops.rank(value))]
+            kept = {name: option for name, option in node.kwargs.items() if name != "memory_format"}
+            spelled = graph.call_function(sized, (value, sizes, *rest), kept)
+        spelled.meta = dict(node.meta)
+        node.replace_all_uses_with(spelled)
+        graph.erase_node(node)
+        changed = True
+    return changed
+
+
+def _size(graph: fx.Graph, value: fx.Node, dim: int) -> int | fx.Node:
+    """Return a size as a number where it is fixed, else as the node that asks for it."""
+    size = value.meta["val"].shape[dim]
+    if isinstance(size, int):
+        return size
+    asked = graph.call_function(aten.sym_size.int, (value, dim))
+    asked.meta["val"] = size
+    return asked
+
+
 def _merge_reads(graph: fx.Graph) -> bool:
     first: dict[object, fx.Node] = {}
     changed = False
@@ -175,4 +212,12 @@ def _merge_reads(graph: fx.Graph) -> bool:
     return changed
 
 
-_STEPS = (_erase_no_ops, _spell_copies, _spell_reshapes, _drop_expands, _make_contiguous, _merge_reads)
+_STEPS = (
+    _erase_no_ops,
+    _spell_copies,
+    _spell_reshapes,
+    _drop_expands,
+    _make_contiguous,
+    _spell_sizes,
+    _merge_reads,
+)

@@ -3,8 +3,9 @@
     h = add(x, add(attention(x), mlp(x)))     →   leaves: attention, mlp, both reading x
 
 Rules:
-1. The written operand of each residual addition is computed from one version of the stream; the
-   nodes between are its cone.  A cone that reads several versions is refused.
+1. The written operand of each residual addition is computed from the stream; the nodes between are its
+   cone.  Some cones read earlier versions too, such as the embedding beside the layer's own input: each
+   product selects from what it reads itself, so nothing changes for them.
 2. The operand is split at additions whose two operands both hold a product.  Where it mixes the branch
    with the stream it reads, as `α · (branch - x)` does, the branch alone is the leaf.
 3. A leaf is attention if it holds scaled dot-product attention, or a product of two activations with
@@ -80,18 +81,11 @@ def _written(program: Program, stream: ResidualStream) -> Iterator[tuple[fx.Node
 def _leaves(write: fx.Node, operand: fx.Node, stream: ResidualStream, flow: Flow) -> list[_Found] | Refusal:
     values = set(stream.values)
     nodes, entries = flow.cone(operand, stop=lambda node: node.name in values)
-    if len(entries) != 1:
-        return Refusal(
-            name=_module_path(nodes) or operand.name,
-            reason=f"a branch must read one version of the residual stream, this one reads {len(entries)}",
-            parameter=_first_parameter(nodes),
-            source=ops.source_line(operand),
-        )
     holding = _holding_products(nodes, flow)
     if operand not in holding:
         reason = "a branch without a matrix product"
         return Refusal(_module_path(nodes) or operand.name, reason, source=ops.source_line(operand))
-    entry = entries.pop()
+    entry = max(entries, key=lambda node: flow.order[node])
     leaves = []
     for top, user in _split(operand, write, holding, flow, entry):
         inside, _ = flow.cone(top, stop=lambda node: node.name in values)
@@ -154,7 +148,11 @@ def _behind_softmax(product: fx.Node, nodes: set[fx.Node], flow: Flow) -> bool:
 
 
 def _named(leaves: list[_Found]) -> Iterator[Leaf]:
-    prefixes = [_module_path(leaf.nodes) or leaf.top.name for leaf in leaves]
+    prefixes, earlier_nodes = [], set()
+    for leaf in leaves:
+        # What a branch takes over from an earlier one, such as the state of its router, gives no name.
+        prefixes.append(_module_path(leaf.nodes - earlier_nodes) or leaf.top.name)
+        earlier_nodes |= leaf.nodes
     names = [
         f"{prefix}.{leaf.kind}" if prefixes.count(prefix) > 1 else prefix
         for prefix, leaf in zip(prefixes, leaves, strict=True)
@@ -181,8 +179,3 @@ def _module_path(nodes: Iterable[fx.Node]) -> str:
             break
         shared.append(parts[0])
     return ".".join(shared)
-
-
-def _first_parameter(nodes: set[fx.Node]) -> str | None:
-    paths = sorted(path for node in nodes for path in ops.tensors_read(node))
-    return paths[0] if paths else None

@@ -5,8 +5,9 @@ Rules (each closure follows `dispfx.ir.closure`):
    them or because their input's features lead to the stream, share one selection (S1, S3).  The gate
    stands on the edges from value to product, so a norm is computed at full width and then selected from.
 2. Inner: the contracted features of every other product of a branch, where their closure is complete
-   (S4 in an MLP; latents in an attention).  Heads are not pruned: an attention's output projection
-   contracts over heads, and no site is made there.
+   (S4 in an MLP; latents in an attention).  Where a product sums over one feature twice, as over a latent
+   beside its own norm, the two positions are one feature.  Heads are not pruned: an attention's output
+   projection contracts over heads, and no site is made there.
 3. Write: the features of the value that is written (S2, S5).
 4. A weight that several products use, or that two branches read, belongs to one site.
 5. A site that does not fit is refused with its reason; the other sites of the branch stay.
@@ -160,7 +161,14 @@ class _Search:
         if not free:
             return names
         labels = np.arange(size, dtype=np.int32)
-        found = close([(seed, labels) for seed in free], self.around, crosses_products=kind != "write")
+        found = close(
+            [(seed, labels) for seed in free],
+            self.around,
+            crosses_products=kind != "write",
+            joins_features=kind == "inner",
+        )
+        if isinstance(found, Closure) and kind == "inner":
+            found = self._with_producers(found)
         if isinstance(found, Closure):
             found = self._conflict(found) or found
         if isinstance(found, Mismatch):
@@ -168,7 +176,20 @@ class _Search:
             return names
         if not any(node.op == "get_attr" for node, _ in found.labels):
             return names
-        return [*names, self._add(leaf, kind, size, found)]
+        return [*names, self._add(leaf, kind, found)]
+
+    def _with_producers(self, closure: Closure) -> Closure:
+        """Cut what produces the other activations that the site's weight is multiplied with, where it fits.
+
+        A down projection that two branches share sums over the features of both.
+        """
+        for (value, dim, _), labels in list(closure.gates.items()):
+            if (value, dim) not in closure.labels:
+                seeds = [*closure.labels.items(), ((value, dim), labels)]
+                wider = close(seeds, self.around)
+                if isinstance(wider, Closure) and self._conflict(wider) is None:
+                    closure = wider
+        return closure
 
     def _owner_of(self, dimension: Dimension) -> str | None:
         owner = self.owner.get(dimension)
@@ -188,8 +209,8 @@ class _Search:
     def _labelled_by(self, site: str) -> set[Dimension]:
         return {(self.nodes[name], dim) for name, dim in self.closures[site]}
 
-    def _add(self, leaf: Leaf, kind: SiteKind, size: int, closure: Closure) -> str:
-        index = len(self.sites)
+    def _add(self, leaf: Leaf, kind: SiteKind, closure: Closure) -> str:
+        index, size = len(self.sites), closure.features
         taken = sum(site.branch == leaf.branch and site.kind == kind for site in self.sites)
         name = f"{leaf.branch}.{kind}" if taken == 0 else f"{leaf.branch}.{kind}_{taken + 1}"
         for dimension, labels in closure.labels.items():

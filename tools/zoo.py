@@ -9,8 +9,13 @@ random plans of 30 %, lowered, and compared at two shapes that were not traced. 
 file with `names()` and `build(name, attn=..., experts=...) -> (module, config)`.
 
 Writes OUT.md and OUT.json.  An architecture counts as compiled when the gated graph with masks of ones
-is bit-identical to the captured one, the captured one is within 1e-6 of the module, and the lowered
-decoder is within --tolerance of the gated one at every shape.
+is bit-identical to the captured one, the captured one is within 1e-6 of the module, the lowered decoder
+and the module with zeros for what was removed are within --tolerance of the gated one at every shape, and
+noise in place of what was removed changes no bit of the gated one.  A mixture of experts is captured in
+both ways, and the plan of one must lower the other.
+
+With --cached each architecture is captured with a key-value cache instead, and a prefill of 12 tokens and 20
+decode steps must give what one pass over the 32 tokens gives, dense and lowered.
 """
 
 import argparse
@@ -31,6 +36,7 @@ RATIO = 0.3
 SEEDS = (1, 2)
 SHAPES = ((2, 9), (1, 17))
 REQUIRED_SHARE = 0.95
+PROMPT, STEPS = 12, 20
 
 
 @dataclass
@@ -44,10 +50,16 @@ class Row:
     bit_identical: bool = False
     lowered: float | None = None
     gathered: float | None = None
+    zeroed: float | None = None
+    unread: bool = False
+    experts: float | None = None
+    cached: float | None = None
+    cached_lowered: float | None = None
     branches: dict[str, int] = field(default_factory=dict)
     sites: int = 0
     share: float = 0.0
     ungated: list[str] = field(default_factory=list)
+    beside: list[str] = field(default_factory=list)
     refused: list[list[str]] = field(default_factory=list)
     layers: int = 0
     analysis_seconds: float = 0.0
@@ -67,7 +79,7 @@ def main() -> None:
             print(line_of(row), flush=True)
             if args.out:
                 write(rows, args)  # each time, so that a sweep that is cut off leaves what it found
-    print(summary(rows))
+    print(summary(rows, args.cached))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -82,6 +94,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=180.0, help="seconds an architecture may take")
     parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
     parser.add_argument("--experts", help="experts_implementation of mixtures, as transformers names it")
+    parser.add_argument("--cached", action="store_true", help="capture with a key-value cache")
     parser.add_argument("--debug", action="store_true", help="print tracebacks of the compiler's own faults")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -100,6 +113,7 @@ def in_own_process(name: str, args: argparse.Namespace) -> Row:
     command = [sys.executable, __file__, "--builder", str(args.builder), "--worker", name]
     command += ["--dtype", args.dtype, "--tolerance", str(args.tolerance)]
     command += ["--experts", args.experts] if args.experts else []
+    command += ["--cached"] if args.cached else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=args.limit, check=False)
     except subprocess.TimeoutExpired:
@@ -129,7 +143,11 @@ def examine(args: argparse.Namespace) -> Row:
         row.status, row.reason = "not built", f"{type(error).__name__}: {error}"[:300]
         return row
     try:
-        compile_tiny(model.to(getattr(torch, args.dtype)), row, args.tolerance)
+        model = model.to(getattr(torch, args.dtype))
+        if args.cached:
+            run_cached(model, row, args.tolerance)
+        else:
+            compile_tiny(model, row, args.tolerance)
     except PassError as error:
         row.status, row.reason = "error", str(error)[:400]
         traceback.print_exc()
@@ -161,6 +179,7 @@ def compile_tiny(model: Any, row: Row, tolerance: float) -> None:
 
     from dispfx import api
     from dispfx.api.programs import analysis
+    from dispfx.api.verification import ZeroedDecoder, unread_lines, zeroed_tensors
     from dispfx.capturing import capture
     from dispfx.ir.coverage import coverage
     from dispfx.ir.plan import Plan
@@ -175,24 +194,81 @@ def compile_tiny(model: Any, row: Row, tolerance: float) -> None:
     row.sites = len(program.sites)
     row.refused = [[refusal.name, refusal.reason] for refusal in program.refused]
     reached = coverage(program)
-    row.share, row.ungated = round(reached.share, 4), list(reached.ungated)
+    row.share, row.ungated, row.beside = round(reached.share, 4), list(reached.ungated), list(reached.beside)
     ones = [torch.ones(site.size) for site in program.sites]
     decoder = api.gate(program)
     vocabulary = program.vocabulary_size
     ids = [torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(7)) for shape in SHAPES]
+    twin = other_experts(model, program)
     with torch.no_grad():
         row.bit_identical = all(torch.equal(decoder(x, ones), program.graph_module(x)) for x in ids)
-        lowered_errors, gathered_errors = [], []
+        errors: dict[str, list[float]] = {"lowered": [], "gathered": [], "zeroed": [], "experts": []}
+        row.unread = True
         for seed in SEEDS:
             plan = Plan.random(program, RATIO, seed)
-            expected = [api.gated(program, plan)(x) for x in ids]
-            lowered, gathered = api.lower(program, plan), api.lower(program, plan, write="gather-add")
-            for x, y in zip(ids, expected, strict=True):
-                lowered_errors.append(relative(lowered(x), y))
-                gathered_errors.append(relative(gathered(x), y))
-    row.lowered, row.gathered = max(lowered_errors), max(gathered_errors)
-    right = row.bit_identical and max(lowered_errors + gathered_errors) <= tolerance
+            hard = api.gated(program, plan)
+            row.unread = row.unread and all(line.holds for line in unread_lines(program, plan, hard))
+            forms = {
+                "lowered": api.lower(program, plan),
+                "gathered": api.lower(program, plan, write="gather-add"),
+                "zeroed": ZeroedDecoder(model, zeroed_tensors(program, plan)),
+                **({"experts": api.lower(twin, plan)} if twin is not None else {}),
+            }
+            for x in ids:
+                expected = hard(x)
+                for name, form in forms.items():
+                    errors[name].append(relative(form(x), expected))
+    for name, found in errors.items():
+        setattr(row, name, max(found) if found else None)
+    worst = max(error for found in errors.values() for error in found)
+    right = row.bit_identical and row.unread and worst <= tolerance
     row.status = "compiled" if right else "wrong"
+
+
+def other_experts(model: Any, program: Any) -> Any:
+    """Return the capture that learning uses, where it computes experts in another way; its sites agree."""
+    from dispfx import api
+    from dispfx.ir import ops
+    from dispfx.source.experts import has_choice_of_experts
+
+    if not has_choice_of_experts(model):
+        return None
+    twin = api.capture(model, experts="grouped")
+    if not any(ops.is_grouped(node) for node in twin.graph.nodes):
+        return None
+    if twin.sites != program.sites:
+        raise RuntimeError("the two captures of the experts offer different sites")
+    return twin
+
+
+def run_cached(model: Any, row: Row, tolerance: float) -> None:
+    import torch
+
+    from dispfx import api
+    from dispfx.api.cached import CachedDecoder, capture_cached, lower_cached
+    from dispfx.ir.plan import Plan
+
+    plain = api.capture(model, experts="batched")
+    program = capture_cached(model)
+    row.identity = max(error.relative for error in program.identity.values())
+    row.sites = len(program.sites)
+    plan = Plan.random(plain, RATIO, SEEDS[0])
+    ids = torch.randint(
+        4, program.vocabulary_size, (2, PROMPT + STEPS), generator=torch.Generator().manual_seed(7)
+    )
+    with torch.no_grad():
+        dense, small = program.graph_module, lower_cached(model, plan).graph_module
+        row.cached = relative(step_by_step(CachedDecoder(dense), ids), plain.graph_module(ids))
+        row.cached_lowered = relative(step_by_step(CachedDecoder(small), ids), api.gated(plain, plan)(ids))
+    row.status = "cached" if max(row.cached, row.cached_lowered) <= tolerance else "wrong"
+
+
+def step_by_step(decoder: Any, ids: Any) -> Any:
+    """Return the logits of a prefill and a decode step for each further token."""
+    import torch
+
+    parts = [decoder(ids[:, :PROMPT]), *(decoder(ids[:, at : at + 1]) for at in range(PROMPT, ids.shape[1]))]
+    return torch.cat(parts, dim=1)
 
 
 def relative(actual: Any, expected: Any) -> float:
@@ -210,23 +286,35 @@ def whole(row: Row) -> bool:
 
 def line_of(row: Row) -> str:
     text = f"{row.name:28s} {row.status:9s}"
+    if row.cached is not None:
+        return f"{text} dense {row.cached:.1e} lowered {row.cached_lowered:.1e} {row.seconds:.1f} s"
     if row.status in ("compiled", "wrong"):
         refused = "; ".join(f"{name}: {reason}" for name, reason in row.refused[:2])
-        figures = f"lowered {row.lowered:.1e} share {row.share:.3f} {row.branches} {row.seconds:.1f} s"
-        return f"{text} {figures} {refused}"
+        errors = f"lowered {row.lowered:.1e} zeroed {row.zeroed:.1e}"
+        return f"{text} {errors} share {row.share:.3f} {row.branches} {row.seconds:.1f} s {refused}"
     return f"{text} {row.reason}"
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[Row], cached: bool = False) -> str:
     counts = Counter(row.status for row in rows)
+    ends = (
+        f"{counts['refused']} refused by name, {counts['not built']} not built, {counts['wrong']} wrong, "
+        f"{counts['error']} errors"
+    )
+    if cached:
+        return f"{len(rows)} architectures: {counts['cached']} run with a cache, {ends}"
     equal = sum(row.status == "compiled" and row.identity == 0.0 for row in rows)
+    mixtures = sum(row.status == "compiled" and row.experts is not None for row in rows)
     return (
         f"{len(rows)} architectures: {counts['compiled']} compiled "
         f"({sum(map(whole, rows))} with no refusal and at least {REQUIRED_SHARE:.0%} of the block weights "
-        f"gated, {equal} captured bit-equal), {counts['refused']} refused by name, "
-        f"{counts['not built']} not built, "
-        f"{counts['wrong']} wrong, {counts['error']} errors"
+        f"gated, {equal} captured bit-equal, {mixtures} mixtures of experts lowered by one plan in both "
+        f"captures), {ends}"
     )
+
+
+COLUMNS = "branches | sites | weights gated | identity | lowered = gated | zeroed = gated | experts | seconds"
+CACHED_COLUMNS = "sites | identity | cached = recomputed | lowered and cached = gated | seconds"
 
 
 def write(rows: list[Row], args: argparse.Namespace) -> None:
@@ -234,30 +322,39 @@ def write(rows: list[Row], args: argparse.Namespace) -> None:
     import transformers
 
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {args.dtype}"
+    title, flag = (" with a key-value cache", " --cached") if args.cached else ("", "")
+    columns = CACHED_COLUMNS if args.cached else COLUMNS
     head = [
-        "# Every causal language model of transformers, tiny",
+        f"# Every causal language model of transformers, tiny{title}",
         "",
-        f"Made by `tools/zoo.py` on {time.strftime('%Y-%m-%d')} with {versions}.",
+        f"Made by `tools/zoo.py{flag}` on {time.strftime('%Y-%m-%d')} with {versions}.",
         "",
-        summary(rows) + ".",
+        summary(rows, args.cached) + ".",
         "",
-        "| architecture | result | branches | sites | weights gated | identity | lowered = gated | seconds |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| architecture | result | {columns} |",
+        "|---|---" + "|---" * len(columns.split("|")) + "|",
     ]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{args.out}.md").write_text("\n".join(head + [cells(row) for row in rows]) + "\n")
+    Path(f"{args.out}.md").write_text("\n".join(head + [cells(row, args.cached) for row in rows]) + "\n")
     Path(f"{args.out}.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
-def cells(row: Row) -> str:
-    if row.status not in ("compiled", "wrong"):
+def cells(row: Row, cached: bool = False) -> str:
+    empty = (CACHED_COLUMNS if cached else COLUMNS).count("|")
+    if row.status not in ("compiled", "cached", "wrong"):
         reason = row.reason.replace("|", "/").replace("\n", " ").split(" [")[0]
-        return f"| {row.name} | {row.status}: {reason} | | | | | | {row.seconds:.1f} |"
+        return f"| {row.name} | {row.status}: {reason} |{' |' * empty} {row.seconds:.1f} |"
+    if cached:
+        return (
+            f"| {row.name} | {row.status} | {row.sites} | {row.identity:.0e} | {row.cached:.0e} | "
+            f"{row.cached_lowered:.0e} | {row.seconds:.1f} |"
+        )
     branches = ", ".join(f"{count} {kind}" for kind, count in row.branches.items())
     refused = f", {len(row.refused)} refused ({row.refused[0][1]})" if row.refused else ""
+    experts = "" if row.experts is None else f"{row.experts:.0e}"
     return (
         f"| {row.name} | {row.status}{refused} | {branches} | {row.sites} | {row.share:.1%} | "
-        f"{row.identity:.0e} | {row.lowered:.0e} | {row.seconds:.1f} |"
+        f"{row.identity:.0e} | {row.lowered:.0e} | {row.zeroed:.0e} | {experts} | {row.seconds:.1f} |"
     )
 
 

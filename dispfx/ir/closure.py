@@ -6,12 +6,15 @@ until nothing changes.  The labelled axes of parameters are the site's slices.
 
 1. A link carries labels from either side to the other.
 2. A product that contracts a labelled dimension gets a gate on its activation, and the weight's
-   axis is labelled; so a value that feeds two products gates both.
+   axis is labelled; so a value that feeds two products gates both.  A constant that a weight is
+   multiplied with, such as the zeros before the first token, is gated like an activation.
 3. A mean over a labelled dimension gets a gate on its operand, and divides by the full size.
 4. A gate hides what follows it: labels do not cross a gated edge.
 5. What a graph returns as its cache is what it takes at the next step, so both carry the same labels.
-6. Two labels for one position, an operation without a rule, a softmax or norm over a labelled
-   dimension, a product of two labelled activations, or the residual stream itself refuse the site.
+6. Two labels for one position say that two features are one, where the caller allows that: the walk
+   starts again with the smaller of the two labels for both.
+7. An operation without a rule, a softmax or norm over a labelled dimension, a product of two labelled
+   activations, or the residual stream itself refuse the site; so do two labels for one position otherwise.
 """
 
 from collections.abc import Mapping
@@ -35,11 +38,13 @@ class Mismatch:
         reason: what was required and what was found.
         node: the graph node where it was found.
         stream: whether the features are those of the residual stream.
+        same: (2, N) pairs of labels that one position would follow both of.
     """
 
     reason: str
     node: fx.Node | None = None
     stream: bool = False
+    same: np.ndarray | None = None
 
 
 @dataclass
@@ -48,6 +53,11 @@ class Closure:
 
     labels: dict[Dimension, np.ndarray] = field(default_factory=dict)
     gates: dict[Edge, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def features(self) -> int:
+        """Number of features: one more than the largest label."""
+        return 1 + max(int(labels.max()) for labels in self.labels.values())
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ def close(
     surroundings: Surroundings,
     *,
     crosses_products: bool = True,
+    joins_features: bool = False,
 ) -> Closure | Mismatch:
     """Spread labels from the seeds until nothing changes.
 
@@ -85,7 +96,21 @@ def close(
         seeds: dimensions and their labels.
         surroundings: what the labels may not cross.
         crosses_products: whether a product may consume a labelled activation; not for writes.
+        joins_features: whether features that share a position become one, as long as two are left.
     """
+    found = _spread(seeds, surroundings, crosses_products)
+    while joins_features and isinstance(found, Mismatch) and found.same is not None:
+        fewer = _joined(max(int(labels.max()) for _, labels in seeds) + 1, found.same)
+        if not fewer.any():
+            break
+        seeds = [(dimension, fewer[labels]) for dimension, labels in seeds]
+        found = _spread(seeds, surroundings, crosses_products)
+    return found
+
+
+def _spread(
+    seeds: list[tuple[Dimension, np.ndarray]], surroundings: Surroundings, crosses_products: bool
+) -> Closure | Mismatch:
     walk = _Walk(surroundings, crosses_products)
     try:
         for dimension, labels in seeds:
@@ -94,6 +119,19 @@ def close(
     except _Refused as refused:
         return refused.mismatch
     return walk.closure
+
+
+def _joined(features: int, same: np.ndarray) -> np.ndarray:
+    """Return each feature's number once every pair of `same` (2, N) is one feature, counted from 0."""
+    names = np.arange(features)
+    while True:
+        smaller = np.minimum(names[same[0]], names[same[1]])
+        before = names.copy()
+        np.minimum.at(names, same[0], smaller)
+        np.minimum.at(names, same[1], smaller)
+        names = names[names]
+        if np.array_equal(names, before):
+            return np.unique(names, return_inverse=True)[1].astype(np.int32)
 
 
 class _Walk:
@@ -117,8 +155,9 @@ class _Walk:
         if known is None:
             known = np.full(len(labels), UNTOUCHED, dtype=np.int32)
         merged = np.where(labels == UNTOUCHED, known, labels)
-        if np.any((known != UNTOUCHED) & (merged != known)):
-            raise _Refused(Mismatch("one position would follow two features", node))
+        apart = (known != UNTOUCHED) & (merged != known)
+        if np.any(apart):
+            raise _two_features(node, np.stack([known[apart], merged[apart]]))
         if dimension not in self.closure.labels or not np.array_equal(merged, known):
             self.closure.labels[dimension] = merged
             self._pending.append(dimension)
@@ -183,7 +222,7 @@ class _Walk:
             return
         carried = _carried(labels, here, there, ops.shape_of(target[0])[target[1]])
         if carried is None:
-            raise _Refused(Mismatch("one position would follow two features", target[0]))
+            raise _two_features(target[0], _conflicts(labels, here, there))
         if np.any(carried != UNTOUCHED):
             self.join(target, carried)
 
@@ -206,7 +245,7 @@ class _Walk:
                 raise _Refused(Mismatch("a written value also feeds a product", product))
             self._gate(labelled, product)
             self.join(other, labels)
-        elif self._is_activation(other[0]):
+        elif self._is_activation(other[0]) or ops.is_filled(other[0]):
             self.closure.gates[(other[0], other[1], product)] = labels
             self._cuts.add((other[0], product))
         else:
@@ -223,6 +262,19 @@ class _Walk:
     def _gate(self, dimension: Dimension, user: fx.Node) -> None:
         self.closure.gates[(*dimension, user)] = self.closure.labels[dimension]
         self._cuts.add((dimension[0], user))
+
+
+def _two_features(node: fx.Node, same: np.ndarray) -> _Refused:
+    return _Refused(Mismatch("one position would follow two features", node, same=same))
+
+
+def _conflicts(labels: np.ndarray, here: np.ndarray, there: np.ndarray) -> np.ndarray:
+    """Return the pairs (2, N) of labels that arrive at one position, each with the largest there."""
+    largest = np.full(there.max() + 1, UNTOUCHED, dtype=np.int32)
+    np.maximum.at(largest, there, labels[here])
+    arrived = labels[here]
+    apart = (arrived != UNTOUCHED) & (arrived != largest[there])
+    return np.stack([arrived[apart], largest[there][apart]])
 
 
 def _carried(labels: np.ndarray, here: np.ndarray, there: np.ndarray, size: int) -> np.ndarray | None:

@@ -13,13 +13,17 @@ class Coverage:
 
     Args:
         gated: elements of weights that some site cuts.
-        total: elements of all weights of products between the embedding and the last write.
-        ungated: paths of the weights that no site cuts.
+        total: elements of all weights that a site could cut: those of an MLP, and those of any branch that
+            have an axis as long as the stream is wide.
+        ungated: paths of those that no site cuts.
+        beside: paths of the others: weights between the heads of an attention or a mixer, which are not
+            pruned.
     """
 
     gated: int
     total: int
     ungated: tuple[str, ...]
+    beside: tuple[str, ...] = ()
 
     @property
     def share(self) -> float:
@@ -45,5 +49,21 @@ def coverage(program: Program) -> Coverage:
         if tensor.dim() >= 2 and path in read
     }
     cut = {piece.parameter for site in program.sites for piece in site.slices}
-    ungated = tuple(sorted(path for path in sizes if path not in cut))
-    return Coverage(sum(size for path, size in sizes.items() if path in cut), sum(sizes.values()), ungated)
+    left = sorted(path for path in sizes if path not in cut)
+    beside = tuple(path for path in left if _is_beside(program, path))
+    ungated = tuple(path for path in left if path not in beside)
+    gated = sum(size for path, size in sizes.items() if path in cut)
+    return Coverage(gated, gated + sum(sizes[path] for path in ungated), ungated, beside)
+
+
+def _is_beside(program: Program, path: str) -> bool:
+    """Whether a weight has no axis on the stream or inside an MLP."""
+    assert program.stream is not None
+    nodes = program.nodes
+    in_mlp = any(
+        path in ops.tensors_read(nodes[name])
+        for leaf in program.leaves
+        if leaf.kind == "mlp"
+        for name in leaf.nodes
+    )
+    return not in_mlp and program.stream.width not in program.shapes[path]

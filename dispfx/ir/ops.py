@@ -55,6 +55,11 @@ UNTAGGED_POINTWISE = packets(
 )  # fmt: skip
 
 
+def is_filled(node: fx.Node) -> bool:
+    """Whether the value is a tensor whose elements are all alike, read from nothing."""
+    return is_tensor(node) and packet(node) in METADATA_ONLY | FACTORIES
+
+
 def packet(node: fx.Node) -> object:
     """Return the operation without its overload, or the Python function, or None."""
     if node.op != "call_function":

@@ -175,13 +175,92 @@ class SharedWeight(nn.Module):
         return self.down(F.relu(self.up(x))) + self.down(torch.tanh(self.gate(x)))
 
 
-def test_a_weight_used_twice_belongs_to_one_site():
+def test_a_weight_used_twice_belongs_to_one_site_that_cuts_both_producers():
     model = one_branch(SharedWeight)
     program = dispfx.capture(model)
     site = only(program, "inner")
-    # The first activation is cut; the second is computed at full width and selected from.
+    assert cuts(site) == {
+        "up.weight:0": None, "up.bias:0": None, "gate.weight:0": None, "gate.bias:0": None,
+        "down.weight:1": None,
+    }  # fmt: skip
+    assert len(site.gates) == 2, "each product has a gate of its own"
+    require_one_function(model, program)
+
+
+class SharedOfHeld(SharedWeight):
+    """As above, but what the second product sums over cannot be cut."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x))) + self.down(self.gate(x).softmax(-1))
+
+
+def test_a_producer_that_cannot_be_cut_is_selected_from():
+    model = one_branch(SharedOfHeld)
+    program = dispfx.capture(model)
+    site = only(program, "inner")
     assert cuts(site) == {"up.weight:0": None, "up.bias:0": None, "down.weight:1": None}
     assert len(site.gates) == 2, "each product has a gate of its own"
+    require_one_function(model, program)
+
+
+class BesideItsNorm(nn.Module):
+    """A product over a latent and the latent's own norm, side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, N), nn.Linear(2 * N, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        normed = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.down(torch.cat([normed, h], dim=-1))
+
+
+def test_a_feature_that_a_product_sums_over_twice_is_one_feature():
+    model = one_branch(BesideItsNorm)
+    program = dispfx.capture(model)
+    site = only(program, "inner")
+    assert site.size == N
+    assert cuts(site) == {"up.weight:0": None, "up.bias:0": None, "down.weight:1": 2 * tuple(range(N))}
+    require_one_function(model, program)
+
+
+class AllAlike(nn.Module):
+    """Each feature is compared with its neighbour, so that all are one."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, N), nn.Linear(N, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.down(h + torch.cat([h[..., 1:], h[..., :1]], dim=-1))
+
+
+def test_where_every_feature_would_be_one_there_is_no_site():
+    model = one_branch(AllAlike)
+    program = dispfx.capture(model)
+    assert "inner" not in {site.kind for site in program.sites}
+    assert [refusal.reason for refusal in program.refused] == ["one position would follow two features"]
+    require_one_function(model, program)
+
+
+class Beginning(nn.Module):
+    """Zeros stand for what was before the first token, and the same weight is multiplied with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, N), nn.Linear(N, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        earlier = torch.cat([self.up(x.new_zeros(x.shape[0], 1, WIDTH)), self.up(x[:, :-1])], dim=1)
+        return self.down(F.gelu(earlier))
+
+
+def test_a_constant_that_a_weight_is_multiplied_with_is_gated_too():
+    model = one_branch(Beginning)
+    program = dispfx.capture(model)
+    assert cuts(only(program, "read")) == {"up.weight:1": None} and not program.refused
     require_one_function(model, program)
 
 

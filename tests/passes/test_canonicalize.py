@@ -5,13 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import dispfx
 from dispfx.capturing import capture
 from dispfx.ir.printer import print_program
 from dispfx.ir.program import Program
 from dispfx.passes.canonicalize import Canonicalize
 from dispfx.pipeline import Pipeline
-from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch
-from tests.passes.golden import lines_of, names_of
+from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch, require_one_function
+from tests.passes.golden import calls_of, lines_of, names_of
 from tests.programs import token_ids
 
 
@@ -178,3 +179,29 @@ def test_what_is_left_of_an_in_place_copy_lets_gradients_through():
     program.graph_module.embedding.weight.requires_grad_()  # type: ignore[union-attr]
     program.graph_module(ids).sum().backward()
     assert program.graph_module.embedding.weight.grad.abs().sum() > 0  # type: ignore[union-attr]
+
+
+class Placed(nn.Module):
+    """Values put among zeros of the stream's shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.gelu(self.up(x)))
+        return torch.where(y > 0, y, torch.zeros_like(x)) + torch.full_like(x, 0.0)
+
+
+def test_what_lends_only_its_shape_need_not_be_cut_with_it():
+    model = one_branch(Placed)
+    ids = token_ids(2, 9, vocabulary=VOCABULARY)
+    program = canonical(Placed)
+    assert "zeros_like" not in print_program(program) and "full_like" not in print_program(program)
+    assert calls_of(program, "new_zeros") == "new_zeros(embedding, [B, T, 16]): (B, T, 16) float32" or (
+        "[sym_size" in calls_of(program, "new_zeros")
+    )
+    assert torch.equal(program.graph_module(ids), model(ids))
+    pruned = dispfx.capture(model)
+    assert not pruned.refused and "write" in {site.kind for site in pruned.sites}
+    require_one_function(model, pruned)

@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import dispfx
 from dispfx.ir.program import Program
 from dispfx.passes.find_branches import FindBranches
 from dispfx.pipeline import Pipeline
-from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch
+from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch, require_one_function
 from tests.plain_decoders import FORMS, build, perturb
 from tests.programs import program_before, token_ids
 
@@ -166,23 +167,47 @@ def two_versions() -> nn.Module:
     return perturb(TwoVersions())
 
 
-def test_a_branch_that_reads_two_versions_of_the_stream_is_refused_and_the_other_stays():
+def test_a_branch_that_reads_two_versions_of_the_stream_selects_from_what_its_product_reads():
     program = found(two_versions())
-    assert [leaf.branch for leaf in program.leaves] == ["first"]
-    (refusal,) = program.refused
-    assert refusal.reason == "a branch must read one version of the residual stream, this one reads 2"
-    assert refusal.parameter == "second.down.bias"
+    assert [leaf.branch for leaf in program.leaves] == ["first", "second"] and not program.refused
+    assert program.leaves[1].entry == "add"
+    model = two_versions()
+    require_one_function(model, dispfx.capture(model))
 
 
-def test_a_refusal_names_the_line_of_the_users_model():
-    (refusal,) = found(two_versions()).refused
-    assert refusal.source is not None and "one_branch.py:" in refusal.source
+class Remembers(nn.Module):
+    """The second branch takes over a state of the first, as routers of some mixtures do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.state, self.up_1, self.up_2 = (nn.Linear(WIDTH, INNER) for _ in range(3))
+        self.down_1, self.down_2 = nn.Linear(INNER, WIDTH), nn.Linear(INNER, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        state = torch.sigmoid(self.state(x))
+        x = x + self.down_1(self.up_1(x) * state)
+        return self.head(x + self.down_2(self.up_2(x) * state))
+
+
+def test_a_state_that_layers_hand_on_is_cut_for_all_of_them():
+    torch.manual_seed(0)
+    model = perturb(Remembers())
+    program = dispfx.capture(model)
+    assert not program.refused
+    (inner,) = [site for site in program.sites if site.kind == "inner"]
+    assert {cut.parameter for cut in inner.slices if cut.parameter.endswith("weight")} == {
+        "state.weight", "up_1.weight", "up_2.weight", "down_1.weight", "down_2.weight",
+    }  # fmt: skip
+    require_one_function(model, program)
 
 
 @pytest.mark.parametrize(
     "model",
     [lambda: build(FORMS["pre-norm"], layers=1), two_versions],
-    ids=["all branches fit", "one is refused"],
+    ids=["plain layers", "two versions of the stream"],
 )
 def test_a_second_run_changes_nothing_and_the_graph_is_not_touched(model):
     program = program_before(FindBranches, model())

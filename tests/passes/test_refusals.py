@@ -89,7 +89,8 @@ INNER_SITES: dict[str, tuple[Callable[[Middle, Tensor], Tensor], int, str]] = {
     ),
     "an operation without a rule": (lambda m, h: h.tril(), INNER, "no rule is known for aten"),
     "one position for two features": (
-        lambda m, h: torch.cat([h, h], -1), 2 * INNER, "one position would follow two features",
+        lambda m, h: h + torch.cat([h[..., 1:], h[..., :1]], -1), INNER,
+        "one position would follow two features",
     ),
     "a shuffle of the features": (lambda m, h: h[..., m.order], INNER, "aten.index"),
 }  # fmt: skip
