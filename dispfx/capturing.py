@@ -59,7 +59,7 @@ def capture(model: nn.Module, *, vocabulary_size: int | None = None) -> Program:
         shapes = (TRACED_SHAPE, OTHER_SHAPE) if _has_values(model) else ()
         if shapes:
             # What torch.export says of a module that cannot run at all is hard to read.
-            _logits_of(_run(model, ids, arguments), ids)
+            logits_of(_run(model, ids, arguments), ids)
         program = _program_of(straight_line(_export(model, ids)), model)
         program.identity = {
             shape: _identity(program, model, token_ids(model, vocabulary, shape), arguments)
@@ -91,8 +91,8 @@ def module_logits(model: nn.Module, ids: Tensor, tensors: Mapping[str, Tensor] |
     """
     arguments = _fixed_arguments(model)
     if tensors is None:
-        return _logits_of(_run(model, ids, arguments), ids)
-    return _logits_of(torch.func.functional_call(model, dict(tensors), (ids,), arguments), ids)
+        return logits_of(_run(model, ids, arguments), ids)
+    return logits_of(torch.func.functional_call(model, dict(tensors), (ids,), arguments), ids)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _run(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _logits_of(output: Any, ids: Tensor) -> Tensor:
+def logits_of(output: Any, ids: Tensor) -> Tensor:
     """Return a module output's `.logits`, its `["logits"]`, or its first float tensor (B, T, V)."""
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     leaves = [named] if isinstance(named, Tensor) else pytree.tree_leaves(output)
@@ -218,7 +218,7 @@ class _LogitsOnly(nn.Module):
         self.arguments = _fixed_arguments(decoder)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return _logits_of(self.decoder(ids, **self.arguments), ids)
+        return logits_of(self.decoder(ids, **self.arguments), ids)
 
 
 def _export(model: nn.Module, ids: Tensor) -> ExportedProgram:
@@ -261,7 +261,7 @@ def _identity(program: Program, model: nn.Module, ids: Tensor, arguments: Mappin
 def _difference_at(
     program: Program, model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]
 ) -> Difference:
-    expected = _logits_of(_run(model, ids, arguments), ids)
+    expected = logits_of(_run(model, ids, arguments), ids)
     try:
         actual = program.graph_module(ids)
     except Exception as error:

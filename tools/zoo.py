@@ -21,14 +21,17 @@ decode steps must give what one pass over the 32 tokens gives, dense and lowered
 import argparse
 import importlib.util
 import json
-import subprocess
+import multiprocessing
+import os
 import sys
 import time
 import traceback
 import warnings
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +71,16 @@ class Row:
 
 def main() -> None:
     args = parse_arguments()
-    if args.worker:
-        print(json.dumps(asdict(examine(args))))
-        return
     names = args.only.split(",") if args.only else load_builder(args.builder).names()
-    rows = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for row in pool.map(lambda name: in_own_process(name, args), names):
-            rows.append(row)
-            print(line_of(row), flush=True)
-            if args.out:
-                write(rows, args)  # each time, so that a sweep that is cut off leaves what it found
-    print(summary(rows, args.cached))
+    warm_up(args)
+    found: dict[str, Row] = {}
+    for row in sweep(names, args):
+        found[row.name] = row
+        print(line_of(row), flush=True)
+        if args.out:
+            # Each time, so that a sweep that is cut off leaves what it found.
+            write([found[name] for name in names if name in found], args)
+    print(summary([found[name] for name in names], args.cached))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -96,7 +97,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--experts", help="experts_implementation of mixtures, as transformers names it")
     parser.add_argument("--cached", action="store_true", help="capture with a key-value cache")
     parser.add_argument("--debug", action="store_true", help="print tracebacks of the compiler's own faults")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -109,36 +109,98 @@ def load_builder(path: Path) -> Any:
     return module
 
 
-def in_own_process(name: str, args: argparse.Namespace) -> Row:
-    command = [sys.executable, __file__, "--builder", str(args.builder), "--worker", name]
-    command += ["--dtype", args.dtype, "--tolerance", str(args.tolerance)]
-    command += ["--experts", args.experts] if args.experts else []
-    command += ["--cached"] if args.cached else []
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=args.limit, check=False)
-    except subprocess.TimeoutExpired:
-        return Row(name, "error", f"took longer than {args.limit:g} s")
-    if args.debug and done.returncode:
-        print(done.stderr[-3000:])
-    lines = done.stdout.strip().splitlines()
-    try:
-        return Row(**json.loads(lines[-1]))
-    except (IndexError, ValueError, TypeError):
-        return Row(name, "error", f"the process ended with {done.returncode}: {done.stderr.strip()[-200:]}")
+def warm_up(args: argparse.Namespace) -> None:
+    """Do once what every architecture would do first: import everything and export something."""
+    import torch
+    from torch import nn
+
+    import dispfx
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    load_builder(args.builder)
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.up, self.down = nn.Embedding(8, 4), nn.Linear(4, 6), nn.Linear(6, 4)
+
+        def forward(self, ids: Any) -> Any:
+            x = self.embedding(ids)
+            return (x + self.down(self.up(x).relu())) @ self.embedding.weight.T
+
+    dispfx.capture(Small().eval())
 
 
-def examine(args: argparse.Namespace) -> Row:
+@dataclass
+class Running:
+    """An architecture in a process of its own."""
+
+    name: str
+    process: BaseProcess
+    answer: Connection
+    deadline: float
+
+
+def sweep(names: list[str], args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the row of every architecture, as they end; each is a copy of this process.
+
+    A copy has everything imported already, which takes longer than most architectures do.
+    """
+    waiting, running = list(names), []
+    while waiting or running:
+        while waiting and len(running) < args.jobs:
+            running.append(started(waiting.pop(0), args))
+        first = min(one.deadline for one in running)
+        wait([one.answer for one in running], timeout=max(0.0, first - time.monotonic()))
+        still = []
+        for one in running:
+            if one.answer.poll() or time.monotonic() >= one.deadline:
+                yield ended(one, args)
+            else:
+                still.append(one)
+        running = still
+
+
+def started(name: str, args: argparse.Namespace) -> Running:
+    context = multiprocessing.get_context("fork")
+    answer, ours = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(name, args, ours))
+    process.start()
+    ours.close()
+    return Running(name, process, answer, time.monotonic() + args.limit)
+
+
+def work(name: str, args: argparse.Namespace, answer: Connection) -> None:
+    if not args.debug:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
+    answer.send(asdict(examine(name, args)))
+    answer.close()
+
+
+def ended(one: Running, args: argparse.Namespace) -> Row:
+    try:
+        row = Row(**one.answer.recv()) if one.answer.poll() else None
+    except EOFError:
+        one.process.join()
+        return Row(one.name, "error", f"the process ended with {one.process.exitcode}")
+    if row is None:
+        one.process.kill()
+        row = Row(one.name, "error", f"took longer than {args.limit:g} s")
+    one.process.join()
+    return row
+
+
+def examine(name: str, args: argparse.Namespace) -> Row:
     """Run one architecture through the compiler."""
     import torch
 
     from dispfx.errors import DispfxError, PassError
 
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    row = Row(args.worker)
+    row = Row(name)
     start = time.perf_counter()
     try:
-        model = build(args)
+        model = build(name, args)
     except Exception as error:
         row.status, row.reason = "not built", f"{type(error).__name__}: {error}"[:300]
         return row
@@ -160,7 +222,7 @@ def examine(args: argparse.Namespace) -> Row:
     return row
 
 
-def build(args: argparse.Namespace) -> Any:
+def build(name: str, args: argparse.Namespace) -> Any:
     """Build with the fastest attention and the experts that the architecture supports."""
     builder = load_builder(args.builder)
     experts = [args.experts] if args.experts else ["batched_mm", None]
@@ -168,7 +230,7 @@ def build(args: argparse.Namespace) -> Any:
     for attention in ("sdpa", "eager"):
         for implementation in experts:
             try:
-                return builder.build(args.worker, attn=attention, experts=implementation)[0]
+                return builder.build(name, attn=attention, experts=implementation)[0]
             except Exception as error:
                 failure = error
     raise failure

@@ -9,7 +9,8 @@ B batch, T tokens, V vocabulary
 import torch
 from torch import Tensor, nn
 
-from dispfx.errors import SourceError
+from dispfx.capturing import logits_of
+from dispfx.errors import CaptureError, SourceError
 
 # Relative to the largest logit.  Equal prefixes may round differently where experts are grouped by
 # token (3e-7 in float32); an untrained bidirectional layer of the usual scale moves them by 4e-4.
@@ -48,13 +49,13 @@ def _logits(model: nn.Module, ids_BT: Tensor, name: str) -> Tensor:
             where=name,
             hint="its forward must take int64 token ids first and need nothing else",
         ) from error
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != ids_BT.shape:
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
+    try:
+        return logits_of(output, ids_BT)
+    except CaptureError as error:
+        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise SourceError(
             f"the model must return logits {(*ids_BT.shape, 'vocabulary')} for token ids "
             f"{tuple(ids_BT.shape)} and returned {found}",
             where=name,
             hint="a decoder with a language-model head is needed",
-        )
-    return logits
+        ) from error
