@@ -35,7 +35,7 @@ class Lost(Bigram):
 
 class Lying(Bigram):
     def forward(self, ids):
-        return {"scores": self.table(ids)}
+        return {"scores": self.table(ids).sum(-1)}
 
 def broken():
     raise ValueError("no weights here")
