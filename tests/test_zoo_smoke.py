@@ -114,5 +114,5 @@ def test_a_bfloat16_decoder_compiles_as_its_float32_twin_does(name: str):
     everything = dispfx.gated(program, Plan.random(program, 0.0, seed=0))
     assert torch.equal(everything(ids), program.graph_module(ids))
     plan = Plan.random(program, 0.3, seed=1)
-    # Each product is rounded to 8 bits; two layers of branches add up a few of those roundings.
+    # √(6 · 2 layers) · 2⁻⁸, as `dispfx.api.verification.TOLERANCES` derives it.
     assert relative_error(dispfx.lower(program, plan)(ids), dispfx.gated(program, plan)(ids)) <= 2**-6

@@ -32,8 +32,11 @@ from dispfx.measure.equivalence import Verification, compare_decoders
 
 # A product over fewer features adds the same numbers in another order.  In float32 that moved the logits
 # of tiny decoders by 1e-6 of the largest, and those of SmolLM2-135M, whose stream holds a few very large
-# features through 30 layers, by 2e-5.  A wrong index moves them by 1e-3 and more.  Half precision rounds
-# every product to 11 or 8 bits instead of 24.
+# features through 30 layers, by 2e-5.  A wrong index moves them by 1e-3 and more.  Half precision sums in
+# float32 and rounds each product's result to 11 or 8 bits: another order flips some of these roundings by
+# one step, 2⁻¹⁰ or 2⁻⁷ of a value at most and half of that on average.  Flips of independent sign add up as
+# a walk: a layer writes through about six products, so L layers move a value by √(6 L) · 2⁻⁸ in bfloat16,
+# which is 1.4e-2 for two layers and 5.4e-2 for thirty-two.
 TOLERANCES = {
     torch.float64: 1e-12,
     torch.float32: 1e-4,

@@ -29,6 +29,9 @@ from dispfx.ir.sites import UNTOUCHED
 
 Edge = tuple[fx.Node, int, fx.Node]
 
+# One walk finds all that one value joins; a decoder where it takes more has no such features.
+_MOST_JOINS = 4
+
 
 @dataclass(frozen=True)
 class Mismatch:
@@ -96,10 +99,13 @@ def close(
         seeds: dimensions and their labels.
         surroundings: what the labels may not cross.
         crosses_products: whether a product may consume a labelled activation; not for writes.
-        joins_features: whether features that share a position become one, as long as two are left.
+        joins_features: whether features that share a position become one, as long as two are left; at
+            most `_MOST_JOINS` times, so that a site costs no more than a few walks.
     """
     found = _spread(seeds, surroundings, crosses_products)
-    while joins_features and isinstance(found, Mismatch) and found.same is not None:
+    for _ in range(_MOST_JOINS if joins_features else 0):
+        if isinstance(found, Closure) or found.same is None:
+            break
         fewer = _joined(max(int(labels.max()) for _, labels in seeds) + 1, found.same)
         if not fewer.any():
             break
