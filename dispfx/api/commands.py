@@ -92,6 +92,7 @@ def learn_plan(
     settings: LearnSettings | None = None,
     compute: Compute | None = None,
     align: int | None = None,
+    costs: str | Path | None = None,
     skip: Sequence[str] = (),
     target: str | None = None,
     dtype: str | None = None,
@@ -115,7 +116,9 @@ def learn_plan(
         return Plan.load(path)
     refuse_existing(path)
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
-    how = Learning(ratio, ratio_of, settings, align, tuple(skip), target, resume, tuple(print_after), compute)
+    how = Learning(
+        ratio, ratio_of, settings, align, tuple(skip), target, resume, tuple(print_after), compute, costs
+    )
     chosen = TextChoice(data, None, data_weights, Reading(data_field, data_bytes))
     learned = learn_from(opening, chosen, how, state_folder(path, resume), Stages(watcher))
     learned.plan.save(path)

@@ -21,6 +21,7 @@ from dispfx.api.writing import Task, check_export, write_output
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import OutputError, VerificationError
+from dispfx.ir.costs import read_costs
 from dispfx.ir.plan import BudgetOf, Plan
 from dispfx.ir.program import Program
 from dispfx.learning.settings import LearnSettings
@@ -51,6 +52,7 @@ def compile(
     settings: LearnSettings | None = None,
     compute: Compute | None = None,
     align: int | None = None,
+    costs: str | Path | None = None,
     skip: Sequence[str] = (),
     target: str | None = None,
     dtype: str | None = None,
@@ -77,6 +79,8 @@ def compile(
         settings: of learning; the paper's by default, the demo's own for `demo`.
         compute: how the decoder is run while masks are learned; chosen by the device by default.
         align: widths become multiples of this; 64 for a GPU target and 8 for a CPU by default.
+        costs: table of times on the target device (tools/measure_costs.py); branches that would be slower
+            are left dense.
         resume: go on from DIR.state; with a complete folder, do nothing.
         export: none, onnx or pt2; onnx for the demo and none otherwise by default.
 
@@ -94,7 +98,9 @@ def compile(
     refuse_existing(path)
     stages = Stages(watcher)
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
-    how = Learning(ratio, ratio_of, settings, align, tuple(skip), target, resume, tuple(print_after), compute)
+    how = Learning(
+        ratio, ratio_of, settings, align, tuple(skip), target, resume, tuple(print_after), compute, costs
+    )
     chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes))
     learned = learn_from(opening, chosen, how, state_folder(path, resume), stages)
     return _finish(
@@ -183,6 +189,7 @@ class Learning:
     resume: bool = False
     print_after: tuple[str, ...] = ()
     compute: Compute | None = None
+    costs: str | Path | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,6 +217,7 @@ def learn_from(
         DispfxError: for everything in the input that cannot be used.
     """
     settings = how.settings or learn_settings(opening.model)
+    costs = None if how.costs is None else read_costs(how.costs)
     with stages("open"):
         chosen.check()
         source = opening.open()
@@ -227,6 +235,7 @@ def learn_from(
             how.ratio,
             of=how.ratio_of,
             align=how.align or ALIGNMENT[how.target or program.device.type],
+            costs=costs,
             settings=settings,
             compute=how.compute,
             note=stages.observer.note,

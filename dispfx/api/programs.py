@@ -19,6 +19,7 @@ from dispfx.api.training import prepared_loss
 from dispfx.capturing import capture as capture_module
 from dispfx.errors import CaptureError, PlanMismatchError, UnsupportedGraphError
 from dispfx.ir.budget import hard_masks
+from dispfx.ir.costs import CostTable
 from dispfx.ir.plan import Budget, BudgetOf, Plan, site_keys
 from dispfx.ir.program import Program
 from dispfx.learning.records import StepRecord
@@ -229,6 +230,7 @@ def learn(
     *,
     of: BudgetOf = "blocks",
     align: int = 1,
+    costs: CostTable | None = None,
     settings: LearnSettings | None = None,
     state_dir: Path | None = None,
     resume: bool = False,
@@ -247,6 +249,7 @@ def learn(
         ratio: share of the counted parameters to remove, in (0, 1).
         of: what is counted.
         align: widths become multiples of this, or the full width.
+        costs: times on the target device; a branch that cutting would make slower is left dense.
         settings: of the run; the paper's by default.
         state_dir, resume, on_step: as in `dispfx.learning.trainer.learn`.
         compute: how the decoder is run: compiled, with checkpoints; chosen by the device by default.
@@ -259,7 +262,7 @@ def learn(
     """
     chosen = replace(settings or LearnSettings(), **changes)
     text = batches_of(data, chosen) if isinstance(data, Tensor) else data
-    budget = Budget(ratio, of, align)
+    budget = Budget(ratio, of, align, costs)
     if chosen.method != "learned":
         return Plan.of(program, budget, _scored(program, text, budget, chosen), chosen.seed)
     found = learn_masks(

@@ -2,6 +2,7 @@
 
 import platform
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -36,6 +37,7 @@ from dispfx.ir.closure import Mismatch
 from dispfx.ir.count import ParameterCount
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
+from dispfx.ir.sites import Site
 from dispfx.measure.equivalence import Verification, random_token_ids, require
 from dispfx.report import (
     Bytes,
@@ -247,7 +249,10 @@ def _report(
             SiteWidth(site.name, site.kind, site.size, len(task.plan.kept[site.name]))
             for site in task.program.sites
         ),
-        refused=tuple(Refused(refusal.name, refusal.reason) for refusal in task.program.refused),
+        refused=(
+            *(Refused(refusal.name, refusal.reason) for refusal in task.program.refused),
+            *left_dense(task.plan, task.program.sites),
+        ),
         seed=task.plan.seed,
         versions=versions(),
         device=device_name(task.program.device),
@@ -255,6 +260,18 @@ def _report(
         command=task.command or "dispfx.compile",
         skills=skills,
     )
+
+
+def left_dense(plan: Plan, sites: Sequence[Site]) -> list[Refused]:
+    """Return the branches that a table of costs kept whole."""
+    costs = plan.budget.costs
+    if costs is None:
+        return []
+    reason = f"left dense: cutting it would cost time on {costs.device} at {costs.tokens} tokens"
+    cut = {selection.site for selection in plan.selections if not selection.full}
+    branches = dict.fromkeys(site.branch for site in sites)
+    cut_branches = {site.branch for site in sites if site.name in cut}
+    return [Refused(name, reason) for name in branches if name not in cut_branches]
 
 
 def _unused_parameters(program: Program) -> dict[str, torch.Tensor]:

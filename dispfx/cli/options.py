@@ -62,6 +62,12 @@ RatioOf = Annotated[
 Align = Annotated[
     int | None, typer.Option(min=1, help="Widths become multiples of this: 64 for cuda, 8 for cpu.")
 ]
+Costs = Annotated[
+    Path | None,
+    typer.Option(
+        help="Times on the target device, from tools/measure_costs.py; what would be slower is left dense."
+    ),
+]
 Skip = Annotated[
     list[str] | None, typer.Option(help="A branch to leave as it is; can be given several times.")
 ]

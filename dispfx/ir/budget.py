@@ -8,17 +8,21 @@ Hardening draws no random number (the same logits always give the same selection
    site the features with the largest logits stay.
 3. **Repair.**  While the count is off by more than `CLOSE`, single steps of one site's width bring
    it closer (`WidthSearch.settled`).
+4. **Never slower.**  With a table of costs, branches that would take longer cut than whole keep all of
+   their features, and the others are settled again, until no branch is slower.
 
 Entry points: `ParameterCount` (how many parameters are left), `check_reachable`, `harden`,
 `hard_masks`.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dispfx.errors import BudgetError, PassError
+from dispfx.ir.costs import CostTable, branch_costs
 from dispfx.ir.count import ParameterCount
 from dispfx.ir.groups import Groups
 from dispfx.ir.plan import Budget
@@ -72,13 +76,35 @@ def harden(
     groups = Groups.alone(sites) if groups is None else groups
     search = _search(logits, groups, count, budget)
     _check_reachable(search, budget)
-    widths_G = search.settled(*search.threshold())
+    search, widths_G = _never_slower(search, sites, groups, budget.costs)
     error = search.error(widths_G)
     step = search.smallest_step(widths_G) if budget.align > 1 else 0.0
     if abs(error) > LIMIT * count.dense + step / 2:
         raise _not_met(budget, 1.0 - (search.target + error) / count.dense)
     selections = search.ranking.selections(widths_G)
     return [selections[group].clone() for group in groups.of_site]
+
+
+def _never_slower(
+    search: WidthSearch, sites: Sequence[Site], groups: Groups, costs: CostTable | None
+) -> tuple[WidthSearch, Tensor]:
+    """Return the search with slower branches held whole, and its widths."""
+    of_site = torch.tensor(groups.of_site)
+    while True:
+        widths_G = search.settled(*search.threshold())
+        if costs is None:
+            return search, widths_G
+        masks = search.groups.expand(search.ranking.masks(widths_G)).split([site.size for site in sites])
+        found = branch_costs(costs, sites, search.count.shapes, masks)
+        slower = [cost for cost in found if cost.is_slower]
+        if not slower:
+            return search, widths_G
+        # One at a time: what this branch keeps, others must give up, and are then cut enough to gain.
+        worst = max(slower, key=lambda cost: cost.pruned_seconds / cost.dense_seconds)
+        held_G = torch.zeros(len(widths_G), dtype=torch.bool)
+        held_G[of_site[torch.tensor([site.branch == worst.name for site in sites])]] = True
+        held_G = held_G if search.held_G is None else held_G | search.held_G
+        search = replace(search, held_G=held_G)
 
 
 def check_reachable(

@@ -43,6 +43,7 @@ class ParameterCount:
         parameters: paths of the counted parameters that some site cuts.
         features: N, the length of the flat mask vector.
         fixed: counted parameters that no site cuts.
+        shapes: of the parameters that some site cuts.
     """
 
     dense: int
@@ -50,6 +51,7 @@ class ParameterCount:
     parameters: tuple[str, ...]
     features: int
     fixed: int
+    shapes: Mapping[str, tuple[int, ...]]
     _by_atom_N: Tensor | None  # order in which the features of an atom are neighbours; None: already so
     _atom_bounds: Tensor  # (A + 1,)
     _term_axis_E: Tensor
@@ -95,6 +97,7 @@ class ParameterCount:
             tuple(sorted(cut)),
             features.total,
             fixed,
+            {path: tuple(shapes[path]) for path in sorted(cut)},
             atoms.order,
             atoms.bounds,
             *atoms.linear_map(rows),

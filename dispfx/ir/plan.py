@@ -8,7 +8,7 @@ selection are checked before a plan exists.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dispfx.atomic import replacing
 from dispfx.errors import DataError, PlanMismatchError
+from dispfx.ir.costs import CostTable
 from dispfx.ir.sites import Site
 
 if TYPE_CHECKING:
@@ -36,11 +37,13 @@ class Budget:
         ratio: share of the counted parameters to remove, in [0, 1).
         of: `blocks` counts parameters that some site cuts; `total` counts all of them.
         align: widths become multiples of this, or the full width.
+        costs: times on the target device; a branch that cutting would make slower is left dense.
     """
 
     ratio: float
     of: BudgetOf = "blocks"
     align: int = 1
+    costs: CostTable | None = None
 
     @property
     def keep(self) -> float:
@@ -180,7 +183,7 @@ class Plan:
         header = {
             "schema_version": self.schema_version,
             "fingerprint": self.fingerprint,
-            "budget": {"ratio": self.budget.ratio, "of": self.budget.of, "align": self.budget.align},
+            "budget": {name: value for name, value in asdict(self.budget).items() if value is not None},
             "achieved": self.achieved,
             "seed": self.seed,
             "versions": dict(self.versions),
@@ -233,7 +236,8 @@ def _plan_of_header(header: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
 
 
 def _checked_budget(entry: dict[str, Any]) -> Budget:
-    budget = Budget(float(entry["ratio"]), entry["of"], int(entry["align"]))
+    costs = CostTable.of_plain(entry["costs"]) if entry.get("costs") is not None else None
+    budget = Budget(float(entry["ratio"]), entry["of"], int(entry["align"]), costs)
     if not 0.0 <= budget.ratio < 1.0 or budget.of not in ("blocks", "total") or budget.align < 1:
         raise ValueError(f"its budget is impossible: {budget}")
     return budget

@@ -40,6 +40,7 @@ class WidthSearch:
         groups: of sites.
         count: parameters left.
         target: parameters that should be left.
+        held_G: groups that keep all of their features; none by default.
     """
 
     ranking: Ranking
@@ -47,6 +48,7 @@ class WidthSearch:
     groups: Groups
     count: ParameterCount
     target: float
+    held_G: Tensor | None = None
 
     def error(self, widths_G: Tensor) -> float:
         """Return by how many parameters the count exceeds the target."""
@@ -63,10 +65,12 @@ class WidthSearch:
 
     def settled(self, widths_G: Tensor, threshold: float) -> Tensor:
         """Return widths within `PROMISED` of the target, or the closest that were found."""
-        best_G = self._descended(widths_G, threshold, torch.ones(len(widths_G), dtype=torch.bool))
+        best_G = self._descended(widths_G, threshold, self._free)
         while abs(self.error(best_G)) > PROMISED * self.count.dense:
             steps_away = self._away(best_G, threshold)
-            others = (self._descended(away_G, threshold, away_G == best_G) for away_G in steps_away)
+            others = (
+                self._descended(away_G, threshold, (away_G == best_G) & self._free) for away_G in steps_away
+            )
             closer_G = next((other_G for other_G in others if self._is_closer(other_G, best_G)), None)
             if closer_G is None:
                 break
@@ -79,8 +83,14 @@ class WidthSearch:
         changes = torch.cat([self._effect(widths_G, step_G, 0.0)[0].abs() for step_G in steps])
         return float(changes[changes > 0].min()) if bool((changes > 0).any()) else 0.0
 
+    @property
+    def _free(self) -> Tensor:
+        every_G = torch.ones(len(self.widths.sizes), dtype=torch.bool)
+        return every_G if self.held_G is None else ~self.held_G
+
     def _at(self, kept: int) -> Tensor:
-        return self.widths.nearest(self.ranking.widths(kept))
+        nearest_G = self.widths.nearest(self.ranking.widths(kept))
+        return torch.where(self._free, nearest_G, self.widths.full)
 
     def _is_close(self, widths_G: Tensor) -> bool:
         return abs(self.error(widths_G)) <= CLOSE * self.count.dense
@@ -138,7 +148,7 @@ class WidthSearch:
         next_2G = torch.stack((self.widths.above(widths_G), self.widths.below(widths_G)))
         effects = [self._effect(widths_G, next_G, threshold) for next_G in next_2G]
         price_2G = torch.stack([margin_G / change_G.abs().clamp_min(1.0) for change_G, margin_G in effects])
-        price_2G[next_2G == widths_G] = torch.inf
+        price_2G[(next_2G == widths_G) | ~self._free] = torch.inf
         prices, order = price_2G.flatten().sort(stable=True)
         for index in order[prices.isfinite()][:_AWAY_TRIED].tolist():
             direction, group = divmod(index, len(widths_G))
