@@ -214,7 +214,9 @@ def examine(name: str, args: argparse.Namespace) -> Row:
         row.status, row.reason = "error", str(error)[:400]
         traceback.print_exc()
     except DispfxError as error:
-        row.status, row.reason = "refused", f"{error.problem} [{error.where}]"[:400]
+        # Where packages lie on this machine is nobody else's business.
+        where = (error.where or "").rpartition("site-packages/")[2]
+        row.status, row.reason = "refused", f"{error.problem} [{where}]"[:400]
     except Exception as error:
         row.status, row.reason = "error", f"{type(error).__name__}: {error}"[:400]
         traceback.print_exc()
