@@ -3,7 +3,7 @@
 from dispfx.api.bench import bench
 from dispfx.api.cached import CachedDecoder, capture_cached, lower_cached
 from dispfx.api.commands import evaluate, export, generate, inspect, learn_plan, verify
-from dispfx.api.compilation import apply, compile
+from dispfx.api.compilation import apply, compile, follow_command
 from dispfx.api.folders import load
 from dispfx.api.opening import learn_settings
 from dispfx.api.programs import PASSES, analyse, capture, gate, gated, learn, lower
@@ -12,6 +12,7 @@ from dispfx.training.preparation import Compute
 
 __all__ = [
     "PASSES", "CachedDecoder", "Compute", "analyse", "apply", "bench", "capture", "capture_cached",
-    "compile", "estimate", "evaluate", "export", "gate", "gated", "generate", "inspect", "learn",
+    "compile", "estimate", "evaluate", "export", "follow_command", "gate", "gated", "generate", "inspect",
+    "learn",
     "learn_plan", "learn_settings", "load", "lower", "lower_cached", "verify",
 ]  # fmt: skip

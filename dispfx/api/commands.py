@@ -29,6 +29,7 @@ from dispfx.learning.settings import LearnSettings
 from dispfx.measure.equivalence import Verification, compare_decoders, random_token_ids, require
 from dispfx.measure.perplexity import Perplexity
 from dispfx.preconditions import check_ratio
+from dispfx.ranks import Ranks
 from dispfx.report import NullObserver, Observer
 from dispfx.source import config_alone, encode, load_config
 from dispfx.source.text import Words, read_text
@@ -91,6 +92,7 @@ def learn_plan(
     ratio_of: BudgetOf = "blocks",
     settings: LearnSettings | None = None,
     compute: Compute | None = None,
+    ranks: Ranks | None = None,
     align: int | None = None,
     costs: str | Path | None = None,
     skip: Sequence[str] = (),
@@ -117,7 +119,17 @@ def learn_plan(
     refuse_existing(path)
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
     how = Learning(
-        ratio, ratio_of, settings, align, tuple(skip), target, resume, tuple(print_after), compute, costs
+        ratio,
+        ratio_of,
+        settings,
+        align,
+        tuple(skip),
+        target,
+        resume,
+        tuple(print_after),
+        compute,
+        costs,
+        ranks,
     )
     chosen = TextChoice(data, None, data_weights, Reading(data_field, data_bytes))
     learned = learn_from(opening, chosen, how, state_folder(path, resume), Stages(watcher))

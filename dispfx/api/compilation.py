@@ -14,19 +14,21 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from dispfx.api.opening import Opening, learn_settings
-from dispfx.api.programs import analyse, learn, only_planned
+from dispfx.api.programs import analyse, follow, learn, only_planned
 from dispfx.api.stages import Stages
 from dispfx.api.text import Text, TextChoice, open_text, require_tokens
 from dispfx.api.writing import Task, check_export, write_output
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import OutputError, VerificationError
-from dispfx.ir.costs import read_costs
-from dispfx.ir.plan import BudgetOf, Plan
+from dispfx.ir.costs import CostTable, read_costs
+from dispfx.ir.plan import Budget, BudgetOf, Plan
 from dispfx.ir.program import Program
 from dispfx.learning.settings import LearnSettings
 from dispfx.learning.state import saved_step
+from dispfx.learning.text import Batches
 from dispfx.preconditions import check_ratio
+from dispfx.ranks import Ranks
 from dispfx.report import NullObserver, Observer, Report, load_report
 from dispfx.source import Source
 from dispfx.source.text import Words
@@ -51,6 +53,7 @@ def compile(
     ratio_of: BudgetOf = "blocks",
     settings: LearnSettings | None = None,
     compute: Compute | None = None,
+    ranks: Ranks | None = None,
     align: int | None = None,
     costs: str | Path | None = None,
     skip: Sequence[str] = (),
@@ -78,6 +81,7 @@ def compile(
         data_bytes: of text that are read at most; of longer ones, evenly spaced pieces.
         settings: of learning; the paper's by default, the demo's own for `demo`.
         compute: how the decoder is run while masks are learned; chosen by the device by default.
+        ranks: the processes of the run, of which this one leads; the others call `follow_command`.
         align: widths become multiples of this; 64 for a GPU target and 8 for a CPU by default.
         costs: table of times on the target device (tools/measure_costs.py); branches that would be slower
             are left dense.
@@ -99,7 +103,17 @@ def compile(
     stages = Stages(watcher)
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
     how = Learning(
-        ratio, ratio_of, settings, align, tuple(skip), target, resume, tuple(print_after), compute, costs
+        ratio,
+        ratio_of,
+        settings,
+        align,
+        tuple(skip),
+        target,
+        resume,
+        tuple(print_after),
+        compute,
+        costs,
+        ranks,
     )
     chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes))
     learned = learn_from(opening, chosen, how, state_folder(path, resume), stages)
@@ -190,6 +204,11 @@ class Learning:
     print_after: tuple[str, ...] = ()
     compute: Compute | None = None
     costs: str | Path | None = None
+    ranks: Ranks | None = None
+
+    def alignment(self, program: Program) -> int:
+        """Return what widths become multiples of."""
+        return self.align or ALIGNMENT[self.target or program.device.type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,6 +235,97 @@ def learn_from(
     Raises:
         DispfxError: for everything in the input that cannot be used.
     """
+    ready = _ready(opening, chosen, how, stages)
+    program, settings = ready.program, ready.settings
+    if how.resume:
+        stages.observer.note(_resumption(state))
+    with stages("learn"):
+        plan = learn(
+            program,
+            ready.batches,
+            how.ratio,
+            of=how.ratio_of,
+            align=how.alignment(program),
+            costs=ready.costs,
+            settings=settings,
+            compute=how.compute,
+            ranks=how.ranks,
+            note=stages.observer.note,
+            state_dir=state,
+            resume=how.resume,
+            on_step=stages.observer.learning,
+        )
+    plan.save(state / PLAN_FILE)
+    return Learned(ready.source, ready.text, program, plan, state, settings.seq_len)
+
+
+def follow_command(
+    model: str | nn.Module,
+    ratio: float,
+    *,
+    out: str | Path,
+    ranks: Ranks,
+    data: Words | Tensor | None = None,
+    eval_data: Words | None = None,
+    data_weights: Sequence[float] | None = None,
+    data_field: str = TEXT_FIELD,
+    data_bytes: int = TEXT_BYTES,
+    tokenizer: str | None = None,
+    ratio_of: BudgetOf = "blocks",
+    settings: LearnSettings | None = None,
+    compute: Compute | None = None,
+    align: int | None = None,
+    costs: str | Path | None = None,
+    skip: Sequence[str] = (),
+    target: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    resume: bool = False,
+    **of_the_leader: object,
+) -> None:
+    """Take part in the learning of a process that calls `compile` or `learn_plan` with the same arguments.
+
+    Raises:
+        RankLost: if another process ended.
+        DispfxError: for everything in the input that cannot be used.
+    """
+    path = Path(out).expanduser()
+    if resume and ((path / "report.json").is_file() or path.is_file()):
+        return
+    opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
+    chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes))
+    how = Learning(ratio, ratio_of, settings, align, tuple(skip), target, resume, (), compute, costs, ranks)
+    follow_plan(opening, chosen, how)
+
+
+def follow_plan(opening: Opening, chosen: TextChoice, how: Learning) -> None:
+    """Compute with the process that calls `learn_from` with the same arguments; nothing is written.
+
+    Raises:
+        RankLost: if another process ended.
+        DispfxError: for everything in the input that cannot be used.
+    """
+    assert how.ranks is not None
+    ready = _ready(opening, chosen, how, Stages(NullObserver()))
+    budget = Budget(how.ratio, how.ratio_of, how.alignment(ready.program), ready.costs)
+    follow(ready.program, ready.batches, budget, ready.settings, how.ranks, how.compute)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """What learning starts from."""
+
+    source: Source
+    text: Text
+    batches: Batches
+    program: Program
+    settings: LearnSettings
+    costs: CostTable | None
+
+
+def _ready(opening: Opening, chosen: TextChoice, how: Learning, stages: Stages) -> _Ready:
     settings = how.settings or learn_settings(opening.model)
     costs = None if how.costs is None else read_costs(how.costs)
     with stages("open"):
@@ -226,25 +336,7 @@ def learn_from(
     text.require_measurable()
     program = _analyse(source, stages, how.skip, how.print_after)
     require_tokens(source, text, program.vocabulary_size)
-    if how.resume:
-        stages.observer.note(_resumption(state))
-    with stages("learn"):
-        plan = learn(
-            program,
-            batches,
-            how.ratio,
-            of=how.ratio_of,
-            align=how.align or ALIGNMENT[how.target or program.device.type],
-            costs=costs,
-            settings=settings,
-            compute=how.compute,
-            note=stages.observer.note,
-            state_dir=state,
-            resume=how.resume,
-            on_step=stages.observer.learning,
-        )
-    plan.save(state / PLAN_FILE)
-    return Learned(source, text, program, plan, state, settings.seq_len)
+    return _Ready(source, text, batches, program, settings, costs)
 
 
 def _resumption(state: Path) -> str:

@@ -26,8 +26,8 @@ from dispfx.learning.records import StepRecord
 from dispfx.learning.scores import select_by_score
 from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import Batches, TokenBatches
+from dispfx.learning.trainer import follow_run, problem_of
 from dispfx.learning.trainer import learn as learn_masks
-from dispfx.learning.trainer import problem_of
 from dispfx.passes.align_groups import AlignGroups
 from dispfx.passes.canonicalize import Canonicalize
 from dispfx.passes.find_branches import FindBranches
@@ -42,6 +42,7 @@ from dispfx.passes.last_logits import LastLogits
 from dispfx.passes.lower_gates import LowerGates
 from dispfx.passes.static_cache import StaticCache
 from dispfx.pipeline import Pass, Pipeline
+from dispfx.ranks import Ranks
 from dispfx.source.experts import Experts, experts_as, has_choice_of_experts
 from dispfx.training.preparation import Compute
 
@@ -236,6 +237,7 @@ def learn(
     resume: bool = False,
     on_step: Callable[[StepRecord], None] = lambda record: None,
     compute: Compute | None = None,
+    ranks: Ranks | None = None,
     note: Callable[[str], None] = lambda text: None,
     **changes: Any,
 ) -> Plan:
@@ -253,6 +255,7 @@ def learn(
         settings: of the run; the paper's by default.
         state_dir, resume, on_step: as in `dispfx.learning.trainer.learn`.
         compute: how the decoder is run: compiled, with checkpoints; chosen by the device by default.
+        ranks: the processes of the run, of which this one leads; the others call `follow`.
         note: told how the decoder is run.
         changes: single settings, as in `steps=100`.
 
@@ -266,7 +269,7 @@ def learn(
     if chosen.method != "learned":
         return Plan.of(program, budget, _scored(program, text, budget, chosen), chosen.seed)
     found = learn_masks(
-        prepared_loss(program, text, chosen, compute, note=note),
+        prepared_loss(program, text, chosen, compute, ranks=ranks, note=note),
         program.sites,
         program.shapes,
         text,
@@ -277,8 +280,37 @@ def learn(
         on_step=on_step,
         device=program.device,
         fingerprint=program.fingerprint,
+        ranks=ranks,
     )
     return Plan.of(program, budget, found.kept, chosen.seed)
+
+
+def follow(
+    program: Program,
+    text: Batches,
+    budget: Budget,
+    settings: LearnSettings,
+    ranks: Ranks,
+    compute: Compute | None = None,
+) -> None:
+    """Compute with the process that calls `learn` with the same arguments, until its run ends.
+
+    Raises:
+        RankLost: if another process ended.
+        BudgetError, DataError: as `learn`.
+    """
+    if settings.method != "learned":
+        return
+    follow_run(
+        prepared_loss(program, text, settings, compute, ranks=ranks),
+        program.sites,
+        program.shapes,
+        text,
+        budget,
+        settings,
+        ranks=ranks,
+        device=program.device,
+    )
 
 
 def _scored(program: Program, text: Batches, budget: Budget, settings: LearnSettings) -> list[Tensor]:

@@ -14,6 +14,7 @@ from dispfx.passes.group_heads import GroupHeads
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.passes.outline_layers import OutlineLayers
 from dispfx.pipeline import Pass, Pipeline
+from dispfx.ranks import ALONE, Ranks
 from dispfx.training.preparation import Compute, PreparedLoss, prepare
 
 # Of what is free; the rest is for what kernels need and an allocator rounds up.
@@ -28,6 +29,7 @@ def prepared_loss(
     settings: LearnSettings,
     compute: Compute | None = None,
     *,
+    ranks: Ranks | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> PreparedLoss:
     """Return the loss of a decoder under masks, checked against the plain gated graph.
@@ -37,6 +39,7 @@ def prepared_loss(
         text: a batch of it is what the ways to compute the loss are compared on.
         settings: of the run.
         compute: what is wanted.
+        ranks: the processes that share every batch.
         note: told every choice.
 
     Raises:
@@ -47,8 +50,17 @@ def prepared_loss(
     fast = Pipeline(training_passes(settings.seq_len)).run(plain.clone())
     compiled = chosen.compile == "on" or (chosen.compile == "auto" and program.device.type == "cuda")
     short = chosen.checkpointing == "auto" and short_of_memory(program, settings, compiled)
+    ranks = ranks or ALONE
+    ranks.check(settings.batch_size, settings.samples)
     return prepare(
-        plain, fast, text.batch(0), chosen, samples=settings.samples, short_of_memory=short, note=note
+        plain,
+        fast,
+        ranks.rows(text.batch(0)),
+        chosen,
+        samples=max(1, settings.samples // ranks.size),
+        short_of_memory=short,
+        note=note,
+        agree=lambda holds: ranks.all(holds, program.device),
     )
 
 

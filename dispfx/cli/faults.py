@@ -9,6 +9,7 @@
 """
 
 import functools
+import os
 import sys
 import traceback
 import warnings
@@ -64,4 +65,6 @@ def _way_on(options: dict[str, Any]) -> str:
 def _say(message: str, debug: bool) -> None:
     if debug:
         traceback.print_exc()
-    print(message, file=sys.stderr)
+    # Of several processes, each says who it is; nothing here may wait for torch.
+    rank = os.environ.get("RANK")
+    print(message if rank is None else f"rank {rank}: {message}", file=sys.stderr)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dispfx.cli import options as given
 from dispfx.cli.faults import reports_faults
+from dispfx.cli.launching import launches
 from dispfx.cli.screen import Screen
 from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import DataError
@@ -62,6 +63,7 @@ def compile(  # the verb's name
     constrained: given.Constrained = False,
     compile_: given.Compile = "auto",
     checkpointing: given.Checkpointing = "auto",
+    launch: given.Launch = None,
     seed: given.Seed = None,
     save_every: given.SaveEvery = None,
     resume: given.Resume = False,
@@ -83,14 +85,16 @@ def compile(  # the verb's name
     chosen = _learning_options(locals())
     _check_ratio_and_data(model, ratio, data)
     _check(model, data, data_weight, eval_data, None if resume else out)
+    if launches(launch):
+        return
     from dispfx import api
+    from dispfx.ranks import joined, local_device
 
     settings = api.learn_settings(model, **chosen) if chosen else None
+    device = local_device(device)
     screen = Screen(json, quiet)
-    with screen.observer() as observer:
-        report = api.compile(
-            model,
-            ratio,
+    with joined(device) as ranks, screen.observer(ranks.leads) as observer:
+        arguments: dict[str, Any] = dict(
             data=data,
             **reading_options(data_field, data_bytes, data_weight),
             out=out,
@@ -114,6 +118,10 @@ def compile(  # the verb's name
             observer=observer,
             command=_command(),
         )
+        if not ranks.leads:
+            api.follow_command(model, ratio, ranks=ranks, **arguments)
+            return
+        report = api.compile(model, ratio, ranks=ranks, **arguments)
     _show_folder(screen, report, out)
 
 
@@ -142,6 +150,7 @@ def learn(
     constrained: given.Constrained = False,
     compile_: given.Compile = "auto",
     checkpointing: given.Checkpointing = "auto",
+    launch: given.Launch = None,
     seed: given.Seed = None,
     save_every: given.SaveEvery = None,
     resume: given.Resume = False,
@@ -162,14 +171,16 @@ def learn(
     chosen = _learning_options(locals())
     _check_ratio_and_data(model, ratio, data)
     _check(model, data, data_weight, None, None if resume else out)
+    if launches(launch):
+        return
     from dispfx import api
+    from dispfx.ranks import joined, local_device
 
     settings = api.learn_settings(model, **chosen) if chosen else None
+    device = local_device(device)
     screen = Screen(json, quiet)
-    with screen.observer() as observer:
-        plan = api.learn_plan(
-            model,
-            ratio,
+    with joined(device) as ranks, screen.observer(ranks.leads) as observer:
+        arguments: dict[str, Any] = dict(
             data=data,
             **reading_options(data_field, data_bytes, data_weight),
             out=out,
@@ -189,6 +200,10 @@ def learn(
             print_after=tuple(print_after or ()),
             observer=observer,
         )
+        if not ranks.leads:
+            api.follow_command(model, ratio, ranks=ranks, **arguments)
+            return
+        plan = api.learn_plan(model, ratio, ranks=ranks, **arguments)
     sites = [
         {"name": selection.site, "size": selection.size, "kept": len(selection.kept)}
         for selection in plan.selections

@@ -125,7 +125,7 @@ Method = Annotated[
 ]
 Steps = Annotated[int | None, typer.Option(help="Steps of learning (10,000; demo: 400).")]
 SeqLen = Annotated[int | None, typer.Option(help="Tokens a sequence (2048; demo: 128).")]
-BatchSize = Annotated[int | None, typer.Option(help="Sequences a step (1; demo: 8).")]
+BatchSize = Annotated[int | None, typer.Option(help="Sequences a step, of all processes (1; demo: 8).")]
 Lr = Annotated[float | None, typer.Option(help="Learning rate (1e-3; demo: 3e-3).")]
 Lambda = Annotated[float | None, typer.Option("--lambda", help="Weight of the budget loss (6).")]
 Estimator = Annotated[
@@ -136,6 +136,10 @@ Hypernetwork = Annotated[
     Literal["full", "linear", "none"] | None, typer.Option(help="What the masks come from (full).")
 ]
 Constrained = Annotated[bool, typer.Option("--constrained", help="All reads and writes share one selection.")]
+Launch = Annotated[
+    int | None,
+    typer.Option(min=1, help="Learn with so many processes on this host; they share every batch."),
+]
 Compile = Annotated[
     Literal["auto", "on", "off"],
     typer.Option(help="Compile each kind of layer once for learning; auto: on CUDA."),

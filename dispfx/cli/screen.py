@@ -31,11 +31,15 @@ class Screen:
         """The console for people."""
         return Console(stderr=self.json, quiet=self.quiet, soft_wrap=False)
 
-    def observer(self) -> "TerminalObserver":
-        """Return what shows progress; to be used as a context manager."""
+    def observer(self, leads: bool = True) -> "TerminalObserver":
+        """Return what shows progress; to be used as a context manager.
+
+        Args:
+            leads: whether this process leads its run; the others show nothing.
+        """
         from dispfx.report import TerminalObserver
 
-        return TerminalObserver(Console(stderr=self.json), self.quiet)
+        return TerminalObserver(Console(stderr=self.json), self.quiet or not leads)
 
     def print_json(self, plain: Any) -> None:
         """Print the result, if it was asked for as JSON."""

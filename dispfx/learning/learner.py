@@ -31,6 +31,7 @@ from dispfx.learning.objective import budget_loss, next_token_loss
 from dispfx.learning.settings import LearnSettings, seed_for
 from dispfx.learning.state import Position, restore_run, run_tensors
 from dispfx.learning.text import Batches
+from dispfx.ranks import ALONE, Ranks
 
 # Kernels round otherwise for a batch than for one sequence, bfloat16 ones by about 1e-2 of a logit.
 _SAMPLE_TOLERANCE = 2e-3
@@ -60,6 +61,7 @@ class Problem:
         text: what to learn from.
         settings: of the run.
         device: of the decoder and everything else.
+        ranks: the processes that share every batch.
     """
 
     gated: Gated
@@ -70,6 +72,16 @@ class Problem:
     text: Batches
     settings: LearnSettings
     device: torch.device
+    ranks: Ranks = ALONE
+
+    @property
+    def features(self) -> int:
+        """Features of all sites, those of one group counted once a site."""
+        return sum(site.size for site in self.sites)
+
+    def batch(self, index: int) -> Tensor:
+        """Return this rank's sequences of batch `index`."""
+        return self.ranks.rows(self.text.batch(index))
 
     def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
         """Return the next-token loss of a batch under masks (N,) or (S, N) of all sites."""
@@ -111,7 +123,7 @@ class Learner:
             weight_decay=settings.weight_decay,
             fused=device.type in ("cpu", "cuda") or None,
         )
-        self._batches = Ahead(problem.text.batch, device)
+        self._batches = Ahead(problem.batch, device)
         self._estimator = estimator(settings.estimator, settings.temperature)
         self._generator = torch.Generator(device).manual_seed(seed_for(settings.seed, "masks"))
         # As of the last whole step: a step that is interrupted or bad leaves no trace.
@@ -146,12 +158,14 @@ class Learner:
         logits_N = self._hypernetwork()
         logits_SN = logits_N.detach().expand(settings.samples, -1)
         sample = self._estimator.sample(logits_SN if settings.samples > 1 else logits_SN[0], self._generator)
-        masks = sample.mask.requires_grad_()
-        loss = self._backward_decoder(masks)
+        masks = problem.ranks.send(sample.mask).requires_grad_()
+        loss = backward_decoder(problem, self._batches, masks, self.position.step)
+        assert masks.grad is not None
+        problem.ranks.average(masks.grad)
+        problem.ranks.average(loss)
         counts = problem.count.count(problem.groups.expand(masks))
         over_budget = budget_loss(counts, problem.target).mean()
         (settings.lambda_ * over_budget).backward()
-        assert masks.grad is not None
         gradient = masks.grad * sample.slope
         logits_N.backward(gradient.sum(0) if gradient.dim() == 2 else gradient)
         left = counts.mean()
@@ -169,16 +183,6 @@ class Learner:
             raise _diverged(self.position, numbers[0])
         return StepOutcome(numbers[0], numbers[1], 1.0 - numbers[2] / problem.count.dense, finite)
 
-    def _backward_decoder(self, sampled: Tensor) -> Tensor:
-        passes = self.problem.settings.accumulate
-        total = torch.zeros((), device=self.problem.device)
-        for index in range(self.position.step * passes, (self.position.step + 1) * passes):
-            masks = self.problem.groups.expand(sampled)
-            loss = self.problem.loss(self._batches.get(index), masks) / passes
-            loss.backward()
-            total += loss.detach()
-        return total
-
     def _commit(self) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = self.problem.settings.learning_rate(self.position.step)
@@ -192,6 +196,18 @@ class Learner:
         self.position = Position(before.step + 1, before.bad_steps + 1, before.bad_in_a_row + 1)
 
 
+def backward_decoder(problem: Problem, batches: Ahead, sampled: Tensor, step: int) -> Tensor:
+    """Add the gradient of a step's loss to the masks, and return the loss, both for this rank's sequences."""
+    passes = problem.settings.accumulate
+    total = torch.zeros((), device=problem.device)
+    for index in range(step * passes, (step + 1) * passes):
+        masks = problem.groups.expand(problem.ranks.masks(sampled))
+        loss = problem.loss(batches.get(index), masks) / passes
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
 def check_gates(problem: Problem) -> None:
     """Check that every gate acts: with everything kept, each site's mask gets a gradient.
 
@@ -201,9 +217,10 @@ def check_gates(problem: Problem) -> None:
     """
     sizes = [site.size for site in problem.sites]
     masks = torch.ones(sum(sizes), device=problem.device, requires_grad=True)
-    loss = problem.loss(problem.text.batch(0), masks)
+    loss = problem.loss(problem.batch(0), masks)
     if not loss.requires_grad:
-        raise PassError("the logits depend on no gate, so there is nothing to learn")
+        where = f"rank {problem.ranks.rank}" if problem.ranks.size > 1 else None
+        raise PassError("the logits depend on no gate, so there is nothing to learn", where=where)
     if not math.isfinite(loss.item()):
         raise DispfxError(
             f"the decoder's loss with everything kept is {loss.item()}, before anything was learned",

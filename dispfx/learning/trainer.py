@@ -12,19 +12,19 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from dispfx.errors import DataError
+from dispfx.errors import DataError, DispfxError
 from dispfx.ir.budget import Groups, ParameterCount, check_reachable, hard_masks, harden
 from dispfx.ir.plan import Budget
 from dispfx.ir.sites import Site
-from dispfx.learning.interrupt import ending_as_interrupt
+from dispfx.learning.follower import Start, follow, held_out_loss, send_start, send_stop
+from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
 from dispfx.learning.learner import Gated, Learner, Problem, StepOutcome, check_gates, check_samples
 from dispfx.learning.records import MetricsLog, Pace, StepRecord
 from dispfx.learning.scores import starting_logits
 from dispfx.learning.settings import LearnSettings
 from dispfx.learning.state import Identity, Position, load_state, save_state, settings_identity
 from dispfx.learning.text import Batches
-
-_HELD_OUT_BATCHES = 8
+from dispfx.ranks import ALONE, RankLost, Ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +65,7 @@ def learn(
     on_step: Callable[[StepRecord], None] = lambda record: None,
     device: torch.device | str = "cpu",
     fingerprint: str | None = None,
+    ranks: Ranks | None = None,
 ) -> Learned:
     """Learn masks and return the selections that meet the budget.
 
@@ -80,16 +81,17 @@ def learn(
         on_step: called with the record of every `log_every`-th step and of the last.
         device: where the decoder lives.
         fingerprint: of the decoder; a state of another one is refused.
+        ranks: the processes of the run, of which this one leads; the others call `follow_run`.
 
     Raises:
         BudgetError: if the sites cannot meet the budget; before anything is learned where possible.
         PassError: if a gate does not act.
         DataError, PlanMismatchError: if the state to resume from belongs to another run.
         DispfxError: if the loss stays not finite.
-        KeyboardInterrupt: after the state was saved.
+        KeyboardInterrupt, RankLost: after the state was saved.
     """
     began = perf_counter()
-    problem = problem_of(gated, sites, shapes, text, budget, settings, torch.device(device))
+    problem = problem_of(gated, sites, shapes, text, budget, settings, torch.device(device), ranks or ALONE)
     identity = _identity(problem, budget, fingerprint)
     if state_dir is not None:
         state_dir.mkdir(parents=True, exist_ok=True)
@@ -110,6 +112,26 @@ def learn(
     )
 
 
+def follow_run(
+    gated: Gated,
+    sites: Sequence[Site],
+    shapes: Mapping[str, tuple[int, ...]],
+    text: Batches,
+    budget: Budget,
+    settings: LearnSettings,
+    *,
+    ranks: Ranks,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Compute with the rank that calls `learn` with the same arguments, until its run ends.
+
+    Raises:
+        BudgetError, PassError, DataError: as `learn`.
+        RankLost: if another rank ended.
+    """
+    follow(problem_of(gated, sites, shapes, text, budget, settings, torch.device(device), ranks))
+
+
 def problem_of(
     gated: Gated,
     sites: Sequence[Site],
@@ -118,11 +140,13 @@ def problem_of(
     budget: Budget,
     settings: LearnSettings,
     device: torch.device,
+    ranks: Ranks = ALONE,
 ) -> Problem:
     """Return what stays the same while masks are learned, on `device`.
 
     Raises:
         DataError: if the text is cut otherwise than the settings say.
+        DispfxError: if the ranks cannot share a batch.
         BudgetError: if the sites cannot meet the budget.
     """
     if (text.seq_len, text.batch_size) != (settings.seq_len, settings.batch_size):
@@ -130,6 +154,7 @@ def problem_of(
             f"the text is cut into batches of {text.batch_size} × {text.seq_len} tokens, and the settings "
             f"ask for {settings.batch_size} × {settings.seq_len}"
         )
+    ranks.check(settings.batch_size, settings.samples)
     count = ParameterCount.of_sites(sites, shapes, budget.of)
     groups = Groups.constrained(sites) if settings.constrained else Groups.alone(sites)
     check_reachable(sites, count, budget, groups=groups)
@@ -142,6 +167,7 @@ def problem_of(
         text=text,
         settings=settings,
         device=device,
+        ranks=ranks,
     )
 
 
@@ -159,6 +185,7 @@ def _identity(problem: Problem, budget: Budget, fingerprint: str | None) -> Iden
 def _learner(problem: Problem, state_dir: Path | None, identity: Identity) -> Learner:
     """Return a learner at its start, or where the state in `state_dir` goes on."""
     found = None if state_dir is None else load_state(state_dir, identity)
+    send_start(problem, Start(0 if found is None else found[0].step, found is None))
     if found is None or found[0].step < problem.settings.steps:
         check_gates(problem)
         check_samples(problem)
@@ -202,8 +229,10 @@ def _run(
     records = []
 
     def save() -> None:
-        if state_dir is not None:
-            save_state(state_dir, identity, learner.position, learner.tensors())
+        # A second request to end, as for a rank that was lost, must not cut the first one's state off.
+        with uninterrupted():
+            if state_dir is not None:
+                save_state(state_dir, identity, learner.position, learner.tensors())
 
     with ending_as_interrupt(), MetricsLog(state_dir, learner.position.step) as metrics:
         try:
@@ -217,8 +246,11 @@ def _run(
                     records.append(record)
                     metrics.append(record)
                     on_step(record)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, RankLost):
             save()
+            raise
+        except DispfxError:  # between two steps, where the other ranks wait for the next
+            send_stop(learner.problem)
             raise
     return tuple(records)
 
@@ -240,14 +272,10 @@ def _record(learner: Learner, outcome: StepOutcome, pace: Pace, budget: Budget) 
     )
 
 
-@torch.no_grad()
 def _held_out_loss(learner: Learner, budget: Budget) -> float | None:
-    """Return the loss of the plan that these logits would give, on the start of the held-out text."""
+    """Return the held-out loss of the plan that these logits would give."""
     problem = learner.problem
-    batches = problem.text.held_out_batches(_HELD_OUT_BATCHES)
-    if not batches:
+    if not problem.text.held_out_batches(1):
         return None
     kept = harden(learner.logits(), problem.sites, problem.count, budget, groups=problem.groups)
-    masks = hard_masks(problem.sites, kept, device=problem.device)
-    losses = [problem.loss(ids_BT, masks) for ids_BT in batches]
-    return float(torch.stack(losses).mean())
+    return held_out_loss(problem, hard_masks(problem.sites, kept, device=problem.device))

@@ -1,0 +1,83 @@
+"""Start the processes of one run on this host, and say which one ended it.
+
+`--launch N` starts this command N times, as torchrun does; torch.distributed watches the processes, and ends
+all of them within seconds when one fails.
+"""
+
+import logging
+import os
+import sys
+import uuid
+from typing import Any
+
+import typer
+
+from dispfx.errors import DispfxError
+
+_NAME = "--launch"
+
+
+def launches(count: int | None) -> bool:
+    """Run this command as so many processes, and return whether it did: not where it is one of them.
+
+    Raises:
+        DispfxError: if a process was killed, saying which.
+        typer.Exit: with the exit code of a process that has said itself what went wrong.
+        KeyboardInterrupt: if the run was interrupted.
+    """
+    if count is None or "RANK" in os.environ:
+        return False
+    _run(count, _without_launch(sys.argv[1:]))
+    return True
+
+
+def _without_launch(arguments: list[str]) -> list[str]:
+    kept = []
+    given = iter(arguments)
+    for argument in given:
+        if argument == _NAME:
+            next(given, None)
+        elif not argument.startswith(f"{_NAME}="):
+            kept.append(argument)
+    return kept
+
+
+def _run(count: int, arguments: list[str]) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.5,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "dispfx", *arguments)
+    except SignalException:
+        raise KeyboardInterrupt from None
+    except ChildFailedError as error:
+        _raise(error.failures)
+
+
+def _raise(failures: dict[int, Any]) -> None:
+    """Say what ended the run: a process that was killed has said nothing itself."""
+    killed = {rank: found for rank, found in failures.items() if found.exitcode < 0}
+    if not killed:
+        first = min(failures.values(), key=lambda found: found.timestamp)
+        raise typer.Exit(first.exitcode)
+    # Those that were told to end for another's sake come last.
+    rank = min(
+        killed, key=lambda number: (killed[number].signal_name() == "SIGTERM", killed[number].timestamp)
+    )
+    found = killed[rank]
+    raise DispfxError(
+        f"rank {rank} (process {found.pid}) was ended by {found.signal_name()}, and the run with it",
+        hint="run the same command with --resume to go on from the last saved state",
+    )

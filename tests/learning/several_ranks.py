@@ -1,0 +1,122 @@
+"""Run learning in several processes on this machine."""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dispfx.errors import DispfxError
+from dispfx.ir.plan import Budget
+from dispfx.learning.trainer import follow_run, learn
+from dispfx.ranks import Ranks, joined
+from tests.learning.tiny_decoder import TinyDecoder, batches, markov_tokens, settings, untrained_decoder
+
+RANKS = 2
+TEXT_TOKENS = 3_000
+
+
+class Deaf(TinyDecoder):
+    """A decoder that no mask changes."""
+
+    def forward(self, ids_BT: Tensor, masks: Any) -> Tensor:
+        return super().forward(ids_BT, [torch.ones_like(mask) for mask in masks])
+
+
+class Dying(TinyDecoder):
+    """A decoder whose process dies in its fifth forward pass."""
+
+    calls = 0
+
+    def forward(self, ids_BT: Tensor, masks: Any) -> Tensor:
+        self.calls += 1
+        if self.calls == 5:
+            os._exit(3)
+        return super().forward(ids_BT, masks)
+
+
+_FOLLOWERS: dict[str, type[TinyDecoder]] = {"sound": TinyDecoder, "deaf": Deaf, "dying": Dying}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run of two ranks.
+
+    Args:
+        name: of its folder.
+        follower: the kind of decoder that the second rank has.
+        changes: settings of the run.
+    """
+
+    name: str
+    follower: str = "sound"
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def run_scenarios(folder: Path, scenarios: Sequence[Scenario]) -> None:
+    """Run them one after the other in the same two processes, so that these start once.
+
+    In the folder of each, the leading rank writes `logits.pt` and its state into `state`, and each rank what
+    it raised.
+    """
+    ports = []
+    for _ in scenarios:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            ports.append(free.getsockname()[1])
+    context = get_context("spawn")
+    work = [
+        context.Process(target=_work, args=(rank, ports, str(folder), scenarios)) for rank in range(RANKS)
+    ]
+    for process in work:
+        process.start()
+    for process in work:
+        process.join(120)
+        assert process.exitcode is not None, "a rank hangs"
+
+
+def raised(folder: Path) -> list[str]:
+    """Return what each rank raised, "" where nothing, "died" where it said nothing."""
+    files = [folder / f"rank{rank}.txt" for rank in range(RANKS)]
+    return [file.read_text() if file.exists() else "died" for file in files]
+
+
+def decoder_of(kind: type[TinyDecoder]) -> TinyDecoder:
+    """Return the same weights in a decoder of some kind."""
+    decoder = kind()
+    decoder.load_state_dict(untrained_decoder().state_dict())
+    for parameter in decoder.parameters():
+        parameter.requires_grad_(False)
+    return decoder
+
+
+def _work(rank: int, ports: list[int], folder: str, scenarios: Sequence[Scenario]) -> None:
+    torch.set_num_threads(1)
+    for port, scenario in zip(ports, scenarios, strict=True):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        path, found = Path(folder) / scenario.name, ""
+        path.mkdir(exist_ok=True)
+        with joined("cpu") as ranks:
+            try:
+                _learn(ranks, path, scenario)
+            except DispfxError as error:
+                found = f"{type(error).__name__}: {error}"
+            (path / f"rank{rank}.txt").write_text(found)
+
+
+def _learn(ranks: Ranks, folder: Path, scenario: Scenario) -> None:
+    chosen = settings(**scenario.changes)
+    text, budget = batches(markov_tokens(TEXT_TOKENS), chosen), Budget(0.3)
+    decoder = decoder_of(TinyDecoder if ranks.leads else _FOLLOWERS[scenario.follower])
+    if not ranks.leads:
+        follow_run(decoder, decoder.sites, decoder.shapes, text, budget, chosen, ranks=ranks)
+        return
+    state = folder / "state"
+    found = learn(decoder, decoder.sites, decoder.shapes, text, budget, chosen, state_dir=state, ranks=ranks)
+    torch.save(found.logits, folder / "logits.pt")

@@ -1,0 +1,97 @@
+"""Several ranks learn what one rank learns from the whole batch, and one that dies ends the others."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dispfx.errors import DispfxError
+from dispfx.ir.plan import Budget
+from dispfx.learning.state import saved_step
+from dispfx.learning.trainer import Learned, learn
+from dispfx.ranks import Ranks, local_device
+from tests.learning.several_ranks import TEXT_TOKENS, Scenario, decoder_of, raised, run_scenarios
+from tests.learning.tiny_decoder import TinyDecoder, batches, markov_tokens, settings
+
+
+def alone(state: Path | None = None, *, resume: bool = False, **changes: Any) -> Learned:
+    chosen = settings(**changes)
+    decoder, text = decoder_of(TinyDecoder), batches(markov_tokens(TEXT_TOKENS), chosen)
+    return learn(
+        decoder, decoder.sites, decoder.shapes, text, Budget(0.3), chosen, state_dir=state, resume=resume
+    )
+
+
+STEPS = {"steps": 6, "batch_size": 4, "accumulate": 2, "held_out_every": 3}
+DYING = {"steps": 8, "batch_size": 4, "save_every": 100}
+SCENARIOS = [
+    Scenario("one", changes={**STEPS, "samples": 1}),
+    Scenario("four", changes={**STEPS, "samples": 4}),
+    Scenario("deaf", "deaf", {"steps": 3, "batch_size": 4}),
+    Scenario("dying", "dying", DYING),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("ranks")
+    run_scenarios(path, SCENARIOS)
+    return path
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS[:2], ids=lambda scenario: scenario.name)
+def test_two_ranks_learn_what_one_learns_from_the_whole_batch(folder, scenario):
+    path = folder / scenario.name
+    assert raised(path) == ["", ""]
+    logits = torch.load(path / "logits.pt", weights_only=True)
+    expected = alone(**scenario.changes).logits
+    assert not torch.equal(expected, alone(**{**scenario.changes, "steps": 5}).logits)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_rank_whose_decoder_no_mask_changes_says_so(folder):
+    leading, following = raised(folder / "deaf")
+    assert following.startswith("PassError") and "depend on no gate" in following and "rank 1" in following
+    assert leading.startswith("RankLost")
+
+
+def test_a_rank_that_dies_ends_the_other_and_the_run_can_be_resumed(folder):
+    path = folder / "dying"
+    leading, following = raised(path)
+    assert following == "died" and leading.startswith("RankLost") and "--resume" in leading
+    step = saved_step(path / "state")
+    assert step is not None and 0 < step < 8
+    resumed = alone(path / "state", resume=True, **DYING)
+    assert resumed.first_step == step
+    torch.testing.assert_close(resumed.logits, alone(**DYING).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_every_sequence_and_every_mask_is_on_one_rank():
+    batch, masks = torch.arange(8), torch.arange(4)[:, None]
+    ranks = [Ranks(rank, 2) for rank in range(2)]
+    assert [rank.rows(batch).tolist() for rank in ranks] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [rank.masks(masks).flatten().tolist() for rank in ranks] == [[0, 1], [2, 3]]
+    assert [Ranks(rank, 4).masks(masks).tolist() for rank in range(4)] == [[0], [1], [2], [3]]
+    assert [Ranks(rank, 8).masks(masks).tolist() for rank in (0, 1, 6, 7)] == [[0], [0], [3], [3]]
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "samples", "hint"),
+    [(2, 3, 1, "--batch-size 4"), (4, 1, 1, "--batch-size 4"), (4, 12, 3, "--samples 4")],
+)
+def test_what_cannot_be_shared_is_refused_with_what_can(size, batch_size, samples, hint):
+    with pytest.raises(DispfxError) as caught:
+        Ranks(0, size).check(batch_size, samples)
+    assert hint in str(caught.value)
+
+
+def test_a_process_of_several_on_a_host_has_a_card_of_its_own(monkeypatch):
+    assert local_device("cuda") == "cuda"
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert [local_device(name) for name in ("cuda", "cuda:1", "cpu", None)] == [
+        "cuda:3",
+        "cuda:1",
+        "cpu",
+        None,
+    ]
