@@ -221,13 +221,13 @@ def _measure(row: Row, program: Program, compute: Compute, chosen: argparse.Name
 def _step_milliseconds(
     gated: Any, program: Program, text: TokenBatches, settings: LearnSettings
 ) -> tuple[float, float | None]:
-    """Return the median time of a step, and the peak memory of the steps, of a run of learning."""
+    """Return the median time of a step of a run of learning, and the memory that it holds on the device."""
     ends: list[float] = []
 
     def stepped(record: object) -> None:
         ends.append(time.perf_counter())
         if len(ends) == 5 and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.empty_cache()
 
     learn(
         gated,
@@ -240,7 +240,8 @@ def _step_milliseconds(
         device=program.device,
     )
     times = [after - before for before, after in pairwise(ends[9:])]
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+    # What a CUDA graph uses again and again is reserved and not allocated while it does not run.
+    peak = torch.cuda.memory_reserved() / 2**30 if torch.cuda.is_available() else None
     return 1e3 * statistics.median(times), peak
 
 

@@ -27,10 +27,11 @@ from dispfx.learning.ahead import Ahead
 from dispfx.learning.estimators import estimator
 from dispfx.learning.hypernetwork import build_hypernetwork
 from dispfx.learning.interrupt import uninterrupted
-from dispfx.learning.objective import budget_loss, next_token_loss
+from dispfx.learning.objective import next_token_loss
 from dispfx.learning.settings import LearnSettings, seed_for
 from dispfx.learning.state import Position, restore_run, run_tensors
 from dispfx.learning.text import Batches
+from dispfx.learning.update import Update, fastest_update
 from dispfx.ranks import ALONE, Ranks
 
 # Kernels round otherwise for a batch than for one sequence, bfloat16 ones by about 1e-2 of a logit.
@@ -124,6 +125,10 @@ class Learner:
             fused=device.type in ("cpu", "cuda") or None,
         )
         self._batches = Ahead(problem.batch, device)
+        features = problem.groups.features
+        self._shape = (features,) if settings.samples == 1 else (settings.samples, features)
+        plain = Update(self._hypernetwork, self._count, problem.target, settings.lambda_)
+        self._update = fastest_update(plain, self._shape, device)
         self._estimator = estimator(settings.estimator, settings.temperature)
         self._generator = torch.Generator(device).manual_seed(seed_for(settings.seed, "masks"))
         # As of the last whole step: a step that is interrupted or bad leaves no trace.
@@ -154,25 +159,14 @@ class Learner:
             DispfxError: after `max_bad_steps` such steps in a row.
         """
         problem, settings = self.problem, self.problem.settings
-        self._optimizer.zero_grad(set_to_none=True)
-        logits_N = self._hypernetwork()
-        logits_SN = logits_N.detach().expand(settings.samples, -1)
-        sample = self._estimator.sample(logits_SN if settings.samples > 1 else logits_SN[0], self._generator)
+        sample = self._estimator.sample(self._update.logits().expand(self._shape), self._generator)
         masks = problem.ranks.send(sample.mask).requires_grad_()
         loss = backward_decoder(problem, self._batches, masks, self.position.step)
         assert masks.grad is not None
         problem.ranks.average(masks.grad)
         problem.ranks.average(loss)
-        counts = problem.count.count(problem.groups.expand(masks))
-        over_budget = budget_loss(counts, problem.target).mean()
-        (settings.lambda_ * over_budget).backward()
-        gradient = masks.grad * sample.slope
-        logits_N.backward(gradient.sum(0) if gradient.dim() == 2 else gradient)
-        left = counts.mean()
-        gradients = [p.grad for p in self._hypernetwork.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
         # One transfer from the device for all numbers of the step.
-        numbers = torch.stack([value.detach().double() for value in (loss, over_budget, left, norm)]).tolist()
+        numbers = self._update.gradients(loss, masks, masks.grad, sample.slope).tolist()
         finite = all(math.isfinite(number) for number in numbers)
         with uninterrupted():
             if finite:
@@ -182,6 +176,9 @@ class Learner:
         if self.position.bad_in_a_row >= settings.max_bad_steps:
             raise _diverged(self.position, numbers[0])
         return StepOutcome(numbers[0], numbers[1], 1.0 - numbers[2] / problem.count.dense, finite)
+
+    def _count(self, masks: Tensor) -> Tensor:
+        return self.problem.count.count(self.problem.groups.expand(masks))
 
     def _commit(self) -> None:
         for group in self._optimizer.param_groups:

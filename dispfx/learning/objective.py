@@ -24,5 +24,6 @@ def budget_loss(left: Tensor, target: float) -> Tensor:
     """
     left = left.clamp_min(1.0)  # every bit of a sample can be zero
     # The logarithm of each, not of the ratio: float64 holds both, and the gradient is ±1 / T(s).
-    bound = left.new_tensor(target)
+    # Filled on the device: a CUDA graph cannot hold a copy from the host.
+    bound = torch.full_like(left, target)
     return torch.log(torch.maximum(left, bound)) - torch.log(torch.minimum(left, bound))

@@ -23,8 +23,8 @@ def alone(state: Path | None = None, *, resume: bool = False, **changes: Any) ->
     )
 
 
-STEPS = {"steps": 6, "batch_size": 4, "accumulate": 2, "held_out_every": 3}
-DYING = {"steps": 8, "batch_size": 4, "save_every": 100}
+STEPS: dict[str, Any] = {"steps": 6, "batch_size": 4, "accumulate": 2, "held_out_every": 3}
+DYING: dict[str, Any] = {"steps": 8, "batch_size": 4, "save_every": 100}
 SCENARIOS = [
     Scenario("one", changes={**STEPS, "samples": 1}),
     Scenario("four", changes={**STEPS, "samples": 4}),
