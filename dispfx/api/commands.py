@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from dispfx.api.compilation import Learning, learn_from, remove_state, state_folder
 from dispfx.api.folders import is_output, open_folder
 from dispfx.api.measuring import measure
-from dispfx.api.onnx_folder import FOLDER, has_onnx, onnx_lines, onnx_runner, write_onnx
+from dispfx.api.onnx_folder import FOLDER, folder_onnx_lines, has_onnx, onnx_runner, write_onnx
 from dispfx.api.opening import Opening, context_of, longest_context
-from dispfx.api.programs import analyse
+from dispfx.api.programs import WriteSpelling, analyse
 from dispfx.api.stages import Stages
 from dispfx.api.text import TextChoice, require_known, vocabulary_of
 from dispfx.api.verification import exported_lines, tolerance_of
@@ -22,6 +22,7 @@ from dispfx.capturing import export_program, module_logits
 from dispfx.deploy import exported
 from dispfx.deploy.folder import refuse_existing
 from dispfx.deploy.generate import generate as continue_ids
+from dispfx.deploy.onnx.exporting import OPSET
 from dispfx.errors import DataError, VerificationError
 from dispfx.ir.plan import BudgetOf, Plan
 from dispfx.ir.program import Program
@@ -153,7 +154,7 @@ def verify(folder: str | Path) -> list[Verification]:
         if (opened.path / exported.PROGRAM_FILE).is_file():
             lines += exported_lines(opened.path, opened.decoder, opened.vocabulary_size)
     if has_onnx(opened.path):
-        lines += onnx_lines(opened.path, opened.decoder, opened.vocabulary_size)
+        lines += folder_onnx_lines(opened)
     return lines
 
 
@@ -194,7 +195,12 @@ def evaluate(
 
 
 def export(
-    folder: str | Path, *, onnx: bool = False, pt2: bool = False, opset: int | None = None
+    folder: str | Path,
+    *,
+    onnx: bool = False,
+    pt2: bool = False,
+    opset: int | None = None,
+    write: WriteSpelling = "gather-add",
 ) -> list[Path]:
     """Write other forms of the decoder in a folder beside its checkpoint, verified.
 
@@ -219,8 +225,7 @@ def export(
             raise
         written.append(target)
     if onnx:
-        size = opened.vocabulary_size
-        require(*write_onnx(opened.path, opened.fast(), opened.decoder, size, opset=opset))
+        write_onnx(opened, opset=opset or OPSET, write=write)
         written.append(onnx_folder)
     return written
 

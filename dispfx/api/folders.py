@@ -1,5 +1,6 @@
 """An output folder, opened: its pruned decoder and what lies beside it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dispfx.api.cached import capture_cached
 from dispfx.api.programs import analyse, lower_program, only_planned
 from dispfx.deploy import reload
 from dispfx.deploy.checkpoint import own_config, skeleton
@@ -58,7 +60,7 @@ class Opened:
     @cached_property
     def program(self) -> Program | None:
         """The lowered program, captured anew; None where the folder holds a graph alone."""
-        return None if self.plan is None else self._lowered(self.plan)
+        return None if self.plan is None else self._lowered(self.plan, partial(analyse, experts=self.experts), self.device)
 
     @property
     def graph_module(self) -> torch.fx.GraphModule:
@@ -99,10 +101,23 @@ class Opened:
         assert self.graph_module is not None and self.program is not None
         return Pipeline([GatherAdd()]).run(self.program.clone()).graph_module
 
-    def _lowered(self, plan: Plan) -> Program:
+    def cached(self) -> Program:
+        """Return the lowered program of the decoder with its cache, on the CPU.
+
+        Raises:
+            CaptureError, UnsupportedGraphError: if the decoder takes no cache of keys and values.
+            OutputError: if the folder holds a graph alone.
+        """
+        if self.plan is None:
+            raise OutputError("a graph alone has no cache", where=str(self.path))
+        return self._lowered(self.plan, capture_cached, "cpu")
+
+    def _lowered(
+        self, plan: Plan, capture: Callable[[nn.Module], Program], device: str | torch.device
+    ) -> Program:
         """Capture the decoder without its weights, lower it, and put the stored weights in."""
-        model = skeleton(self.path, device=self.device, trust_remote_code=self.trust_remote_code)
-        program = only_planned(analyse(model, experts=self.experts), plan)
+        model = skeleton(self.path, device=device, trust_remote_code=self.trust_remote_code)
+        program = only_planned(capture(model), plan)
         lowered = lower_program(program, plan)
         layout = read_layout(self.path)
         if layout is None:

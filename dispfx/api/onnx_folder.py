@@ -1,77 +1,103 @@
 """DIR/onnx: the ONNX model of an output folder, verified before it appears."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor
 
-from dispfx.deploy import onnx
-from dispfx.deploy.checkpoint import own_config, own_generation_config
+from dispfx.api.folders import Opened
+from dispfx.api.onnx_verification import Reference, onnx_lines
+from dispfx.api.programs import WriteSpelling
+from dispfx.deploy.checkpoint import own_generation_config
 from dispfx.deploy.folder import new_folder
-from dispfx.deploy.section import CONFIG_FILE
-from dispfx.errors import OutputError
+from dispfx.deploy.genai import write_genai_config
+from dispfx.deploy.onnx.exporting import OPSET, cached_model, full_sequence_model
+from dispfx.deploy.onnx.files import MODEL_FILE, save_model
+from dispfx.deploy.onnx.session import (
+    CachedSession,
+    OnnxCachedDecoder,
+    OnnxDecoder,
+    SessionOptions,
+    has_cache,
+)
+from dispfx.deploy.section import write_model_files
+from dispfx.errors import CaptureError, OutputError, UnsupportedGraphError
+from dispfx.ir.cached_inputs import cache_tensors
+from dispfx.ir.program import Program
 from dispfx.measure.equivalence import Verification, random_token_ids, require
-from dispfx.source import load_folder_tokenizer
+from dispfx.passes.gather_add import GatherAdd
+from dispfx.pipeline import Pipeline
 
 FOLDER = "onnx"
 
-# ONNX Runtime has kernels of its own: softmax, norms and products sum in other orders.
-TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2}
-
 
 def write_onnx(
-    folder: Path,
-    fast: fx.GraphModule,
-    reference: nn.Module,
-    vocabulary_size: int,
-    *,
-    opset: int | None = None,
+    opened: Opened, *, opset: int = OPSET, write: WriteSpelling = "gather-add"
 ) -> list[Verification]:
-    """Write `folder`/onnx if ONNX Runtime gives the reference's logits, and return the comparisons.
+    """Write `onnx/` into an opened folder if ONNX Runtime gives what the checkpoint gives.
+
+    The model has a cache, unless the decoder takes none.
 
     Args:
-        folder: an output folder, which may still be private.
-        fast: the decoder with gather-add writes.
-        reference: the decoder as reloaded from the folder.
+        opened: an output folder, which may still be private.
+        opset: version of the standard operator set.
+        write: how the graph writes into the residual stream.
+
+    Returns:
+        The comparisons.
 
     Raises:
         VerificationError: if a comparison does not hold; nothing is left behind.
         UnsupportedGraphError: if the exporter cannot translate the decoder.
     """
-    sample = random_token_ids(vocabulary_size, (2, 8), device=next(fast.parameters()).device)
-    known = (folder / CONFIG_FILE).is_file()
-    config = own_config(folder) if known else None
-    with new_folder(folder / FOLDER) as partial:
-        path = onnx.write_onnx_folder(
-            partial,
-            fast,
-            sample,
-            config=config,
-            generation_config=own_generation_config(folder) if known else None,
-            tokenizer=load_folder_tokenizer(folder),
-            opset=opset or onnx.OPSET,
-        )
-        lines = _compared(path, reference, vocabulary_size)
+    cached = cached_twin(opened)
+    with new_folder(opened.path / FOLDER) as partial:
+        if cached is None:
+            plain = opened.fast() if write == "gather-add" else opened.graph_module
+            sample = random_token_ids(opened.vocabulary_size, (2, 8), device=opened.device)
+            model = full_sequence_model(plain, sample, opset=opset)
+        else:
+            _write_configs(opened, cached, partial)
+            model = cached_model(_spelled(cached, write), opset=opset)
+        save_model(model, partial / MODEL_FILE)
+        # The weights are on disk now; what is compared is read from there.
+        del model
+        lines = onnx_lines(partial / MODEL_FILE, _reference(opened, cached))
         require(*lines)
     return lines
 
 
+def cached_twin(opened: Opened) -> Program | None:
+    """Return the folder's decoder as a program with a cache, or None where it takes none."""
+    if opened.config is None:
+        return None
+    try:
+        return opened.cached()
+    except (CaptureError, UnsupportedGraphError):
+        return None
+
+
 def has_onnx(folder: Path) -> bool:
     """Whether an output folder holds an ONNX model."""
-    return (folder / FOLDER / onnx.MODEL_FILE).is_file()
+    return (folder / FOLDER / MODEL_FILE).is_file()
 
 
-def onnx_lines(folder: Path, reference: nn.Module, vocabulary_size: int) -> list[Verification]:
+def folder_onnx_lines(opened: Opened) -> list[Verification]:
     """Compare the folder's ONNX model with its checkpoint.
 
     Raises:
         DataError: if the model is damaged.
     """
-    return _compared(folder / FOLDER / onnx.MODEL_FILE, reference, vocabulary_size)
+    path = opened.path / FOLDER / MODEL_FILE
+    cached = cached_twin(opened) if has_cache(SessionOptions().open(path)) else None
+    return onnx_lines(path, _reference(opened, cached))
 
 
-def onnx_runner(folder: Path) -> onnx.OnnxDecoder:
-    """Return the folder's ONNX model as a decoder.
+def onnx_runner(folder: Path) -> Callable[[Tensor], Tensor]:
+    """Return the folder's ONNX model as a decoder for texts that grow: ids (B, T) to logits (B, N, V) of
+    the N tokens that are new since the last call.
 
     Raises:
         OutputError: if the folder has none.
@@ -80,16 +106,59 @@ def onnx_runner(folder: Path) -> onnx.OnnxDecoder:
         raise OutputError(
             "the folder has no ONNX model", where=str(folder), hint=f"dispfx export {folder} --onnx"
         )
-    return onnx.OnnxDecoder(folder / FOLDER / onnx.MODEL_FILE)
+    path = folder / FOLDER / MODEL_FILE
+    if not has_cache(SessionOptions().open(path)):
+        return OnnxDecoder(path)
+    return _Growing(OnnxCachedDecoder(CachedSession(path)))
 
 
-def _compared(path: Path, reference: nn.Module, vocabulary_size: int) -> list[Verification]:
-    parameter = next(reference.parameters())
-    return onnx.verify_onnx(
-        path,
-        reference,
-        tolerance=TOLERANCES.get(parameter.dtype, 1e-4),
-        vocabulary_size=vocabulary_size,
-        name="onnx = checkpoint",
-        device=parameter.device,
+class _Growing:
+    """Gives a decoder with a cache only what it has not seen."""
+
+    def __init__(self, decoder: OnnxCachedDecoder):
+        self._decoder = decoder
+        self._seen = 0
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        new, self._seen = ids[:, self._seen :], ids.shape[1]
+        return self._decoder(new)
+
+
+def _spelled(program: Program, write: WriteSpelling) -> Program:
+    """Return the program with its writes spelled as asked.
+
+    Raises:
+        UnsupportedGraphError: for `index-add` in half precision, which ONNX Runtime cannot add up.
+    """
+    if write == "gather-add":
+        return Pipeline([GatherAdd()]).run(program.clone())
+    if program.dtype in (torch.float16, torch.bfloat16):
+        raise UnsupportedGraphError(
+            f"ONNX Runtime has no adding scatter for {str(program.dtype).removeprefix('torch.')}",
+            hint="leave out --write index-add",
+        )
+    return program
+
+
+def _write_configs(opened: Opened, cached: Program, folder: Path) -> None:
+    """Write the decoder's own config, without a word of ours, and genai's beside it.
+
+    What clients read from the config (vocabulary, layers, heads, position limits) is true of the pruned
+    decoder too.
+    """
+    generation: Any = own_generation_config(opened.path)
+    write_model_files(folder, config=opened.config, generation_config=generation, tokenizer=opened.tokenizer)
+    write_genai_config(
+        folder,
+        model_file=MODEL_FILE,
+        caches=cache_tensors(cached.graph),
+        inputs=cached.inputs,
+        vocabulary_size=cached.vocabulary_size,
+        config=opened.config,
+        generation_config=generation,
     )
+
+
+def _reference(opened: Opened, cached: Program | None) -> Reference:
+    return Reference(opened.decoder, opened.graph_module, cached, opened.vocabulary_size)
+

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dispfx
-from dispfx.api.folders import load
+from dispfx.api.folders import open_folder
 from dispfx.api.measuring import measure
 from dispfx.api.onnx_folder import write_onnx
 from dispfx.api.opening import context_of
@@ -124,7 +124,8 @@ def write_output(task: Task, stages: Stages) -> Report:
         with stages("write"):
             _write_decoder(task, folder, lowered, pruned)
         with stages("reload"):
-            reloaded = load(folder, device=task.program.device)
+            opened = open_folder(folder, device=task.program.device)
+            reloaded = opened.decoder
             name, written = (
                 ("modules", pruned.model) if isinstance(pruned, PrunedModel) else ("lowered", lowered)
             )
@@ -133,8 +134,7 @@ def write_output(task: Task, stages: Stages) -> Report:
                 _add(lines, exported_lines(folder, reloaded, task.program.vocabulary_size), stages)
         if task.exports == "onnx":
             with stages("onnx"):
-                fast = lower(_exportable(task), task.plan, write="gather-add")
-                _add(lines, write_onnx(folder, fast, reloaded, task.program.vocabulary_size), stages)
+                _add(lines, write_onnx(opened), stages)
         with stages("measure"):
             measured = _perplexity(task, reloaded)
             skills = _skills(task, reloaded)

@@ -66,6 +66,25 @@ def widen_scatter_indices(graph: ir.Graph) -> None:
         node.replace_input_with(1, wide)
 
 
+def type_norms(graph: ir.Graph) -> None:
+    """Cast the result of every RMSNormalization whose scale has another type than the result is said to.
+
+        RMSNormalization(half, float scale) → half    →    Cast(RMSNormalization(half, float scale) → float)
+
+    The exporter forms the operator over a cast that follows it; the operator's result has the type of its
+    scale.
+    """
+    for node in [node for node in graph if node.op_type == "RMSNormalization" and node.domain == ""]:
+        scale, result = node.inputs[1], node.outputs[0]
+        if scale is None or scale.dtype is None or result.dtype in (None, scale.dtype):
+            continue
+        cast = ir.Value(name=f"{result.name}_cast", type=result.type, shape=result.shape)
+        to = {"to": int(result.dtype)}
+        ir.convenience.replace_all_uses_with(result, cast, replace_graph_outputs=True)
+        graph.insert_after(node, ir.node("Cast", [result], attributes=to, outputs=[cast]))
+        result.type = ir.TensorType(scale.dtype)
+
+
 def forget_sources(model: ir.Model) -> None:
     """Drop the notes of the exporter, which hold stack traces with the paths of this machine."""
     for node in model.graph.all_nodes():

@@ -1,0 +1,90 @@
+"""genai_config.json: what onnxruntime-genai needs to know about a model with a cache.
+
+It is written from the model's own inputs and outputs; the decoder's config gives only what the graph
+does not hold (special tokens, the longest context).  `decoder` is genai's name for any decoder whose
+inputs and outputs are named here.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dispfx.ir.cached_inputs import CACHED_INPUTS, CacheTensor
+
+GENAI_FILE = "genai_config.json"
+_DEFAULT_CONTEXT = 2048
+
+
+def write_genai_config(
+    folder: Path,
+    *,
+    model_file: str,
+    caches: Sequence[CacheTensor],
+    inputs: Sequence[str],
+    vocabulary_size: int,
+    config: Any,
+    generation_config: Any = None,
+) -> None:
+    """Write genai_config.json into `folder`.
+
+    Args:
+        caches: of the model, two a layer.
+        inputs: names of the model's inputs; a decoder may count positions by itself.
+        config, generation_config: the decoder's own; a token is taken from the second first.
+    """
+    keys = [cache for cache in caches if cache.name.endswith(".key")]
+    context = getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT
+    eos = _token("eos_token_id", generation_config, config)
+    entries = {
+        "model": {
+            "type": "decoder",
+            "context_length": context,
+            "vocab_size": vocabulary_size,
+            "bos_token_id": _first(_token("bos_token_id", generation_config, config)),
+            "eos_token_id": eos if eos is not None else [],
+            "pad_token_id": _first(_token("pad_token_id", generation_config, config) or eos),
+            "decoder": {
+                "filename": model_file,
+                "head_size": keys[0].size,
+                "hidden_size": getattr(config, "hidden_size", 0),
+                "num_attention_heads": getattr(config, "num_attention_heads", keys[0].heads),
+                "num_key_value_heads": keys[0].heads,
+                "num_hidden_layers": len(keys),
+                "inputs": {
+                    **{name: name for name in CACHED_INPUTS if name in inputs},
+                    "past_key_names": "past_key_values.%d.key",
+                    "past_value_names": "past_key_values.%d.value",
+                },
+                "outputs": {
+                    "logits": "logits",
+                    "present_key_names": "present.%d.key",
+                    "present_value_names": "present.%d.value",
+                },
+                "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+            },
+        },
+        "search": {
+            "do_sample": False,
+            "max_length": context,
+            "num_beams": 1,
+            "past_present_share_buffer": False,
+        },
+    }
+    text = json.dumps(entries, indent=2) + "\n"
+    (folder / GENAI_FILE).write_text(text, encoding="utf-8")
+
+
+def _token(name: str, *configs: Any) -> Any:
+    for config in configs:
+        found = getattr(config, name, None)
+        if found is not None:
+            return found
+    return None
+
+
+def _first(token: Any) -> int:
+    """Return one token; genai reads a number everywhere, and 0 is one that every vocabulary has."""
+    if isinstance(token, list | tuple):
+        return int(token[0]) if token else 0
+    return 0 if token is None else int(token)

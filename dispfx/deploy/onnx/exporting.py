@@ -1,0 +1,112 @@
+"""From a lowered graph to an ONNX model in memory: export, repair, legalize.
+
+Entry points: `cached_model` for a program with a cache, `full_sequence_model` for a graph without one.
+"""
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+
+from dispfx.cached_capture import export_cached_program
+from dispfx.capturing import export_program
+from dispfx.deploy.onnx.legalize import PLAIN, Flavor, legalize
+from dispfx.errors import UnsupportedGraphError
+from dispfx.ir.program import Program
+
+OPSET = 23
+# What the converter of torch can write: older sets lack operators that it uses.
+OPSETS = range(18, 25)
+
+_ROWS = {0: "batch", 1: "sequence"}
+_MASK = {0: "batch", 1: "total_sequence"}
+_PAST = {0: "batch", 2: "past_sequence"}
+_PRESENT = ("batch", None, "total_sequence", None)
+
+
+def cached_model(program: Program, *, opset: int = OPSET, flavor: Flavor = PLAIN) -> ir.Model:
+    """Return the ONNX model of a lowered program with a cache.
+
+    Inputs and outputs have the program's names.  Free sizes are `batch`, `sequence` (new tokens),
+    `past_sequence` and `total_sequence`, their sum.
+
+    Args:
+        opset: version of the standard operator set.
+        flavor: what the model is for.
+
+    Raises:
+        UnsupportedGraphError: if the exporter has no ONNX form for an operation, or does not know the set.
+    """
+    with silence():
+        exported = export_cached_program(program.graph_module)
+        dims = (_ROWS, _MASK, _ROWS, *[_PAST] * (len(program.inputs) - 3))
+        model = _exported(exported, program.inputs, program.outputs, dims, opset)
+        legalize(model, flavor)
+    for value in model.graph.outputs[1:]:
+        assert value.shape is not None
+        value.shape = ir.Shape([name or size for name, size in zip(_PRESENT, value.shape, strict=True)])
+    return model
+
+
+def full_sequence_model(lowered: fx.GraphModule, sample_ids: Tensor, *, opset: int = OPSET) -> ir.Model:
+    """Return the ONNX model of a graph from `input_ids` (batch, sequence) to `logits`.
+
+    Args:
+        sample_ids: (B, T), both at least 2, on the decoder's device.
+        opset: version of the standard operator set.
+
+    Raises:
+        UnsupportedGraphError: as `cached_model`.
+    """
+    with silence():
+        exported = export_program(lowered, sample_ids)
+        model = _exported(exported, ("input_ids",), ("logits",), (_ROWS,), opset)
+        legalize(model)
+    return model
+
+
+def _exported(
+    exported: ExportedProgram,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    dims: tuple[dict[int, str], ...],
+    opset: int,
+) -> ir.Model:
+    if opset not in OPSETS:
+        raise UnsupportedGraphError(
+            f"--opset must lie between {OPSETS[0]} and {OPSETS[-1]}, {opset} was given"
+        )
+    options: dict[str, Any] = {"input_names": list(inputs), "output_names": list(outputs)}
+    try:
+        program = torch.onnx.export(
+            exported, dynamo=True, opset_version=opset, dynamic_shapes=dims, verbose=False, **options
+        )
+    except torch.onnx.errors.OnnxExporterError as error:
+        raise UnsupportedGraphError(
+            f"the ONNX exporter cannot translate this decoder: {str(error).splitlines()[0]}",
+            hint="compile with --export none, or --export pt2",
+        ) from error
+    assert program is not None
+    return program.model
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Keep the exporter's warnings and log lines, which concern its own insides, off the terminal."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,128 @@
+"""Models on disk: written whole with their weights beside them, and read only if those lie there.
+
+Every path to weights is relative and stays in the model's own folder, so the folder can be moved, and a
+model from elsewhere cannot read other files.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+
+from dispfx.deploy.onnx.exporting import silence
+from dispfx.errors import DataError, OutputError, UnsupportedGraphError
+
+MODEL_FILE = "model.onnx"
+# A protobuf message holds 2 GB; the weights lie in a file beside the model well before that.
+MAX_INLINE_BYTES = 2**27
+_INTEGERS = {2: np.int16, 4: np.int32, 8: np.int64}
+
+
+def save_model(model: ir.Model, path: Path, *, max_inline_bytes: int = MAX_INLINE_BYTES) -> None:
+    """Write `model` to `path`; one with more weights gets them in `<name>.data` beside it.
+
+    The files appear when they are complete and `onnx.checker` accepts them.
+
+    Args:
+        max_inline_bytes: weights up to here lie in the model file itself.
+
+    Raises:
+        OutputError: if the files cannot be written.
+        UnsupportedGraphError: if onnx refuses the model.
+    """
+    if not path.parent.is_dir():
+        raise OutputError("the folder of the ONNX model does not exist", where=str(path.parent))
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.partial-", dir=path.parent) as partial:
+            _save(model, Path(partial, path.name), max_inline_bytes)
+            # The model goes last: it is complete once it has its name.
+            for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == path.name):
+                shutil.move(file, path.parent / file.name)
+    except OSError as error:
+        raise OutputError(f"the ONNX model cannot be written: {error}", where=str(path)) from error
+
+
+def _save(model: ir.Model, path: Path, max_inline_bytes: int) -> None:
+    for value in model.graph.initializers.values():
+        _order_rows(value)
+    tensors = [value.const_value for value in model.graph.initializers.values()]
+    size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    with silence():
+        ir.save(model, path, external_data=f"{path.name}.data" if size > max_inline_bytes else None)
+        try:
+            onnx.checker.check_model(str(path), full_check=True)
+        except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+            raise UnsupportedGraphError(
+                f"the exporter made a model that onnx refuses: {error}", hint="compile with --export none"
+            ) from error
+
+
+def _order_rows(value: ir.Value) -> None:
+    """Let a transposed weight be copied into the order of its rows when it is written, and only then.
+
+    The exporter transposes weights without copying, and numpy writes such an array number by number.
+    """
+    tensor = value.const_value
+    if not isinstance(tensor, ir.Tensor) or not isinstance(tensor.raw, np.ndarray):
+        return
+    numbers = tensor.raw
+    if numbers.flags.c_contiguous or numbers.ndim != 2 or numbers.itemsize not in _INTEGERS:
+        return
+
+    def ordered() -> ir.Tensor:
+        # torch copies in blocks and with several threads, and has no name for some types of numpy's.
+        bits = torch.from_numpy(numbers.view(_INTEGERS[numbers.itemsize]))
+        return ir.Tensor(bits.contiguous().numpy().view(numbers.dtype), dtype=tensor.dtype, name=tensor.name)
+
+    value.const_value = ir.LazyTensor(ordered, dtype=tensor.dtype, shape=tensor.shape, name=tensor.name)
+
+
+def load_model(path: Path) -> ir.Model:
+    """Return a model from disk; its weights are read when they are needed.
+
+    Raises:
+        DataError: as `check_external_data`.
+    """
+    check_external_data(path)
+    return ir.load(path)
+
+
+def check_external_data(path: Path) -> None:
+    """Refuse a model whose weights lie anywhere but in its own folder.
+
+    Raises:
+        DataError: naming the entry, or if the file is missing or no ONNX model.
+    """
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except Exception as error:
+        # protobuf's DecodeError has no public name; a damaged file is the only cause left.
+        raise DataError(f"the ONNX model cannot be read: {error}", where=str(path)) from error
+    folder = path.parent.resolve()
+    for tensor in _external_tensors(model):
+        location = {entry.key: entry.value for entry in tensor.external_data}.get("location", "")
+        inside = not Path(location).is_absolute() and (folder / location).resolve().is_relative_to(folder)
+        if not location or not inside:
+            raise DataError(
+                f"the weights {tensor.name} must lie beside the model, not in {location!r}", where=str(path)
+            )
+
+
+def _external_tensors(message: Any) -> Iterator[onnx.TensorProto]:
+    """Yield every tensor of a protobuf message, at any depth, whose bytes lie in another file."""
+    stack = [message]
+    while stack:
+        at = stack.pop()
+        if isinstance(at, onnx.TensorProto):
+            if at.data_location == onnx.TensorProto.EXTERNAL:
+                yield at
+            continue
+        for field, value in at.ListFields():
+            if field.message_type is not None:
+                stack.extend([value] if hasattr(value, "ListFields") else value)

@@ -1,0 +1,154 @@
+"""How fast ONNX models with a cache run: prefill and decode, and the bound that the removed weights set.
+
+The bound of a speed-up is the ratio of times that the removed weights alone allow: from bytes where one
+token is decoded, from operations where a text is read, with head, cache and attention counted as unchanged.
+
+Shape legend: B batch, T new tokens, P cached tokens.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dispfx.deploy.onnx.session import BoundRun, CachedSession
+from dispfx.ir.cached_inputs import CachedShape, CacheTensor, sample_inputs
+
+# A product with this many tokens or more takes as long as its operations; with fewer, as its bytes.
+_READING_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How long one run takes.
+
+    Args:
+        shape: (B, T, P).
+        seconds: median of the runs, each waited for.
+        fastest, slowest: of the middle eight tenths.
+        queued_seconds: of a run among many that were started without waiting; on a GPU only.
+        runs: how many were timed.
+    """
+
+    shape: CachedShape
+    seconds: float
+    fastest: float
+    slowest: float
+    queued_seconds: float | None
+    runs: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of the whole batch a second."""
+        return self.shape.batch * self.shape.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run of a decoder has to do.
+
+    Args:
+        weights: numbers in the weights of all products, head included; zero rows are not counted.
+        itemsize: bytes of a number.
+        caches: what is cached.
+        query_heads: of an attention.
+    """
+
+    weights: int
+    itemsize: int
+    caches: tuple[CacheTensor, ...]
+    query_heads: int
+
+    def amount(self, shape: CachedShape) -> float:
+        """Return operations for a text that is read, bytes for tokens that are decoded."""
+        batch, tokens, past = shape
+        width = sum(cache.heads * cache.size for cache in self.caches)
+        if batch * tokens < _READING_TOKENS:
+            return self.itemsize * (self.weights + batch * (past + tokens) * width)
+        scores = tokens * past + tokens * (tokens + 1) / 2
+        heads = sum(self.query_heads * cache.size for cache in self.caches)
+        return 2 * batch * (tokens * self.weights + scores * heads)
+
+
+def bound(dense: Work, pruned: Work, shape: CachedShape) -> float:
+    """Return the speed-up that the removed weights alone allow at a shape."""
+    return dense.amount(shape) / pruned.amount(shape)
+
+
+def time_session(
+    session: CachedSession,
+    shape: CachedShape,
+    *,
+    seconds: float = 2.0,
+    most_runs: int = 200,
+    warm_up: int = 5,
+) -> Speed:
+    """Time a model at one shape, its inputs and outputs bound to memory of its device.
+
+    Args:
+        seconds: how long to go on, at the most; five runs are timed in any case.
+    """
+    run = bound_run(session, shape)
+    for _ in range(warm_up):
+        run.run()
+    times = _times(run.run, seconds, most_runs)
+    tenths = statistics.quantiles(times, n=10)
+    queued = _queued(run, len(times)) if session.device.type == "cuda" else None
+    return Speed(shape, statistics.median(times), tenths[0], tenths[-1], queued, len(times))
+
+
+def bound_run(session: CachedSession, shape: CachedShape) -> BoundRun:
+    """Return a run at a shape on random tokens and caches, nothing of it padding."""
+    inputs = sample_inputs(session.caches, shape, session.vocabulary_size, session.device)
+    inputs[1].fill_(1)
+    positions = torch.arange(shape.past, shape.past + shape.tokens, device=session.device)
+    placed: list[Tensor] = [*inputs[:2], positions.expand(shape.batch, -1).contiguous(), *inputs[3:]]
+    return session.bind(placed, session.outputs(shape))
+
+
+def _times(run: Callable[[], None], seconds: float, most_runs: int) -> list[float]:
+    times: list[float] = []
+    start = time.perf_counter()
+    while len(times) < 5 or (len(times) < most_runs and time.perf_counter() - start < seconds):
+        before = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - before)
+    return times
+
+
+def _queued(run: BoundRun, runs: int) -> float:
+    torch.cuda.synchronize()
+    before = time.perf_counter()
+    for _ in range(runs):
+        run.enqueue()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - before) / runs
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kind of kernel on the GPU, in one run."""
+
+    name: str
+    calls: float
+    microseconds: float
+
+
+def kernels_of(run: Callable[[], None], runs: int = 3) -> Sequence[Kernel]:
+    """Return what the GPU did in a run, the longest first, averaged over `runs`."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(runs):
+            run()
+        torch.cuda.synchronize()
+    found = [
+        Kernel(event.key, event.count / runs, event.self_device_time_total / runs)
+        for event in recorded.key_averages()
+        if event.self_device_time_total > 0
+    ]
+    return sorted(found, key=lambda kernel: -kernel.microseconds)
