@@ -161,4 +161,3 @@ def _write_configs(opened: Opened, cached: Program, folder: Path) -> None:
 
 def _reference(opened: Opened, cached: Program | None) -> Reference:
     return Reference(opened.decoder, opened.graph_module, cached, opened.vocabulary_size)
-

@@ -1,6 +1,8 @@
 import collections
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -9,8 +11,11 @@ from torch import Tensor, fx, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from dispfx.capturing import capture
-from dispfx.deploy.onnx import OnnxDecoder, export_onnx, verify_onnx, write_onnx_folder
+from dispfx.deploy.onnx.exporting import OPSET, full_sequence_model
+from dispfx.deploy.onnx.files import save_model
+from dispfx.deploy.onnx.session import OnnxDecoder
 from dispfx.errors import DataError, OutputError, UnsupportedGraphError
+from dispfx.measure.equivalence import Verification, compare_decoders
 from tests.deploy.conftest import WIDTH, tiny_llama
 
 SAMPLE_BT = torch.zeros(3, 13, dtype=torch.int64)
@@ -48,6 +53,21 @@ class Branch(nn.Module):
         return self.model.lm_head(x_BTD)
 
 
+def export_onnx(
+    lowered: fx.GraphModule, path: Path, *, opset: int = OPSET, max_inline_bytes: int = 2**20
+) -> None:
+    save_model(full_sequence_model(lowered, SAMPLE_BT, opset=opset), path, max_inline_bytes=max_inline_bytes)
+
+
+def compared(
+    path: Path, reference: Callable[[Tensor], Tensor], tolerance: float, shapes: Any = ((2, 9), (1, 17))
+) -> list[Verification]:
+    decoder = OnnxDecoder(path)
+    return compare_decoders(
+        "onnx = lowered", reference, decoder, tolerance, vocabulary_size=40, shapes=shapes
+    )
+
+
 def graph_of(module: nn.Module) -> fx.GraphModule:
     return capture(module.eval(), vocabulary_size=40).graph_module
 
@@ -60,7 +80,7 @@ def lowered() -> fx.GraphModule:
 @pytest.fixture(scope="module")
 def exported(lowered: fx.GraphModule, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("onnx") / "model.onnx"
-    export_onnx(lowered, path, SAMPLE_BT, max_inline_bytes=0)
+    export_onnx(lowered, path, max_inline_bytes=0)
     return path
 
 
@@ -69,7 +89,7 @@ def operators(path: Path) -> collections.Counter[str]:
 
 
 def holds_everywhere(path: Path, reference: fx.GraphModule, tolerance: float = TOLERANCE) -> bool:
-    lines = verify_onnx(path, reference, tolerance=tolerance, vocabulary_size=40, shapes=SHAPES_BT)
+    lines = compared(path, reference, tolerance, SHAPES_BT)
     assert [line.shape for line in lines] == list(SHAPES_BT)
     return all(line.holds for line in lines)
 
@@ -83,7 +103,7 @@ def test_gather_add_becomes_a_gather_and_no_scatter(exported: Path, lowered: fx.
 
 def test_index_add_becomes_an_adding_scatter(tmp_path: Path) -> None:
     lowered = graph_of(Branch("index-add"))
-    export_onnx(lowered, tmp_path / "model.onnx", SAMPLE_BT)
+    export_onnx(lowered, tmp_path / "model.onnx")
 
     assert holds_everywhere(tmp_path / "model.onnx", lowered)
     scatters = [node for node in onnx.load(tmp_path / "model.onnx").graph.node if node.op_type == "ScatterND"]
@@ -106,7 +126,7 @@ def test_norms_attention_and_rotation_come_out_as_operators(exported: Path) -> N
 
 @pytest.mark.slow
 def test_an_older_operator_set_computes_the_same(lowered: fx.GraphModule, tmp_path: Path) -> None:
-    export_onnx(lowered, tmp_path / "model.onnx", SAMPLE_BT, opset=20)
+    export_onnx(lowered, tmp_path / "model.onnx", opset=20)
 
     assert holds_everywhere(tmp_path / "model.onnx", lowered)
     assert "Attention" not in operators(tmp_path / "model.onnx")
@@ -118,7 +138,7 @@ def test_learned_positions_and_layer_norms_export_too(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=64)
     lowered = graph_of(GPT2LMHeadModel(config))
 
-    export_onnx(lowered, tmp_path / "model.onnx", SAMPLE_BT)
+    export_onnx(lowered, tmp_path / "model.onnx")
 
     assert holds_everywhere(tmp_path / "model.onnx", lowered)
 
@@ -126,15 +146,18 @@ def test_learned_positions_and_layer_norms_export_too(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_half_precision_runs_on_the_cpu(tmp_path: Path) -> None:
     lowered = graph_of(Branch("gather-add").half())
-    export_onnx(lowered, tmp_path / "model.onnx", SAMPLE_BT)
+    export_onnx(lowered, tmp_path / "model.onnx")
 
     # float16 carries 11 bits, and the two runtimes round at different places.
     assert holds_everywhere(tmp_path / "model.onnx", lowered, tolerance=1e-2)
 
 
-def test_bfloat16_is_refused_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedGraphError, match="bfloat16"):
-        export_onnx(graph_of(Branch("gather-add").bfloat16()), tmp_path / "model.onnx", SAMPLE_BT)
+@pytest.mark.parametrize("opset", [1, 17, 99])
+def test_an_operator_set_that_the_exporter_does_not_write_is_refused(
+    lowered: fx.GraphModule, tmp_path: Path, opset: int
+) -> None:
+    with pytest.raises(UnsupportedGraphError, match="--opset must lie between"):
+        export_onnx(lowered, tmp_path / "model.onnx", opset=opset)
 
     assert os.listdir(tmp_path) == []
 
@@ -165,31 +188,24 @@ def test_the_file_holds_no_path_of_this_machine(exported: Path) -> None:
         assert str(path).encode() not in content
 
 
-def test_a_folder_is_written_in_silence_with_the_decoders_own_config(
+def test_a_model_is_written_in_silence_and_the_graph_stays_as_it_was(
     lowered: fx.GraphModule, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = {name: tensor.clone() for name, tensor in lowered.state_dict().items()}
     code = lowered.code
-    model = tiny_llama()
-    model.config.save_pretrained(tmp_path / "own")
-    (tmp_path / "out").mkdir()
 
-    path = write_onnx_folder(
-        tmp_path / "out", lowered, SAMPLE_BT, config=model.config, generation_config=model.generation_config
-    )
-    OnnxDecoder(path)(SAMPLE_BT)
+    export_onnx(lowered, tmp_path / "model.onnx")
+    OnnxDecoder(tmp_path / "model.onnx")(SAMPLE_BT)
 
     assert capfd.readouterr() == ("", "")
     # A small model is one file.
-    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "generation_config.json", "model.onnx"]
-    own = (tmp_path / "own" / "config.json").read_bytes()
-    assert (tmp_path / "out" / "config.json").read_bytes() == own
+    assert os.listdir(tmp_path) == ["model.onnx"]
     assert lowered.code == code
     assert all(torch.equal(before[name], tensor) for name, tensor in lowered.state_dict().items())
 
 
 def test_verification_finds_another_function(exported: Path, lowered: fx.GraphModule) -> None:
-    lines = verify_onnx(exported, lambda ids: lowered(ids) * 1.0001, tolerance=1e-5, vocabulary_size=40)
+    lines = compared(exported, lambda ids: lowered(ids) * 1.0001, 1e-5)
 
     assert not any(line.holds for line in lines)
     assert all(line.max_rel_error == pytest.approx(1e-4, rel=0.05) for line in lines)
@@ -232,4 +248,4 @@ def test_a_damaged_or_missing_model_is_a_data_error(exported: Path, tmp_path: Pa
 
 def test_a_folder_that_is_gone_is_an_output_error(lowered: fx.GraphModule, tmp_path: Path) -> None:
     with pytest.raises(OutputError):
-        export_onnx(lowered, tmp_path / "gone" / "model.onnx", SAMPLE_BT)
+        export_onnx(lowered, tmp_path / "gone" / "model.onnx")
