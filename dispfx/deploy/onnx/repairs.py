@@ -67,22 +67,22 @@ def widen_scatter_indices(graph: ir.Graph) -> None:
 
 
 def type_norms(graph: ir.Graph) -> None:
-    """Cast the result of every RMSNormalization whose scale has another type than the result is said to.
+    """Let every RMSNormalization compute in the type of its scale.
 
-        RMSNormalization(half, float scale) → half    →    Cast(RMSNormalization(half, float scale) → float)
+        RMSNormalization(half, float scale) → float
+            →   RMSNormalization(Cast(half, float), float scale) → float
 
-    The exporter forms the operator over a cast that follows it; the operator's result has the type of its
-    scale.
+    The exporter forms the operator over the cast in front of it.  ONNX says that the result has the type of
+    the scale, and onnx's own check wants that of the operand: both hold where the two are one.
     """
     for node in [node for node in graph if node.op_type == "RMSNormalization" and node.domain == ""]:
-        scale, result = node.inputs[1], node.outputs[0]
-        if scale is None or scale.dtype is None or result.dtype in (None, scale.dtype):
+        x, scale = node.inputs[0], node.inputs[1]
+        if x is None or scale is None or scale.dtype is None or x.dtype in (None, scale.dtype):
             continue
-        cast = ir.Value(name=f"{result.name}_cast", type=result.type, shape=result.shape)
-        to = {"to": int(result.dtype)}
-        ir.convenience.replace_all_uses_with(result, cast, replace_graph_outputs=True)
-        graph.insert_after(node, ir.node("Cast", [result], attributes=to, outputs=[cast]))
-        result.type = ir.TensorType(scale.dtype)
+        wide = ir.Value(name=f"{x.name}_for_{node.name}", type=ir.TensorType(scale.dtype), shape=x.shape)
+        to = {"to": int(scale.dtype)}
+        graph.insert_before(node, ir.node("Cast", [x], attributes=to, outputs=[wide]))
+        node.replace_input_with(0, wide)
 
 
 def forget_sources(model: ir.Model) -> None:
