@@ -31,11 +31,12 @@ from dispfx.deploy.onnx.files import save_model
 from dispfx.deploy.onnx.placement import read_placement
 from dispfx.deploy.onnx.session import CachedSession, SessionOptions
 from dispfx.deploy.onnx.skip_norms import fuse_skip_norms
-from dispfx.ir.cached_inputs import CachedShape, cache_tensors, sample_inputs
+from dispfx.ir.cached_inputs import CachedShape, sample_inputs
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
+from dispfx.measure.bound import bound, step_cost
 from dispfx.measure.equivalence import compare
-from dispfx.measure.onnx_speed import Work, bound, bound_run, kernels_of, time_session
+from dispfx.measure.onnx_speed import bound_run, kernels_of, time_session
 from dispfx.passes.fuse_projections import FuseProjections
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.pipeline import Pipeline
@@ -85,6 +86,9 @@ VARIANTS: dict[str, Callable[[ir.Model], None]] = {
 def attentions(model: ir.Model) -> list[ir.Node]:
     """Return the Attention nodes of a model."""
     return [node for node in model.graph if node.op_type == "Attention"]
+
+
+Limits = Callable[[CachedShape], float]
 
 
 class OutOfTime(Exception):
@@ -224,7 +228,7 @@ class Bench:
     def _ratio(self, program: Program, dtype: str, ratio: float, fused: bool, name: str) -> None:
         plan = Plan.random(program, ratio, self.arguments.seed, align=self.arguments.align)
         lowered = lower_program(program, plan)
-        work = work_of(lowered, self.arguments)
+        counted = lowered.clone()
         lowered = Pipeline([GatherAdd(self.arguments.rows)]).run(lowered)
         if fused:
             lowered = Pipeline([FuseProjections()]).run(lowered)
@@ -239,7 +243,12 @@ class Bench:
             f"{name}: {plan.achieved:.4f} removed, exported in {exported - start:.1f} s, "
             f"written in {time.monotonic() - exported:.1f} s"
         )
-        dense = work_of(program, self.arguments)
+
+        def limits(shape: CachedShape) -> float:
+            """Return the largest possible speed-up at a shape."""
+            costs = [step_cost(one, shape, last_logits=False) for one in (program, counted)]
+            return bound(*costs, shape)
+
         facts = {"dtype": dtype, "ratio": ratio, "removed": round(plan.achieved, 4)}
         first = dtype == self.arguments.dtypes[0] and ratio in (0.0, self.arguments.ratios[0])
         variants = self.arguments.variants if first else self.arguments.variants[: self.arguments.few]
@@ -247,12 +256,12 @@ class Bench:
             row = {**facts, "variant": f"{variant}{'-fused' if fused else ''}"}
             self._guarded(
                 f"{name} {variant}",
-                lambda variant=variant, row=row: self._variant(lowered, folder, variant, row, dense, work),
+                lambda variant=variant, row=row: self._variant(lowered, folder, variant, row, limits),
             )
         shutil.rmtree(folder)
 
     def _variant(
-        self, lowered: Program, folder: Path, variant: str, row: dict[str, Any], dense: Work, work: Work
+        self, lowered: Program, folder: Path, variant: str, row: dict[str, Any], limits: Limits
     ) -> None:
         path = folder / f"{variant}.onnx"
         model = ir.load(folder / "model.onnx")
@@ -263,7 +272,7 @@ class Bench:
         for phase, shape in self._phases():
             self.results.check_time()
             speed = time_session(session, shape, seconds=self.arguments.seconds)
-            self._add(row, phase, shape, speed.seconds, speed.queued_seconds, False, dense, work)
+            self._add(row, phase, shape, speed.seconds, speed.queued_seconds, False, limits)
         self._look(session, path, variant, row)
         del session
         gc.collect()
@@ -272,15 +281,13 @@ class Bench:
                 if shape.tokens == 1:
                     self._guarded(
                         f"{row} as a CUDA graph",
-                        lambda phase=phase, shape=shape: self._graph(path, row, phase, shape, dense, work),
+                        lambda phase=phase, shape=shape: self._graph(path, row, phase, shape, limits),
                     )
 
-    def _graph(
-        self, path: Path, row: dict[str, Any], phase: str, shape: CachedShape, dense: Work, work: Work
-    ) -> None:
+    def _graph(self, path: Path, row: dict[str, Any], phase: str, shape: CachedShape, limits: Limits) -> None:
         session = CachedSession(path, SessionOptions("cuda", cuda_graph=True))
         speed = time_session(session, shape, seconds=self.arguments.seconds)
-        self._add(row, phase, shape, speed.seconds, speed.queued_seconds, True, dense, work)
+        self._add(row, phase, shape, speed.seconds, speed.queued_seconds, True, limits)
 
     def _add(
         self,
@@ -290,10 +297,9 @@ class Bench:
         seconds: float,
         queued: float | None,
         graph: bool,
-        dense: Work,
-        work: Work,
+        limits: Limits,
     ) -> None:
-        limit = bound(dense, work, shape)
+        limit = limits(shape)
         shared = {**row, "phase": phase, "shape": list(shape), "cuda_graph": graph, "bound": limit}
         shared["tokens_per_second"] = shape.batch * shape.tokens / seconds
         self.results.add({**shared, "timing": "waited", "milliseconds": seconds * 1e3})
@@ -390,17 +396,6 @@ def random_decoder(arguments: argparse.Namespace, dtype: torch.dtype) -> LlamaFo
         finally:
             torch.set_default_dtype(before)
     return model.eval().requires_grad_(False)
-
-
-def work_of(program: Program, arguments: argparse.Namespace) -> Work:
-    """Return what a run of a program without zero rows has to do."""
-    weights = sum(
-        tensor.numel()
-        for path, tensor in program.parameters.items()
-        if tensor.dim() == 2 and "embed" not in path
-    )
-    heads = SHAPES[arguments.shape][2]
-    return Work(weights, program.dtype.itemsize, cache_tensors(program.graph), heads)
 
 
 def facts_of(arguments: argparse.Namespace) -> dict[str, Any]:

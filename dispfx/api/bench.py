@@ -16,6 +16,7 @@ from torch import nn
 
 from dispfx.api.cached import capture_cached
 from dispfx.api.folders import Opened, open_folder
+from dispfx.api.onnx_speed import compare_onnx
 from dispfx.api.opening import Opening
 from dispfx.api.programs import lower_program, only_planned
 from dispfx.api.speed import KERNELS, Contender, Mode, compare
@@ -31,6 +32,7 @@ from dispfx.pipeline import Pipeline
 
 Runtime = Literal["torch", "onnx"]
 BATCHES = (1, 8, 32, 128)
+ONNX_FACTS = {"runtime": "ONNX Runtime", "head": "it reads all tokens"}
 LENGTHS = {"cuda": (128, 512, 2048), "cpu": (16, 64)}
 _STANDARD_DEVIATION = 0.02
 
@@ -90,23 +92,25 @@ def bench(
         prompts, pasts: token counts; by default what suits the device and fits the decoder's context.
         modes: eager and compiled by default.
         device: cpu by default.
-        runtime: what runs the decoders; ONNX models are not timed here yet.
+        runtime: what runs the decoders: torch, or ONNX Runtime on models that the exporter makes of both.
         on_row: called with every row as soon as it is there.
 
     Raises:
-        OutputError: if the folder holds no checkpoint, or the runtime cannot be timed.
+        OutputError: if the folder holds no checkpoint.
         DataError: if a length does not fit the decoder's context.
         PlanMismatchError: if the dense decoder has other shapes.
         CaptureError, UnsupportedGraphError: if the decoder cannot be captured with a cache.
     """
-    if runtime == "onnx":
-        raise OutputError("ONNX models cannot be timed yet", hint="leave --runtime out")
     place = torch.device(device or "cpu")
     opened = open_folder(folder, device=place, trust_remote_code=trust_remote_code)
     steps = _steps(opened, place, batches, prompts, pasts, modes)
     pruned = _pruned(opened)
     whole = _dense(opened, dense, place)
-    rows = []
+    rows: list[SpeedRow] = []
+    if runtime == "onnx":
+        shapes = list(dict.fromkeys(shape for shape, _ in steps.shapes()))
+        rows = compare_onnx(Path(folder).name, whole, pruned, shapes, place, on_row)
+        return Benched(tuple(rows), _facts(opened, whole, pruned, dense, place) | ONNX_FACTS)
     for shape, mode in steps.shapes():
         kernels = tuple(KERNELS) if place.type == "cuda" and shape.batch == 1 else ("library",)
         row = compare(Path(folder).name, whole, pruned, shape, mode, kernels=kernels)

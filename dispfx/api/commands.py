@@ -23,6 +23,7 @@ from dispfx.deploy import exported
 from dispfx.deploy.folder import refuse_existing
 from dispfx.deploy.generate import generate as continue_ids
 from dispfx.deploy.onnx.exporting import OPSET
+from dispfx.deploy.onnx.legalize import Flavor
 from dispfx.errors import DataError, VerificationError
 from dispfx.ir.plan import BudgetOf, Plan
 from dispfx.ir.program import Program
@@ -201,8 +202,15 @@ def export(
     pt2: bool = False,
     opset: int | None = None,
     write: WriteSpelling = "gather-add",
+    ort_fusions: bool = False,
+    padding: bool = True,
 ) -> list[Path]:
     """Write other forms of the decoder in a folder beside its checkpoint, verified.
+
+    Args:
+        opset, write: of the ONNX model, as for `dispfx.api.onnx_folder.write_onnx`.
+        ort_fusions: use operators of ONNX Runtime's own; left out again where they do not verify.
+        padding: whether the ONNX model's texts may be padded; without, it needs no mask.
 
     Raises:
         OutputError: if the form is there already, or the folder holds a graph alone.
@@ -225,7 +233,8 @@ def export(
             raise
         written.append(target)
     if onnx:
-        write_onnx(opened, opset=opset or OPSET, write=write)
+        flavor = Flavor(padding, ort_fusions)
+        write_onnx(opened, opset=opset or OPSET, write=write, flavor=flavor)
         written.append(onnx_folder)
     return written
 

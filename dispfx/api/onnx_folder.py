@@ -1,6 +1,7 @@
 """DIR/onnx: the ONNX model of an output folder, verified before it appears."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,15 @@ from dispfx.deploy.checkpoint import own_generation_config
 from dispfx.deploy.folder import new_folder
 from dispfx.deploy.genai import write_genai_config
 from dispfx.deploy.onnx.exporting import OPSET, cached_model, full_sequence_model
-from dispfx.deploy.onnx.files import MODEL_FILE, save_model
+from dispfx.deploy.onnx.files import MODEL_FILE, save_model, takes_cache, takes_padding
+from dispfx.deploy.onnx.legalize import PLAIN, Flavor
 from dispfx.deploy.onnx.session import (
     CachedSession,
     OnnxCachedDecoder,
     OnnxDecoder,
-    SessionOptions,
-    has_cache,
 )
 from dispfx.deploy.section import write_model_files
-from dispfx.errors import CaptureError, OutputError, UnsupportedGraphError
+from dispfx.errors import CaptureError, OutputError, UnsupportedGraphError, VerificationError
 from dispfx.ir.cached_inputs import cache_tensors
 from dispfx.ir.program import Program
 from dispfx.measure.equivalence import Verification, random_token_ids, require
@@ -34,7 +34,11 @@ FOLDER = "onnx"
 
 
 def write_onnx(
-    opened: Opened, *, opset: int = OPSET, write: WriteSpelling = "gather-add"
+    opened: Opened,
+    *,
+    opset: int = OPSET,
+    write: WriteSpelling = "gather-add",
+    flavor: Flavor = PLAIN,
 ) -> list[Verification]:
     """Write `onnx/` into an opened folder if ONNX Runtime gives what the checkpoint gives.
 
@@ -44,6 +48,8 @@ def write_onnx(
         opened: an output folder, which may still be private.
         opset: version of the standard operator set.
         write: how the graph writes into the residual stream.
+        flavor: what the model is for; ONNX Runtime's own operators are left out again where the model
+            does not verify with them.
 
     Returns:
         The comparisons.
@@ -54,18 +60,35 @@ def write_onnx(
     """
     cached = cached_twin(opened)
     with new_folder(opened.path / FOLDER) as partial:
-        if cached is None:
-            plain = opened.fast() if write == "gather-add" else opened.graph_module
-            sample = random_token_ids(opened.vocabulary_size, (2, 8), device=opened.device)
-            model = full_sequence_model(plain, sample, opset=opset)
-        else:
+        if cached is not None:
             _write_configs(opened, cached, partial)
-            model = cached_model(_spelled(cached, write), opset=opset)
-        save_model(model, partial / MODEL_FILE)
-        # The weights are on disk now; what is compared is read from there.
-        del model
-        lines = onnx_lines(partial / MODEL_FILE, _reference(opened, cached))
-        require(*lines)
+        try:
+            return _write_model(opened, cached, partial, opset, write, flavor)
+        except VerificationError:
+            if not flavor.ort_fusions:
+                raise
+        return _write_model(opened, cached, partial, opset, write, replace(flavor, ort_fusions=False))
+
+
+def _write_model(
+    opened: Opened,
+    cached: Program | None,
+    folder: Path,
+    opset: int,
+    write: WriteSpelling,
+    flavor: Flavor,
+) -> list[Verification]:
+    if cached is None:
+        plain = opened.fast() if write == "gather-add" else opened.graph_module
+        sample = random_token_ids(opened.vocabulary_size, (2, 8), device=opened.device)
+        model = full_sequence_model(plain, sample, opset=opset)
+    else:
+        model = cached_model(_spelled(cached, write), opset=opset, flavor=flavor)
+    save_model(model, folder / MODEL_FILE)
+    # The weights are on disk now; what is compared is read from there.
+    del model
+    lines = onnx_lines(folder / MODEL_FILE, _reference(opened, cached), padding=flavor.padding)
+    require(*lines)
     return lines
 
 
@@ -91,8 +114,8 @@ def folder_onnx_lines(opened: Opened) -> list[Verification]:
         DataError: if the model is damaged.
     """
     path = opened.path / FOLDER / MODEL_FILE
-    cached = cached_twin(opened) if has_cache(SessionOptions().open(path)) else None
-    return onnx_lines(path, _reference(opened, cached))
+    cached = cached_twin(opened) if takes_cache(path) else None
+    return onnx_lines(path, _reference(opened, cached), padding=takes_padding(path))
 
 
 def onnx_runner(folder: Path) -> Callable[[Tensor], Tensor]:
@@ -107,7 +130,7 @@ def onnx_runner(folder: Path) -> Callable[[Tensor], Tensor]:
             "the folder has no ONNX model", where=str(folder), hint=f"dispfx export {folder} --onnx"
         )
     path = folder / FOLDER / MODEL_FILE
-    if not has_cache(SessionOptions().open(path)):
+    if not takes_cache(path):
         return OnnxDecoder(path)
     return _Growing(OnnxCachedDecoder(CachedSession(path)))
 

@@ -66,8 +66,11 @@ class Reference:
         return next(self.graph.parameters()).dtype if self.cached is None else self.cached.dtype
 
 
-def onnx_lines(path: Path, reference: Reference) -> list[Verification]:
+def onnx_lines(path: Path, reference: Reference, *, padding: bool = True) -> list[Verification]:
     """Compare an ONNX model with the decoder it was made from.
+
+    Args:
+        padding: whether the model's texts may be padded.
 
     Raises:
         DataError: if the model is missing or damaged.
@@ -75,11 +78,11 @@ def onnx_lines(path: Path, reference: Reference) -> list[Verification]:
     """
     if reference.dtype == torch.bfloat16:
         with _twin(path) as twin:
-            return _lines(twin, _in_float32(reference))
-    return _lines(path, reference)
+            return _lines(twin, _in_float32(reference), padding)
+    return _lines(path, reference, padding)
 
 
-def _lines(path: Path, reference: Reference) -> list[Verification]:
+def _lines(path: Path, reference: Reference, padding: bool) -> list[Verification]:
     tolerance = TOLERANCES.get(reference.dtype, 1e-4)
     size = reference.vocabulary_size
     if reference.cached is None:
@@ -91,15 +94,18 @@ def _lines(path: Path, reference: Reference) -> list[Verification]:
         return OnnxCachedDecoder(session)(ids)
 
     lines = compare_decoders(NAME, reference.logits, whole, tolerance, vocabulary_size=size)
-    lines += [_compare_cached(session, reference.cached, shape, tolerance) for shape in CACHED_SHAPES]
-    return [*lines, _compare_padded(session, reference.cached, tolerance)]
+    for shape in CACHED_SHAPES:
+        lines.append(_compare_cached(session, reference.cached, shape, tolerance, padding))
+    return [*lines, _compare_padded(session, reference.cached, tolerance)] if padding else lines
 
 
 def _compare_cached(
-    session: CachedSession, program: Program, shape: CachedShape, tolerance: float
+    session: CachedSession, program: Program, shape: CachedShape, tolerance: float, padding: bool
 ) -> Verification:
     """Compare every output for new tokens after cached ones; the line shows the worst."""
     inputs = sample_inputs(session.caches, shape, session.vocabulary_size, session.device)
+    if not padding:
+        inputs[1].fill_(1)
     pairs = zip(_torch_run(program)(inputs), _onnx_run(session)(inputs), strict=True)
     return _worst([compare(CACHED_NAME, *pair, tolerance, shape=shape) for pair in pairs])
 

@@ -136,7 +136,17 @@ def export(
     folder: given.Folder,
     onnx: Annotated[bool, typer.Option("--onnx", help="Write DIR/onnx/.")] = False,
     pt2: Annotated[bool, typer.Option("--pt2", help="Write DIR/program.pt2.")] = False,
-    opset: Annotated[int | None, typer.Option(min=1, help="ONNX operator set.")] = None,
+    opset: Annotated[int | None, typer.Option(min=1, help="ONNX operator set (23).")] = None,
+    write: Annotated[
+        Literal["gather-add", "index-add"],
+        typer.Option(help="How the ONNX model writes into the residual stream; the second is slow."),
+    ] = "gather-add",
+    ort_fusions: Annotated[
+        bool, typer.Option("--ort-fusions", help="Use operators of ONNX Runtime's own where that holds.")
+    ] = False,
+    no_padding: Annotated[
+        bool, typer.Option("--no-padding", help="For texts without padding only: attention needs no mask.")
+    ] = False,
     json: given.Json = False,
     quiet: given.Quiet = False,
     debug: given.Debug = False,
@@ -148,7 +158,15 @@ def export(
     from dispfx import api
 
     screen = Screen(json, quiet)
-    files = api.export(folder, onnx=onnx, pt2=pt2, opset=opset)
+    files = api.export(
+        folder,
+        onnx=onnx,
+        pt2=pt2,
+        opset=opset,
+        write=write,
+        ort_fusions=ort_fusions,
+        padding=not no_padding,
+    )
     screen.print_json({"files": [str(path) for path in files]})
     for path in files:
         screen.print_text(str(path))

@@ -1,7 +1,4 @@
-"""How fast ONNX models with a cache run: prefill and decode, and the bound that the removed weights set.
-
-The bound of a speed-up is the ratio of times that the removed weights alone allow: from bytes where one
-token is decoded, from operations where a text is read, with head, cache and attention counted as unchanged.
+"""How fast ONNX models with a cache run, and in which kernels of a GPU.
 
 Shape legend: B batch, T new tokens, P cached tokens.
 """
@@ -15,10 +12,7 @@ import torch
 from torch import Tensor
 
 from dispfx.deploy.onnx.session import BoundRun, CachedSession
-from dispfx.ir.cached_inputs import CachedShape, CacheTensor, sample_inputs
-
-# A product with this many tokens or more takes as long as its operations; with fewer, as its bytes.
-_READING_TOKENS = 256
+from dispfx.ir.cached_inputs import CachedShape, sample_inputs
 
 
 @dataclass(frozen=True)
@@ -44,38 +38,6 @@ class Speed:
     def tokens_per_second(self) -> float:
         """New tokens of the whole batch a second."""
         return self.shape.batch * self.shape.tokens / self.seconds
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a run of a decoder has to do.
-
-    Args:
-        weights: numbers in the weights of all products, head included; zero rows are not counted.
-        itemsize: bytes of a number.
-        caches: what is cached.
-        query_heads: of an attention.
-    """
-
-    weights: int
-    itemsize: int
-    caches: tuple[CacheTensor, ...]
-    query_heads: int
-
-    def amount(self, shape: CachedShape) -> float:
-        """Return operations for a text that is read, bytes for tokens that are decoded."""
-        batch, tokens, past = shape
-        width = sum(cache.heads * cache.size for cache in self.caches)
-        if batch * tokens < _READING_TOKENS:
-            return self.itemsize * (self.weights + batch * (past + tokens) * width)
-        scores = tokens * past + tokens * (tokens + 1) / 2
-        heads = sum(self.query_heads * cache.size for cache in self.caches)
-        return 2 * batch * (tokens * self.weights + scores * heads)
-
-
-def bound(dense: Work, pruned: Work, shape: CachedShape) -> float:
-    """Return the speed-up that the removed weights alone allow at a shape."""
-    return dense.amount(shape) / pruned.amount(shape)
 
 
 def time_session(

@@ -93,6 +93,24 @@ def load_model(path: Path) -> ir.Model:
     return ir.load(path)
 
 
+def takes_cache(path: Path) -> bool:
+    """Whether a model on disk takes a cache.
+
+    Raises:
+        DataError: as `check_external_data`.
+    """
+    return any((value.name or "").startswith("past_key_values.") for value in load_model(path).graph.inputs)
+
+
+def takes_padding(path: Path) -> bool:
+    """Whether a model on disk reads its attention mask.
+
+    Raises:
+        DataError: as `check_external_data`.
+    """
+    return any(value.name == "attention_mask" and value.uses() for value in load_model(path).graph.inputs)
+
+
 def check_external_data(path: Path) -> None:
     """Refuse a model whose weights lie anywhere but in its own folder.
 
