@@ -247,7 +247,7 @@ class Bench:
         def limits(shape: CachedShape) -> float:
             """Return the largest possible speed-up at a shape."""
             costs = [step_cost(one, shape, last_logits=False) for one in (program, counted)]
-            return bound(*costs, shape)
+            return bound(costs[0], costs[1], shape)
 
         facts = {"dtype": dtype, "ratio": ratio, "removed": round(plan.achieved, 4)}
         first = dtype == self.arguments.dtypes[0] and ratio in (0.0, self.arguments.ratios[0])

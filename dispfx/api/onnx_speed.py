@@ -51,11 +51,12 @@ def _row(
 ) -> SpeedRow:
     costs = [step_cost(side[0].reference, shape, last_logits=False) for side in (dense, pruned)]
     timings = compare_times([bound_run(side[1], shape).run for side in (dense, pruned)], device)
-    sides = [
+    whole, smaller = (
         Side(timing.median_seconds, timing.least_seconds, None, side[2])
         for timing, side in zip(timings, (dense, pruned), strict=True)
-    ]
-    return SpeedRow(name, shape, MODE, *sides, bound(*costs, shape), costs[1].shares())
+    )
+    limit = bound(costs[0], costs[1], shape)
+    return SpeedRow(name, shape, MODE, whole, smaller, limit, costs[1].shares())
 
 
 @contextmanager

@@ -1,0 +1,100 @@
+"""Programs that know nothing of dispfx run the ONNX folders it writes, token by token as PyTorch does.
+
+Each client runs in a Python of its own, since their requirements clash.  The interpreters are made on first
+use below DISPFX_CLIENTS, which must name a folder; without it these tests are left out.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dispfx
+from dispfx import api
+from tests.tiny_transformers import tiny_transformer
+
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.skipif("DISPFX_CLIENTS" not in os.environ, reason="DISPFX_CLIENTS names no folder"),
+]
+
+HERE = Path(__file__).parent
+TOKENS = 32
+PROMPTS = [[11, 5, 17, 29, 8], [40, 3, 60, 21, 7, 9, 33, 12]]
+FAMILIES = ("llama", "qwen3", "gpt2", "phi", "gemma3")
+REQUIREMENTS = {
+    "plain": ["onnxruntime>=1.31", "numpy"],
+    "genai": ["onnxruntime-genai==0.18.0", "numpy"],
+    "optimum": ["optimum-onnx[onnxruntime]==0.1.0", "transformers>=4.57,<4.58", "torch"],
+}
+# What a client gets wrong by itself, with what it says.
+KNOWN: dict[tuple[str, str], str] = {}
+
+
+@cache
+def interpreter(client: str) -> str:
+    """Return a Python that has the client, made on first use."""
+    place = Path(os.environ["DISPFX_CLIENTS"]).expanduser() / client
+    python = place / "bin" / "python"
+    if not (place / "ready").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *REQUIREMENTS[client]], check=True)
+        (place / "ready").touch()
+    return str(python)
+
+
+def run(client: str, folder: Path) -> dict[str, Any]:
+    """Return what a client makes of the prompts."""
+    words = [interpreter(client), str(HERE / f"{client}_client.py"), str(folder), json.dumps(PROMPTS)]
+    done = subprocess.run([*words, str(TOKENS)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@cache
+def folder(name: str, ratio: float, place: str) -> Path:
+    """Return a compiled folder with an ONNX model, of a tiny decoder."""
+    path = Path(place, f"{name}-{ratio}")
+    model = tiny_transformer(name)
+    plan = dispfx.Plan.random(dispfx.capture(model), ratio, seed=1, align=4)
+    api.apply(model, plan, out=path, export="onnx")
+    return path
+
+
+def greedy(model: nn.Module, prompt: list[int]) -> list[int]:
+    """Return what PyTorch makes of a prompt, computing the whole text for every token."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(TOKENS):
+            output = model(ids)
+            logits: Tensor = getattr(output, "logits", output)
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+    return ids[0].tolist()
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("clients"))
+
+
+@pytest.mark.parametrize("ratio", [0.4, 0.0])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("client", REQUIREMENTS)
+def test_a_client_gives_the_tokens_of_pytorch(client: str, name: str, ratio: float, place: str):
+    path = folder(name, ratio, place)
+    model = dispfx.load(path)
+    expected = [greedy(model, prompt) for prompt in PROMPTS]
+
+    found = run(client, path / "onnx")
+
+    assert found["greedy"] == expected
+    if "padded" in found:
+        assert [tokens[-TOKENS:] for tokens in found["padded"]] == [tokens[-TOKENS:] for tokens in expected]
+        assert [len(tokens) - TOKENS for tokens in found["beams"]] == [len(prompt) for prompt in PROMPTS]
