@@ -60,7 +60,11 @@ class Opened:
     @cached_property
     def program(self) -> Program | None:
         """The lowered program, captured anew; None where the folder holds a graph alone."""
-        return None if self.plan is None else self._lowered(self.plan, partial(analyse, experts=self.experts), self.device)
+        return (
+            None
+            if self.plan is None
+            else self._lowered(self.plan, partial(analyse, experts=self.experts), self.device)
+        )
 
     @property
     def graph_module(self) -> torch.fx.GraphModule:

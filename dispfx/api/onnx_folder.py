@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from dispfx.api.folders import Opened
 from dispfx.api.onnx_verification import Reference, onnx_lines
@@ -39,6 +39,7 @@ def write_onnx(
     opset: int = OPSET,
     write: WriteSpelling = "gather-add",
     flavor: Flavor = PLAIN,
+    plain: Callable[[], fx.GraphModule] | None = None,
 ) -> list[Verification]:
     """Write `onnx/` into an opened folder if ONNX Runtime gives what the checkpoint gives.
 
@@ -50,6 +51,8 @@ def write_onnx(
         write: how the graph writes into the residual stream.
         flavor: what the model is for; ONNX Runtime's own operators are left out again where the model
             does not verify with them.
+        plain: returns the decoder without a cache, written by gather-add, for a folder that has no
+            checkpoint to make it from.
 
     Returns:
         The comparisons.
@@ -59,34 +62,35 @@ def write_onnx(
         UnsupportedGraphError: if the exporter cannot translate the decoder.
     """
     cached = cached_twin(opened)
+
+    def model(flavor: Flavor) -> Any:
+        if cached is not None:
+            return cached_model(_spelled(cached, write), opset=opset, flavor=flavor)
+        sample = random_token_ids(opened.vocabulary_size, (2, 8), device=opened.device)
+        return full_sequence_model((plain or opened.fast)(), sample, opset=opset)
+
     with new_folder(opened.path / FOLDER) as partial:
         if cached is not None:
             _write_configs(opened, cached, partial)
+        elif opened.config is not None:
+            _write_own_files(opened, partial)
         try:
-            return _write_model(opened, cached, partial, opset, write, flavor)
+            return _write_model(opened, cached, partial, model, flavor)
         except VerificationError:
             if not flavor.ort_fusions:
                 raise
-        return _write_model(opened, cached, partial, opset, write, replace(flavor, ort_fusions=False))
+        return _write_model(opened, cached, partial, model, replace(flavor, ort_fusions=False))
 
 
 def _write_model(
     opened: Opened,
     cached: Program | None,
     folder: Path,
-    opset: int,
-    write: WriteSpelling,
+    model: Callable[[Flavor], Any],
     flavor: Flavor,
 ) -> list[Verification]:
-    if cached is None:
-        plain = opened.fast() if write == "gather-add" else opened.graph_module
-        sample = random_token_ids(opened.vocabulary_size, (2, 8), device=opened.device)
-        model = full_sequence_model(plain, sample, opset=opset)
-    else:
-        model = cached_model(_spelled(cached, write), opset=opset, flavor=flavor)
-    save_model(model, folder / MODEL_FILE)
-    # The weights are on disk now; what is compared is read from there.
-    del model
+    # The weights are on disk then; what is compared is read from there.
+    save_model(model(flavor), folder / MODEL_FILE)
     lines = onnx_lines(folder / MODEL_FILE, _reference(opened, cached), padding=flavor.padding)
     require(*lines)
     return lines
@@ -182,5 +186,13 @@ def _write_configs(opened: Opened, cached: Program, folder: Path) -> None:
     )
 
 
+def _write_own_files(opened: Opened, folder: Path) -> Any:
+    """Write the decoder's own config and tokenizer, and return its generation config."""
+    generation: Any = own_generation_config(opened.path)
+    write_model_files(folder, config=opened.config, generation_config=generation, tokenizer=opened.tokenizer)
+    return generation
+
+
 def _reference(opened: Opened, cached: Program | None) -> Reference:
-    return Reference(opened.decoder, opened.graph_module, cached, opened.vocabulary_size)
+    dtype = next(opened.decoder.parameters()).dtype if cached is None else cached.dtype
+    return Reference(opened.decoder, lambda: opened.graph_module, cached, opened.vocabulary_size, dtype)

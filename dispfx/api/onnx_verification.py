@@ -45,25 +45,22 @@ class Reference:
 
     Args:
         whole: token ids (B, T) to logits (B, T, V), or to an output with `.logits`, without a cache.
-        graph: the same as a graph.
+        graph: returns the same as a graph.
         cached: the program with a cache; None where the model has none.
         vocabulary_size: width of the logits.
+        dtype: of the weights.
     """
 
     whole: Callable[[Tensor], Any]
-    graph: fx.GraphModule
+    graph: Callable[[], fx.GraphModule]
     cached: Program | None
     vocabulary_size: int
+    dtype: torch.dtype
 
     def logits(self, ids: Tensor) -> Tensor:
         """Return the logits (B, T, V) of token ids (B, T)."""
         output = self.whole(ids)
         return getattr(output, "logits", output)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the weights."""
-        return next(self.graph.parameters()).dtype if self.cached is None else self.cached.dtype
 
 
 def onnx_lines(path: Path, reference: Reference, *, padding: bool = True) -> list[Verification]:
@@ -167,5 +164,5 @@ def _in_float32(reference: Reference) -> Reference:
     cached = reference.cached
     if cached is not None:
         cached = replace(cached, graph_module=retyped(cached.graph_module, *types))
-    graph = retyped(reference.graph, *types)
-    return Reference(graph, graph, cached, reference.vocabulary_size)
+    graph = retyped(reference.graph(), *types)
+    return Reference(graph, lambda: graph, cached, reference.vocabulary_size, torch.float32)

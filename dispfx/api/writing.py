@@ -4,6 +4,7 @@ import platform
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def write_output(task: Task, stages: Stages) -> Report:
         with stages("write"):
             _write_decoder(task, folder, lowered, pruned)
         with stages("reload"):
-            opened = open_folder(folder, device=task.program.device)
+            opened = open_folder(folder, device=task.program.device, experts="batched")
             reloaded = opened.decoder
             name, written = (
                 ("modules", pruned.model) if isinstance(pruned, PrunedModel) else ("lowered", lowered)
@@ -134,7 +135,7 @@ def write_output(task: Task, stages: Stages) -> Report:
                 _add(lines, exported_lines(folder, reloaded, task.program.vocabulary_size), stages)
         if task.exports == "onnx":
             with stages("onnx"):
-                _add(lines, write_onnx(opened), stages)
+                _add(lines, write_onnx(opened, plain=partial(_plain, task)), stages)
         with stages("measure"):
             measured = _perplexity(task, reloaded)
             skills = _skills(task, reloaded)
@@ -215,6 +216,11 @@ def _stored(
     buffers = {name: tensor for name, tensor in lowered.named_buffers() if name in underived}
     indices = site_indices(task.plan, task.program.sites)
     return dict(lowered.named_parameters()), {**buffers, **indices}
+
+
+def _plain(task: Task) -> torch.fx.GraphModule:
+    """Return the decoder without a cache, written by gather-add."""
+    return lower(_exportable(task), task.plan, write="gather-add")
 
 
 def _exportable(task: Task) -> Program:
