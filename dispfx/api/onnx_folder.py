@@ -173,8 +173,7 @@ def _write_configs(opened: Opened, cached: Program, folder: Path) -> None:
     What clients read from the config (vocabulary, layers, heads, position limits) is true of the pruned
     decoder too.
     """
-    generation: Any = own_generation_config(opened.path)
-    write_model_files(folder, config=opened.config, generation_config=generation, tokenizer=opened.tokenizer)
+    generation = _write_own_files(opened, folder)
     write_genai_config(
         folder,
         model_file=MODEL_FILE,
