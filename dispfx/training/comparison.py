@@ -4,7 +4,7 @@ A compiler's fault in a backward pass shows nowhere but in the gradient, so it i
 of every run, before anything is learned.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,13 @@ _DROPPED = 0.1
 LOSS_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 GRADIENT_TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
 HALF_LOSS_TOLERANCE = 1e-2
-HALF_GRADIENT_TOLERANCE = 0.1
+# Seen: 1.5e-2 with 30 layers of width 576, 9.6e-2 with 32 of 4096, random weights in bfloat16.
+HALF_GRADIENT_TOLERANCE = 0.25
+# A site whose gradient is wrong hardly shows in the vector of all sites, but in its own direction.
+DIRECTION = 0.99
+HALF_DIRECTION = 0.5
+# Of the largest gradient of a site: what is smaller is rounding.
+_SMALLEST = 1e-4
 
 
 @dataclass(frozen=True)
@@ -30,11 +36,13 @@ class Comparison:
     Args:
         loss: |a − b| / |b| of the losses.
         gradient: |a − b| / |b| of the gradients, Euclidean.
+        direction: smallest cosine between the two gradients of a site.
         dtype: that the decoder computes in.
     """
 
     loss: float
     gradient: float
+    direction: float
     dtype: torch.dtype
 
     @property
@@ -42,10 +50,11 @@ class Comparison:
         """Whether both are within the tolerance of the dtype; a NaN is not."""
         loss = LOSS_TOLERANCE.get(self.dtype, HALF_LOSS_TOLERANCE)
         gradient = GRADIENT_TOLERANCE.get(self.dtype, HALF_GRADIENT_TOLERANCE)
-        return self.loss <= loss and self.gradient <= gradient
+        direction = DIRECTION if self.dtype in GRADIENT_TOLERANCE else HALF_DIRECTION
+        return self.loss <= loss and self.gradient <= gradient and self.direction >= direction
 
     def __str__(self) -> str:
-        return f"loss {self.loss:.1e}, gradient {self.gradient:.1e}"
+        return f"loss {self.loss:.1e}, gradient {self.gradient:.1e}, smallest cosine {self.direction:.3f}"
 
 
 def sample_masks(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -62,12 +71,35 @@ def value_and_gradient(loss: Loss, ids_BT: Tensor, masks: Tensor) -> tuple[Tenso
     return value.detach().clone(), gradient.clone()
 
 
-def compare(loss: Loss, reference: Loss, ids_BT: Tensor, masks: Tensor, dtype: torch.dtype) -> Comparison:
-    """Compare `loss` with `reference` at one batch."""
+def compare(
+    loss: Loss,
+    reference: Loss,
+    ids_BT: Tensor,
+    masks: Tensor,
+    dtype: torch.dtype,
+    sizes: Sequence[int] | None = None,
+) -> Comparison:
+    """Compare `loss` with `reference` at one batch.
+
+    Args:
+        masks: (N,) or (S, N).
+        dtype: that the decoder computes in.
+        sizes: features of every site, in the order of the masks; one site by default.
+    """
     value, gradient = value_and_gradient(loss, ids_BT, masks)
     expected, of_expected = value_and_gradient(reference, ids_BT, masks)
+    sites = list(sizes) if sizes is not None else [masks.shape[-1]]
     return Comparison(
         float((value - expected).abs() / expected.abs().clamp_min(1e-30)),
         float((gradient - of_expected).norm() / of_expected.norm().clamp_min(1e-30)),
+        _smallest_cosine(gradient.split(sites, -1), of_expected.split(sites, -1)),
         dtype,
     )
+
+
+def _smallest_cosine(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    a = torch.stack([part.double().norm() for part in found])
+    b = torch.stack([part.double().norm() for part in expected])
+    products = torch.stack([(x.double() * y.double()).sum() for x, y in zip(found, expected, strict=True)])
+    cosines = products / (a * b).clamp_min(1e-300)
+    return float(cosines.masked_fill(b <= _SMALLEST * b.max(), 1.0).min())

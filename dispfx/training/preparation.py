@@ -122,7 +122,8 @@ class _Preparation:
         agree: Callable[[bool], bool],
     ):
         self.plain, self.fast, self.ids_BT, self.compute, self.note = plain, fast, ids_BT, compute, note
-        features = sum(site.size for site in plain.sites)
+        self.sizes = [site.size for site in plain.sites]
+        features = sum(self.sizes)
         shape = (features,) if samples == 1 else (samples, features)
         self.masks = sample_masks(shape, self.ids_BT.device)
         self.agree = agree
@@ -155,7 +156,8 @@ class _Preparation:
             return None
         decoder = TrainingDecoder(self.fast)
         alone = self.masks if self.masks.dim() == 1 else self.masks[0]
-        found = compare(decoder.loss, ordinary.loss, self.ids_BT[:1, :_SHORT], alone, self.plain.dtype)
+        short = self.ids_BT[:1, :_SHORT]
+        found = compare(decoder.loss, ordinary.loss, short, alone, self.plain.dtype, self.sizes)
         if not self.agree(found.holds):
             self._say(f"the layers differ from the ordinary capture ({found}): the whole graph runs as it is")
             return None
@@ -227,7 +229,7 @@ class _Preparation:
         return replayed
 
     def _compare(self, loss: Loss, reference: Loss) -> Comparison:
-        return compare(loss, reference, self.ids_BT, self.masks, self.plain.dtype)
+        return compare(loss, reference, self.ids_BT, self.masks, self.plain.dtype, self.sizes)
 
     def _say(self, text: str) -> None:
         self.notes.append(text)
