@@ -77,6 +77,9 @@ class StaticCache:
             new[write] = values
             write.target = aten.index_copy_.default
             write.args, write.kwargs = (cache, 2, places, values), {}
+            batch, heads, _, size = cache.meta["val"].shape
+            cache.meta["val"] = cache.meta["val"].new_empty((batch, heads, self.length, size))
+            write.meta["val"] = cache.meta["val"]
         for attention in plain:
             _without_mask(program.graph, attention, self.reads, new, start)
         _return_logits(program)

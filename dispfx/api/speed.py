@@ -19,10 +19,12 @@ from dispfx.api.static import static_programs
 from dispfx.errors import DispfxError
 from dispfx.ir.cached_inputs import CachedShape, cache_tensors
 from dispfx.ir.program import Program
+from dispfx.layered import LayeredDecoder
 from dispfx.measure.bound import bound, step_cost
 from dispfx.measure.speed import Call, compare_times, peak_bytes, recorded
 from dispfx.measure.speed_row import Side, SpeedRow
 from dispfx.passes.fuse_norms import FuseNorms
+from dispfx.passes.outline_layers import OutlineLayers
 from dispfx.pipeline import Pipeline
 
 Mode = Literal["eager", "compiled"]
@@ -37,10 +39,12 @@ class Kernels:
     Args:
         options: of `torch.compile`.
         fuse_norms: write, norm and selection are one kernel of dispfx.
+        by_layer: layers are compiled once for each kind, not with the whole graph: a shorter start.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     fuse_norms: bool = False
+    by_layer: bool = False
 
 
 # With `generated`, the compiler makes kernels of its own where a product has one row of activations; they
@@ -49,6 +53,7 @@ KERNELS: Mapping[str, Kernels] = {
     "library": Kernels(),
     "generated": Kernels({"coordinate_descent_tuning": True}),
     "fused": Kernels(fuse_norms=True),
+    "layers": Kernels(by_layer=True),
 }
 
 
@@ -151,10 +156,7 @@ def step_call(program: Program, shape: CachedShape, mode: Mode, kernels: str = "
     programs = static_programs(program, length)
     chosen = programs.decode if shape.tokens == 1 else programs.prefill
     inputs = step_inputs(chosen, shape, length)
-    graph: Callable[..., Tensor] = chosen.graph_module
-    if mode == "compiled":
-        options = dict(KERNELS[kernels].options)
-        graph = torch.compile(chosen.graph_module, fullgraph=True, dynamic=False, options=options or None)
+    graph = compiled(chosen, KERNELS[kernels]) if mode == "compiled" else chosen.graph_module
 
     def call() -> object:
         with torch.no_grad():
@@ -162,6 +164,19 @@ def step_call(program: Program, shape: CachedShape, mode: Mode, kernels: str = "
 
     call()
     return recorded(call, program.device) if mode == "compiled" else call
+
+
+def compiled(program: Program, kernels: Kernels) -> Callable[..., Any]:
+    """Return a static program as a compiled callable, whole or layer by layer."""
+    options = dict(kernels.options) or None
+    make = partial(torch.compile, fullgraph=True, dynamic=False, options=options)
+    if not kernels.by_layer:
+        return make(program.graph_module)
+    Pipeline([OutlineLayers("static")]).run(program)
+    layered = LayeredDecoder(program)
+    for body, call in list(layered.bodies.items()):
+        layered.replace_body(body, make(call))
+    return layered
 
 
 def step_inputs(program: Program, shape: CachedShape, length: int) -> list[Tensor]:

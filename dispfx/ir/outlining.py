@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from dispfx.ir import ops
 from dispfx.ir.ops import aten, packet
 
 PROLOGUE = -1
@@ -160,6 +161,9 @@ class _Builder:
         """Return the values that this part computes for `results`, in order."""
         inside: set[fx.Node] = set()
         pending = [self.placement.first[node] for node in results]
+        # What changes a tensor in place is needed, whether or not its value is used.
+        places = self.placement.place.items()
+        pending += [node for node, number in places if number == self.number and ops.mutates(node)]
         while pending:
             node = pending.pop()
             if node in inside or not self._own(node):

@@ -9,10 +9,15 @@ from torch import Tensor
 
 import dispfx
 from dispfx.api.cached import CachedDecoder, lower_cached
+from dispfx.api.speed import step_inputs
 from dispfx.api.static import StaticDecoder, StaticPrograms, static_programs
 from dispfx.errors import DataError, UnsupportedGraphError
+from dispfx.ir.cached_inputs import CachedShape
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
+from dispfx.layered import LayeredDecoder
+from dispfx.passes.outline_layers import OutlineLayers
+from dispfx.pipeline import Pipeline
 from tests.passes.golden import calls_of
 from tests.programs import relative_error, token_ids
 from tests.tiny_transformers import VOCABULARY, tiny_transformer
@@ -162,3 +167,17 @@ def test_compiled_graphs_give_the_same():
     logits = [decoder.prefill(case.ids[:, :PREFILL])]
     logits += [decoder.step(case.ids[:, place : place + 1]) for place in range(PREFILL, PREFILL + 3)]
     assert relative_error(torch.cat(logits, dim=1), case.logits[:, :4]) <= ORDER_OF_SUMS
+
+
+@pytest.mark.parametrize(("ratio", "kinds"), [(0.0, 1), (0.4, 2)])
+def test_layers_of_a_static_program_share_bodies_and_write_their_caches(ratio: float, kinds: int):
+    model = tiny_transformer("llama")
+    program = lower_cached(model, Plan.random(dispfx.capture(model), ratio, seed=1))
+    programs = static_programs(program, LENGTH)
+    for static, shape in ((programs.prefill, (2, 7, 0)), (programs.decode, (2, 1, 20))):
+        Pipeline([OutlineLayers("static")]).run(static)
+        assert static.outline is not None and len(static.outline.kinds) == kinds
+        inputs = step_inputs(static, CachedShape(*shape), LENGTH)
+        twins = [tensor.clone() for tensor in inputs]
+        assert torch.equal(LayeredDecoder(static)(*twins), static.graph_module(*inputs))
+        assert all(map(torch.equal, twins, inputs)), "the caches too"
