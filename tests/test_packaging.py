@@ -49,7 +49,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for room in ("dispfx", "passes"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(CHECKOUT / room, copy / room, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "LICENSE", "README.md"):
+    for name in ("pyproject.toml", "LICENSE", "README.md", "dispfx_autoload.py"):
         shutil.copy(CHECKOUT / name, copy / name)
     return copy
 
@@ -73,7 +73,7 @@ def test_a_wheel_holds_every_module_and_data_file_once(copied: Path, tmp_path: P
     for package, folder in packages_on_disk().items():
         for module in folder.glob("*.py"):
             assert f"{package.replace('.', '/')}/{module.name}" in names
-    assert "dispfx/py.typed" in names
+    assert {"dispfx/py.typed", "dispfx_autoload.py"} <= set(names)
     assert not [name for name in names if name.startswith(("passes/", "tests/"))]
     for path in (CHECKOUT / "dispfx" / "demo" / "decoder").iterdir():
         assert f"dispfx/demo/decoder/{path.name}" in names

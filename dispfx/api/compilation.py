@@ -17,7 +17,7 @@ from dispfx.api.opening import Opening, learn_settings
 from dispfx.api.programs import analyse, follow, learn, only_planned
 from dispfx.api.stages import Stages
 from dispfx.api.text import Text, TextChoice, open_text, require_tokens
-from dispfx.api.writing import Task, check_export, write_output
+from dispfx.api.writing import Task, check_export, require_decoder_for, write_output
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import OutputError, VerificationError
@@ -86,7 +86,7 @@ def compile(
         costs: table of times on the target device (tools/measure_costs.py); branches that would be slower
             are left dense.
         resume: go on from DIR.state; with a complete folder, do nothing.
-        export: none, onnx or pt2; onnx for the demo and none otherwise by default.
+        export: none, onnx, pt2 or dense; onnx for the demo and none otherwise by default.
 
     Raises:
         DispfxError: for everything in the input that cannot be used.
@@ -114,6 +114,7 @@ def compile(
         compute,
         costs,
         ranks,
+        export,
     )
     chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes))
     learned = learn_from(opening, chosen, how, state_folder(path, resume), stages)
@@ -170,6 +171,7 @@ def apply(
     with stages("open"):
         chosen.check()
         source = Opening(model, revision, dtype, device, trust_remote_code, tokenizer).open()
+        require_decoder_for(export, source)
         text = open_text(source, chosen)
     text.require_measurable()
     program = only_planned(_analyse(source, stages, (), print_after), read)
@@ -205,6 +207,7 @@ class Learning:
     compute: Compute | None = None
     costs: str | Path | None = None
     ranks: Ranks | None = None
+    export: str | None = None
 
     def alignment(self, program: Program) -> int:
         """Return what widths become multiples of."""
@@ -331,6 +334,7 @@ def _ready(opening: Opening, chosen: TextChoice, how: Learning, stages: Stages) 
     with stages("open"):
         chosen.check()
         source = opening.open()
+        require_decoder_for(how.export, source)
         text = open_text(source, chosen)
     batches = text.batches(settings)
     text.require_measurable()

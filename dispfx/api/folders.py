@@ -12,7 +12,7 @@ from torch import nn
 from dispfx.api.cached import capture_cached
 from dispfx.api.programs import analyse, lower_program, only_planned
 from dispfx.deploy import reload
-from dispfx.deploy.checkpoint import own_config, skeleton
+from dispfx.deploy.checkpoint import implementations, own_config, skeleton
 from dispfx.deploy.exported import PROGRAM_FILE, load_program
 from dispfx.deploy.section import CONFIG_FILE, read_layout
 from dispfx.errors import OutputError, PlanMismatchError
@@ -55,7 +55,12 @@ class Opened:
             return load_program(self.path).to(self.device)
         if read_layout(self.path) is None:
             return self.graph_module
-        return load_model(self.path, device=self.device, trust_remote_code=self.trust_remote_code)
+        return load_model(
+            self.path,
+            device=self.device,
+            trust_remote_code=self.trust_remote_code,
+            **implementations(self.path),
+        )
 
     @cached_property
     def program(self) -> Program | None:

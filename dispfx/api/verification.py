@@ -10,6 +10,7 @@
     gather-add = lowered
     modules = lowered    the transformers model with smaller modules computes what the lowered graph computes
     reloaded = modules   read back from disk; reloaded = lowered where there is a graph alone
+    dense = lowered      the full-size checkpoint with zeros, read back, where it was asked for
     onnx = checkpoint    on ONNX Runtime's CPU provider
     program.pt2 = checkpoint, where both are written
 
@@ -84,6 +85,12 @@ def module_lines(program: Program, lowered: nn.Module, modules: nn.Module) -> li
     """Compare the decoder that is built from smaller modules with the lowered graph."""
     logits = partial(module_logits, modules)
     return _compare("modules = lowered", program, lowered, logits, tolerance_of(program))
+
+
+def dense_lines(program: Program, lowered: nn.Module, dense: nn.Module) -> list[Verification]:
+    """Compare a full-size checkpoint with zeros, read back from disk, with the lowered decoder."""
+    logits = partial(module_logits, dense)
+    return _compare("dense = lowered", program, lowered, logits, tolerance_of(program))
 
 
 def reloaded_lines(

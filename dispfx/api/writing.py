@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +22,13 @@ from dispfx.api.stages import Stages
 from dispfx.api.text import Text
 from dispfx.api.verification import (
     captured_lines,
+    dense_lines,
     exported_lines,
     identity_lines,
     lowered_lines,
     module_lines,
     reloaded_lines,
+    zeroed_tensors,
 )
 from dispfx.capturing import export_program, first_line
 from dispfx.demo.probe import skill_probe
@@ -33,6 +36,8 @@ from dispfx.deploy import exported, weights
 from dispfx.deploy.checkpoint import site_indices, underived_buffers, write_checkpoint
 from dispfx.deploy.folder import new_folder
 from dispfx.errors import DispfxError
+from dispfx.huggingface.dense import write_dense
+from dispfx.huggingface.loading import load_model
 from dispfx.huggingface.saving import PrunedModel, build_pruned
 from dispfx.ir.closure import Mismatch
 from dispfx.ir.count import ParameterCount
@@ -55,7 +60,8 @@ from dispfx.report import (
 )
 from dispfx.source import Source
 
-EXPORTS = ("none", "onnx", "pt2")
+EXPORTS = ("none", "onnx", "pt2", "dense")
+DENSE_FOLDER = "dense"
 _PROBE_SEED, _PROBE_SAMPLES = 7, 100
 _NAMED_VERSIONS = ("torch", "transformers", "safetensors", "onnx", "onnxruntime-gpu", "onnxruntime")
 
@@ -67,7 +73,7 @@ class Task:
     Args:
         path: DIR.
         state: DIR.state, or None where nothing was learned.
-        export: none, onnx or pt2; None for the default of the source.
+        export: none, onnx, pt2 or dense; None for the default of the source.
         eval_windows: how many windows to measure perplexity on; all by default.
         command: that gives this result again.
         context: window of perplexity for a decoder whose config does not name one; it has run at that
@@ -89,6 +95,20 @@ class Task:
     def exports(self) -> str:
         """The export that was asked for, or the default."""
         return self.export or ("onnx" if self.source.origin == "demo" else "none")
+
+
+def require_decoder_for(export: str | None, source: Source) -> None:
+    """Pass if the decoder can be written in the form that was asked for.
+
+    Raises:
+        DispfxError: if a dense checkpoint was asked of a module that transformers does not know.
+    """
+    if export == "dense" and source.config is None:
+        raise DispfxError(
+            "--export dense writes a checkpoint of transformers, which does not know this module",
+            where=source.name,
+            hint="--export pt2 writes the pruned graph",
+        )
 
 
 def check_export(export: str | None) -> None:
@@ -136,6 +156,9 @@ def write_output(task: Task, stages: Stages) -> Report:
         if task.exports == "onnx":
             with stages("onnx"):
                 _add(lines, write_onnx(opened, plain=partial(_plain, task)), stages)
+        if task.exports == "dense":
+            with stages("dense"):
+                _add(lines, _write_dense(task, folder / DENSE_FOLDER, lowered), stages)
         with stages("measure"):
             measured = _perplexity(task, reloaded)
             skills = _skills(task, reloaded)
@@ -153,10 +176,20 @@ def _add(lines: list[Verification], found: list[Verification], stages: Stages) -
 
 
 def _modules(task: Task, lowered: nn.Module) -> PrunedModel | Mismatch | None:
-    """Return the decoder built from smaller modules, why it cannot be, or None without transformers."""
-    config, program = task.source.config, task.program
-    if config is None:
-        return None
+    config = task.source.config
+    return None if config is None else modules_of(task.program, task.plan, task.source.model, lowered, config)
+
+
+def modules_of(
+    program: Program, plan: Plan, model: nn.Module, lowered: nn.Module, config: Any
+) -> PrunedModel | Mismatch:
+    """Return a transformers decoder built from smaller modules, or why it cannot be.
+
+    Args:
+        program: of the decoder `model`, which is not changed.
+        lowered: the lowered graph, which the result is compared with.
+        config: the decoder's.
+    """
 
     def agrees(candidate: nn.Module) -> str | None:
         try:
@@ -167,13 +200,13 @@ def _modules(task: Task, lowered: nn.Module) -> PrunedModel | Mismatch | None:
         worst = max(line.max_rel_error for line in lines)
         return None if all(line.holds for line in lines) else f"its logits are off by {worst:.1e}"
 
-    kept = task.plan.for_sites(program.sites)
+    kept = plan.for_sites(program.sites)
     return build_pruned(
         program,
         {site.name: indices for site, indices in zip(program.sites, kept, strict=True)},
-        task.source.model,
+        model,
         lowered,
-        underived=underived_buffers(task.source.model, config),
+        underived=underived_buffers(model, config),
         agrees=agrees,
     )
 
@@ -204,6 +237,13 @@ def _write_decoder(
         exported.save_program(export_program(final, ids), folder)
     if config is None:
         task.plan.save(folder / "plan.safetensors")
+
+
+def _write_dense(task: Task, folder: Path, lowered: nn.Module) -> list[Verification]:
+    """Write the full-size checkpoint with zeros, and compare it, as read back, with the lowered decoder."""
+    zeroed = zeroed_tensors(task.program, task.plan)
+    write_dense(task.source.model, zeroed, folder, tokenizer=task.source.tokenizer)
+    return dense_lines(task.program, lowered, load_model(folder, device=task.program.device))
 
 
 def _stored(

@@ -156,8 +156,11 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the state tha
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.")]
 PlanOut = Annotated[Path, typer.Option("--out", help="Plan file to write; it must not exist.")]
 Export = Annotated[
-    Literal["none", "onnx", "pt2"] | None,
-    typer.Option(help="What to write beside the checkpoint (demo: onnx, otherwise: none)."),
+    Literal["none", "onnx", "pt2", "dense"] | None,
+    typer.Option(
+        help="What to write beside the checkpoint: an ONNX model, program.pt2, or a full-size checkpoint "
+        "with zeros (demo: onnx, otherwise: none)."
+    ),
 ]
 PrintAfter = Annotated[
     list[str] | None,

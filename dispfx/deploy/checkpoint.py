@@ -25,8 +25,9 @@ from dispfx.ir.sites import Site
 
 PLAN_FILE = "plan.safetensors"
 
-# Any other attention implementation may be fetched code, which a config must not ask for.
+# Any other implementation may be fetched code, which a config must not ask for.
 _ATTENTION = ("eager", "sdpa")
+_EXPERTS = ("eager", "batched_mm", "grouped_mm")
 
 
 def write_checkpoint(
@@ -100,15 +101,27 @@ def skeleton(
         DataError: if transformers cannot build a decoder from config.json.
         OutputError: if the folder is not one of ours.
     """
-    attention = read_section(folder).get("attention")
     model = _without_weights(
         own_config(folder, trust_remote_code),
-        attn_implementation=attention if attention in _ATTENTION else None,
+        **{"attn_implementation": None, **implementations(folder)},
         trust_remote_code=trust_remote_code,
     )
     _put_zeros(model, {name: stored.dtype for name, stored in read_headers(folder).items()})
     _put_buffers(model, folder)
     return model.to(device).eval()
+
+
+def implementations(folder: Path) -> dict[str, str]:
+    """Return the attention and the experts with which the decoder of `folder` was captured, as options.
+
+    Any of them gives the same decoder, but not the same bits.
+    """
+    section = read_section(folder)
+    chosen = {
+        "attn_implementation": (section.get("attention"), _ATTENTION),
+        "experts_implementation": (section.get("experts"), _EXPERTS),
+    }
+    return {option: name for option, (name, known) in chosen.items() if name in known}
 
 
 def underived_buffers(model: nn.Module, config: Any) -> frozenset[str]:

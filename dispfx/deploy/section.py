@@ -130,6 +130,7 @@ def _section(plan: Plan, sites: Sequence[Site], config: Any) -> dict[str, Any]:
         "achieved": plan.achieved,
         "of": plan.budget.of,
         "attention": getattr(config, "_attn_implementation", None),
+        "experts": getattr(config, "_experts_implementation", None),
         "sites": [
             {
                 "name": selection.site,

@@ -173,6 +173,8 @@ def digest(buffers: Mapping[str, Tensor]) -> str:
 
 def _problem(index: Tensor, name: str, features: int, kept: int, padded: bool) -> str | None:
     """Return what is wrong with an index buffer, or None."""
+    if index.is_meta:
+        return "the index has no values"
     length = features if name == WRITE else kept
     if index.dtype != torch.int32 or tuple(index.shape) != (length,):
         return f"{length} int32 indices were expected, {tuple(index.shape)} {index.dtype} is stored"

@@ -48,6 +48,9 @@ class PrunedModule(nn.Module):
         self.register_buffer(READ, read)
         self.register_buffer(WRITE, write)
         self.training = inner.training
+        # What a decoder may ask of the module.  What is put around it later (an adapter) stays its own.
+        own = {INNER, READ, WRITE}
+        self._given = frozenset(name for name in _public_names(inner) - own if not hasattr(nn.Module, name))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the dense module would, with zeros for pruned features of the output."""
@@ -67,14 +70,10 @@ class PrunedModule(nn.Module):
         return args, {**kwargs, first: _gathered(kwargs[first], read, self.padded)}
 
     def __getattr__(self, name: str) -> Any:
-        """Give what the inner module has: a decoder may ask its projection for a dtype."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            inner = self.__dict__.get("_modules", {}).get(INNER)
-            if inner is None or name.startswith("_"):
-                raise
-            return getattr(inner, name)
+        """Give what the inner module had at first: a decoder may ask its projection for a dtype."""
+        if name in self.__dict__.get("_given", ()):
+            return getattr(self.linear, name)
+        return super().__getattr__(name)
 
     def extra_repr(self) -> str:
         """Say which widths the module has outside."""
@@ -100,6 +99,11 @@ def selecting(norm: nn.Module, kept: Tensor) -> None:
     """Let a norm gather its output by `kept` (K,) int32 after its own forward; its class stays a base."""
     norm.__class__ = _selecting_class(type(norm))
     norm.register_buffer(SELECT, kept)
+
+
+def _public_names(module: nn.Module) -> set[str]:
+    names = {*dir(type(module)), *vars(module), *module._parameters, *module._buffers, *module._modules}
+    return {name for name in names if not name.startswith("_")}
 
 
 def _gathered(x: Tensor, read: Tensor, padded: bool) -> Tensor:

@@ -7,22 +7,18 @@
                           reads the weights into it                 renamed where a module is wrapped
                           marks the model as quantised              the indices are checked, the mark goes
 
-A loaded model is an ordinary one: it can be cast, trained, saved and quantised.  Saving writes the same two
-entries again.  Importing this module registers it.
+A loaded model is an ordinary one: it can be cast, trained, saved and quantised.  Importing this module
+registers it, which may happen while transformers is being imported: what of transformers is not loaded by
+then is imported where it is used.
 """
 
 import copy
-import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.core_model_loading import WeightRenaming
-from transformers.modeling_utils import PreTrainedModel
+from torch import Tensor, nn
 from transformers.quantizers.auto import (
     AUTO_QUANTIZER_MAPPING,
     register_quantization_config,
@@ -33,7 +29,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dispfx.errors import OutputError
 from dispfx.huggingface.building import own_path, shape_modules
-from dispfx.huggingface.entries import LOCK, METHOD, REFUSAL, checked_section
+from dispfx.huggingface.entries import LOCK, METHOD, checked_section
 from dispfx.huggingface.layout import INNER, Layout
 from dispfx.huggingface.modules import index_buffers
 
@@ -77,7 +73,7 @@ class DispfxQuantizer(HfQuantizer):
         """Whether a loaded model can be trained."""
         return True
 
-    def get_weight_conversions(self) -> list[WeightRenaming]:
+    def get_weight_conversions(self) -> list[Any]:
         """Rename the tensors of wrapped modules, which have the dense decoder's names on disk."""
         return [_renaming(path) for path, module in self.layout.modules.items() if module.wraps]
 
@@ -89,14 +85,13 @@ class DispfxQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         found = index_buffers(model)
-        own = {path: own_path(model, path) for path in self.layout.modules}
-        stored = {
-            f"{path}.{name}": found[f"{own[path]}.{name}"]
+        named = {
+            f"{own_path(model, path)}.{name}": f"{path}.{name}"
             for path, module in self.layout.modules.items()
             for name in module.indices
-            if f"{own[path]}.{name}" in found
         }
-        self.layout.check_indices(stored)
+        indices = {named[own]: _held(model, own, index) for own, index in found.items() if own in named}
+        self.layout.check_indices(indices)
         _cast(model, self._dtypes)
         _leave_quantised_mode(model)
         return model
@@ -108,16 +103,6 @@ def install() -> None:
         return
     register_quantization_config(METHOD)(DispfxConfig)
     register_quantizer(METHOD)(DispfxQuantizer)
-    _guard_building()
-    _guard_saving()
-
-
-def is_pruned(config: Any) -> bool:
-    """Whether a transformers config is of a pruned decoder."""
-    section = getattr(config, "quantization_config", None)
-    if isinstance(section, Mapping):
-        return section.get("quant_method") == METHOD
-    return isinstance(section, DispfxConfig)
 
 
 def _layout_of(section: dict[str, Any]) -> Layout:
@@ -136,8 +121,10 @@ def _unlock(config: Any) -> Any:
     return config
 
 
-def _renaming(path: str) -> WeightRenaming:
+def _renaming(path: str) -> Any:
     """Let the stored name be that of the dense decoder; index buffers keep theirs."""
+    from transformers.core_model_loading import WeightRenaming
+
     return WeightRenaming(rf"{re.escape(path)}\.(?!dispfx_|{INNER}\.)", f"{path}.{INNER}.")
 
 
@@ -155,6 +142,19 @@ def _expect_dtype(model: Any, path: str, dtype: torch.dtype, asked: torch.dtype 
         module._parameters[name] = nn.Parameter(old.to(dtype), requires_grad=old.requires_grad)
 
 
+def _held(model: nn.Module, path: str, index: Tensor) -> Tensor:
+    """Return an index that may be kept on disk; accelerate fetches it when its module runs."""
+    if not index.is_meta:
+        return index
+    owner, _, name = path.rpartition(".")
+    hook = getattr(model.get_submodule(owner), "_hf_hook", None)
+    for part in getattr(hook, "hooks", (hook,)):
+        held = getattr(part, "weights_map", None)
+        if held is not None:
+            return held[name]
+    return index
+
+
 def _cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     """Give renamed weights the dtype that was asked for; transformers 5.17 reads them as stored."""
     for path, parameter in model.named_parameters():
@@ -165,6 +165,8 @@ def _cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 def _leave_quantised_mode(model: Any) -> None:
     """Nothing is quantised; transformers forbids casts and training where something is."""
+    from transformers.modeling_utils import PreTrainedModel
+
     for name in ("hf_quantizer", "quantization_method"):
         if hasattr(model, name):
             delattr(model, name)
@@ -173,37 +175,6 @@ def _leave_quantised_mode(model: Any) -> None:
         config = getattr(module, "config", None)
         if isinstance(module, PreTrainedModel) and hasattr(config, "_is_quantized"):
             delattr(config, "_is_quantized")
-
-
-def _guard_building() -> None:
-    """A config alone cannot give the pruned decoder, and must not give the dense one without a word."""
-    build = PreTrainedModel._from_config.__func__  # type: ignore[attr-defined]
-
-    def guarded(cls: type, config: Any, **kwargs: Any) -> Any:
-        if is_pruned(config):
-            raise OutputError(
-                "this config describes a pruned decoder, whose kept indices lie with its weights",
-                where=str(getattr(config, "name_or_path", "") or type(config).__name__),
-                hint="use from_pretrained(folder); for the dense decoder, delete config.quantization_config",
-            )
-        return build(cls, config, **kwargs)
-
-    PreTrainedModel._from_config = classmethod(guarded)  # type: ignore[assignment,method-assign]
-
-
-def _guard_saving() -> None:
-    """A saved config of a pruned decoder gets the entry that stops programs without dispfx."""
-    write = PreTrainedConfig.to_json_file
-
-    def guarded(self: Any, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
-        write(self, json_file_path, *args, **kwargs)
-        if is_pruned(self):
-            path = Path(json_file_path)
-            entries = json.loads(path.read_text(encoding="utf-8"))
-            entries[LOCK] = REFUSAL
-            path.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-    PreTrainedConfig.to_json_file = guarded  # type: ignore[method-assign]
 
 
 install()

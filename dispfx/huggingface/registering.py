@@ -1,47 +1,49 @@
 """When transformers learns of pruned folders: at `import dispfx`, or as soon as transformers is imported.
 
-`import dispfx` must cost nothing and transformers need not be there, so what registers is imported at the
-moment that transformers' own `modeling_utils`, which every `from_pretrained` needs, has been imported.
+`import dispfx` must cost nothing and transformers need not be there.  So what registers is imported right
+after the module of transformers that it belongs to: the table of weight formats, which lm_eval asks before
+it loads anything, and the base of all models.
 
-Programs whose code cannot be edited (lm_eval, accelerate) get the same from `DISPFX_AUTOLOAD=1`: torch
-calls `autoload` when it is imported, by the entry point group `torch.backends`.
+Programs whose code cannot be edited (lm_eval, accelerate) get the same from `DISPFX_AUTOLOAD=1`, see
+`dispfx_autoload`.
 """
 
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-AUTOLOAD = "DISPFX_AUTOLOAD"
-
-_AWAITED = "transformers.modeling_utils"
+# What is imported after which module; importing it registers.
+_FOLLOWERS = {
+    "transformers.quantizers.auto": "dispfx.huggingface.quantizer",
+    "transformers.modeling_utils": "dispfx.huggingface.guards",
+}
 
 
 def register() -> None:
     """Let transformers load pruned folders, now or when it is imported; once."""
-    if _AWAITED in sys.modules:
-        _install()
-    elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Waiting())
-
-
-def autoload() -> None:
-    """Called by torch; do what `import dispfx` does where the environment asks for it."""
-    if os.environ.get(AUTOLOAD, "") not in ("", "0"):
-        register()
+    waiting = {finder.awaited for finder in sys.meta_path if isinstance(finder, _Waiting)}
+    for awaited, follower in _FOLLOWERS.items():
+        if awaited in sys.modules:
+            importlib.import_module(follower)
+        elif awaited not in waiting:
+            sys.meta_path.insert(0, _Waiting(awaited, follower))
 
 
 class _Waiting(MetaPathFinder):
-    """Finds nothing; has the awaited module followed by the registration."""
+    """Finds nothing; has an awaited module followed by another one."""
+
+    def __init__(self, awaited: str, follower: str):
+        self.awaited = awaited
+        self._follower = follower
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _AWAITED:
+        if fullname != self.awaited:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -49,15 +51,11 @@ class _Waiting(MetaPathFinder):
             return spec
         execute = spec.loader.exec_module
 
-        def then_register(module: ModuleType) -> None:
+        def then_follow(module: ModuleType) -> None:
             execute(module)
-            _install()
+            # Where the follower is being imported already, because it needs the awaited module itself, it
+            # registers when it is done.
+            importlib.import_module(self._follower)
 
-        spec.loader.exec_module = then_register  # type: ignore[method-assign]
+        spec.loader.exec_module = then_follow  # type: ignore[method-assign]
         return spec
-
-
-def _install() -> None:
-    # Importing it registers.  Where it is being imported already, because it needs the awaited module
-    # itself, it registers when it is done.
-    importlib.import_module("dispfx.huggingface.quantizer")

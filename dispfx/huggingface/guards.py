@@ -1,0 +1,62 @@
+"""Two places of transformers where a pruned decoder would lose what it is without a word.
+
+1. A config alone cannot give the pruned decoder; building a model from it is refused.
+2. A config that is saved gets its lock again, which transformers takes off; `dispfx.huggingface.entries`
+   says what it is for.
+
+Importing this module puts the guards up.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from dispfx.errors import OutputError
+from dispfx.huggingface.entries import LOCK, METHOD, REFUSAL
+
+
+def is_pruned(config: Any) -> bool:
+    """Whether a transformers config is of a pruned decoder."""
+    section = getattr(config, "quantization_config", None)
+    if isinstance(section, Mapping):
+        return section.get("quant_method") == METHOD
+    return getattr(section, "quant_method", None) == METHOD
+
+
+def _guard_building() -> None:
+    """A config alone cannot give the pruned decoder, and must not give the dense one without a word."""
+    build = PreTrainedModel._from_config.__func__  # type: ignore[attr-defined]
+
+    def guarded(cls: type, config: Any, **kwargs: Any) -> Any:
+        if is_pruned(config):
+            raise OutputError(
+                "this config describes a pruned decoder, whose kept indices lie with its weights",
+                where=str(getattr(config, "name_or_path", "") or type(config).__name__),
+                hint="use from_pretrained(folder); for the dense decoder, delete config.quantization_config",
+            )
+        return build(cls, config, **kwargs)
+
+    PreTrainedModel._from_config = classmethod(guarded)  # type: ignore[assignment,method-assign]
+
+
+def _guard_saving() -> None:
+    """A saved config of a pruned decoder gets the entry that stops programs without dispfx."""
+    write = PreTrainedConfig.to_json_file
+
+    def guarded(self: Any, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
+        write(self, json_file_path, *args, **kwargs)
+        if is_pruned(self):
+            path = Path(json_file_path)
+            entries = json.loads(path.read_text(encoding="utf-8"))
+            entries[LOCK] = REFUSAL
+            path.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    PreTrainedConfig.to_json_file = guarded  # type: ignore[method-assign]
+
+
+_guard_building()
+_guard_saving()
