@@ -112,7 +112,7 @@ EvalWindows = Annotated[
 # Learning.
 Recipe = Annotated[
     Literal["paper", "informed"] | None,
-    typer.Option(help="Settings to start from (paper); each can be changed by its own option."),
+    typer.Option(help="Settings to start from (paper; demo: informed); each has an option of its own."),
 ]
 Samples = Annotated[int | None, typer.Option(help="Masks drawn a step; a divisor of the batch size (1).")]
 Start = Annotated[

@@ -213,7 +213,8 @@ def check_gates(problem: Problem) -> None:
         DispfxError: if the loss of the dense decoder is not finite.
     """
     sizes = [site.size for site in problem.sites]
-    masks = torch.ones(sum(sizes), device=problem.device, requires_grad=True)
+    mask_N = torch.ones(sum(sizes), device=problem.device)
+    masks = problem.ranks.masks(_as_drawn(mask_N, problem.settings)).clone().requires_grad_()
     loss = problem.loss(problem.batch(0), masks)
     if not loss.requires_grad:
         where = f"rank {problem.ranks.rank}" if problem.ranks.size > 1 else None
@@ -227,7 +228,7 @@ def check_gates(problem: Problem) -> None:
     assert masks.grad is not None
     dead = [
         site.name
-        for site, gradient in zip(problem.sites, masks.grad.split(sizes), strict=True)
+        for site, gradient in zip(problem.sites, masks.grad.split(sizes, -1), strict=True)
         if not bool(gradient.count_nonzero())
     ]
     if dead:
@@ -250,18 +251,33 @@ def check_samples(problem: Problem) -> None:
     generator = torch.Generator().manual_seed(seed_for(problem.settings.seed, "check-samples"))
     masks = torch.rand(samples, sum(site.size for site in problem.sites), generator=generator)
     masks = (0.5 + masks.round() / 2).to(problem.device)
-    ids_ST = problem.text.batch(0)[:samples]
+    ids_BT = problem.text.batch(0)
+    if problem.ranks.size > 1:  # no rank holds a whole batch at once
+        ids_BT = ids_BT[:: len(ids_BT) // samples]
+    runs = ids_BT.split(len(ids_BT) // samples)
     try:
-        with torch.no_grad():
-            together = problem.loss(ids_ST, masks).double()
-            alone = torch.stack(
-                [problem.loss(ids_T[None], mask_N) for ids_T, mask_N in zip(ids_ST, masks, strict=True)]
-            ).double()
+        together = _loss_of(problem, ids_BT, masks)
+        # Alone: the sequence and its mask in every place, so that shapes are those of a step.
+        alone = [
+            _loss_of(problem, run_BT.repeat(samples, 1), mask_N.expand(samples, -1).contiguous())
+            for run_BT, mask_N in zip(runs, masks, strict=True)
+        ]
     except (RuntimeError, ValueError) as error:
         raise _no_samples(samples, str(error)) from error
-    difference = float((together - alone.mean()).abs())
-    if not difference <= _SAMPLE_TOLERANCE * float(alone.abs().mean()):
+    expected = sum(alone) / samples
+    difference = abs(together - expected)
+    if not difference <= _SAMPLE_TOLERANCE * abs(expected):
         raise _no_samples(samples, f"the loss differs by {difference:.2e} from that of each alone")
+
+
+def _loss_of(problem: Problem, ids_BT: Tensor, masks: Tensor) -> float:
+    # With gradients, as in a step: a decoder may be compiled for that alone.
+    return float(problem.loss(ids_BT, masks.requires_grad_()).detach())
+
+
+def _as_drawn(mask_N: Tensor, settings: LearnSettings) -> Tensor:
+    """Repeat a mask in the shape in which a step draws them: (N,), or (S, N) with S > 1 samples."""
+    return mask_N if settings.samples == 1 else mask_N.repeat(settings.samples, 1)
 
 
 def _no_samples(samples: int, reason: str) -> DispfxError:

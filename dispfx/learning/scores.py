@@ -95,8 +95,12 @@ def _costs(problem: Problem) -> Tensor:
 def _fisher(problem: Problem, sequences: int) -> Tensor:
     """Return the mean square of every gate's gradient over sequences, with everything kept, (N,).
 
-    The square of a mean is not the mean of squares, so every sequence is a batch of its own.
+    The square of a mean is not the mean of squares, so every sequence is a batch of its own, or has a
+    mask of its own where a step draws as many.
     """
+    batch_size = problem.settings.batch_size
+    if problem.settings.samples == batch_size > 1 and problem.ranks.size == 1:
+        return _fisher_of_batches(problem, -(-sequences // batch_size))
     total_N = torch.zeros(problem.groups.features, device=problem.device)
     for ids_T in _sequences(problem, sequences):
         masks_N = torch.ones_like(total_N, requires_grad=True)
@@ -104,6 +108,18 @@ def _fisher(problem: Problem, sequences: int) -> Tensor:
         (gradient_N,) = torch.autograd.grad(loss, masks_N)
         total_N += gradient_N.float() ** 2
     return total_N / sequences
+
+
+def _fisher_of_batches(problem: Problem, batches: int) -> Tensor:
+    samples = problem.settings.samples
+    total_N = torch.zeros(problem.groups.features, device=problem.device)
+    for index in range(batches):
+        masks_SN = total_N.new_ones(samples, len(total_N)).requires_grad_()
+        loss = problem.loss(problem.text.batch(index), problem.groups.expand(masks_SN))
+        (gradient_SN,) = torch.autograd.grad(loss, masks_SN)
+        # The loss is the mean over sequences, each of which has a share of 1 / S in it.
+        total_N += (gradient_SN.float() * samples).pow(2).sum(0)
+    return total_N / (batches * samples)
 
 
 def _by_group(values: Tensor, groups: Groups) -> Tensor:

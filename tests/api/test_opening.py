@@ -43,3 +43,8 @@ def test_the_demo_keeps_its_sizes_under_every_recipe():
 def test_an_unknown_recipe_names_those_that_there_are():
     with pytest.raises(DispfxError, match="paper or informed"):
         learn_settings("a-model", recipe="better")
+
+
+def test_the_demo_learns_by_the_better_recipe_and_other_models_by_the_paper_s():
+    assert learn_settings("demo").start == "sensitivity"
+    assert learn_settings("demo", recipe="paper").start == learn_settings("a-model").start == "uniform"

@@ -141,6 +141,13 @@ def test_sites_that_share_a_selection_share_their_score(program, method):
     assert all(torch.equal(indices, shared[0]) for indices in shared)
 
 
+def test_sensitivity_is_the_same_with_a_mask_for_every_sequence_of_a_batch(program):
+    one_by_one, graph = problem(program, batch_size=4)
+    together, _ = problem(program, batch_size=4, samples=4)
+    expected = score(one_by_one, graph, "sensitivity", sequences=8)
+    assert torch.allclose(score(together, graph, "sensitivity", sequences=8), expected, atol=1e-4)
+
+
 def test_learning_starts_with_the_most_sensitive_features_highest(program):
     found, graph = problem(program)
     start = starting_logits(found)
