@@ -36,13 +36,15 @@ def write_genai_config(
     keys = [cache for cache in caches if cache.name.endswith(".key")]
     context = getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT
     eos = _token("eos_token_id", generation_config, config)
+    # genai needs one that the vocabulary has (0.18 refuses any other): a text then ends at token 0.
+    eos = 0 if eos is None else eos
     entries = {
         "model": {
             "type": "decoder",
             "context_length": context,
             "vocab_size": vocabulary_size,
             "bos_token_id": _first(_token("bos_token_id", generation_config, config)),
-            "eos_token_id": eos if eos is not None else [],
+            "eos_token_id": eos,
             "pad_token_id": _first(_token("pad_token_id", generation_config, config) or eos),
             "decoder": {
                 "filename": model_file,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import dispfx
 from dispfx import api
-from tests.tiny_transformers import tiny_transformer
+from tests.tiny_transformers import VOCABULARY, tiny_transformer
 
 pytestmark = [
     pytest.mark.clients,
@@ -34,8 +34,12 @@ REQUIREMENTS = {
     "genai": ["onnxruntime-genai==0.18.0", "numpy"],
     "optimum": ["optimum-onnx[onnxruntime]==0.1.0", "transformers>=4.57,<4.58", "torch"],
 }
-# What a client gets wrong by itself, with what it says.
-KNOWN: dict[tuple[str, str], str] = {}
+# What a client gets wrong by itself, with what it says: optimum-onnx 0.1.0 makes the first cache of the
+# size width / heads, whatever the model's inputs say, and of all heads for this type of decoder.
+AT_FAULT = {
+    ("optimum", "qwen3"): "Got invalid dimensions for input: past_key_values.1.key",
+    ("optimum", "phi"): "Got invalid dimensions for input: past_key_values.1.key",
+}
 
 
 @cache
@@ -50,10 +54,15 @@ def interpreter(client: str) -> str:
     return str(python)
 
 
+def started(client: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a client on the prompts."""
+    words = [interpreter(client), str(HERE / f"{client}_client.py"), str(folder), json.dumps(PROMPTS)]
+    return subprocess.run([*words, str(TOKENS)], capture_output=True, text=True, timeout=300)
+
+
 def run(client: str, folder: Path) -> dict[str, Any]:
     """Return what a client makes of the prompts."""
-    words = [interpreter(client), str(HERE / f"{client}_client.py"), str(folder), json.dumps(PROMPTS)]
-    done = subprocess.run([*words, str(TOKENS)], capture_output=True, text=True, timeout=300)
+    done = started(client, folder)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -63,7 +72,15 @@ def folder(name: str, ratio: float, place: str) -> Path:
     """Return a compiled folder with an ONNX model, of a tiny decoder."""
     path = Path(place, f"{name}-{ratio}")
     model = tiny_transformer(name)
-    plan = dispfx.Plan.random(dispfx.capture(model), ratio, seed=1, align=4)
+    program = dispfx.capture(model)
+    plan = dispfx.Plan.random(program, ratio, seed=1, align=4)
+    # genai needs a token that ends a text; it is one that these texts do not reach.
+    lowered = dispfx.lower(program, plan)
+    reached = {0, *(token for prompt in PROMPTS for token in greedy(lowered, prompt))}
+    config: Any = model.config
+    config.eos_token_id = min(set(range(VOCABULARY)) - reached)
+    if hasattr(model, "generation_config"):
+        model.generation_config.eos_token_id = config.eos_token_id  # type: ignore[union-attr]
     api.apply(model, plan, out=path, export="onnx")
     return path
 
@@ -89,6 +106,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("client", REQUIREMENTS)
 def test_a_client_gives_the_tokens_of_pytorch(client: str, name: str, ratio: float, place: str):
     path = folder(name, ratio, place)
+    if (client, name) in AT_FAULT:
+        assert AT_FAULT[client, name] in started(client, path / "onnx").stderr
+        return
     model = dispfx.load(path)
     expected = [greedy(model, prompt) for prompt in PROMPTS]
 
