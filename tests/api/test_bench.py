@@ -64,11 +64,6 @@ def test_a_length_that_the_decoder_cannot_read_is_refused(pruned_folder: Path):
         bench(pruned_folder, pasts=(2048,))
 
 
-def test_onnx_models_are_not_timed_yet(pruned_folder: Path):
-    with pytest.raises(OutputError, match="ONNX"):
-        bench(pruned_folder, runtime="onnx")
-
-
 def test_a_folder_with_a_graph_alone_is_refused(compiled: Compiled):
     with pytest.raises(OutputError, match="checkpoint"):
         bench(compiled.path, batches=(1,), prompts=(4,), pasts=(3,))
