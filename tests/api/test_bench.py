@@ -64,6 +64,14 @@ def test_a_length_that_the_decoder_cannot_read_is_refused(pruned_folder: Path):
         bench(pruned_folder, pasts=(2048,))
 
 
+@pytest.mark.slow
+def test_onnx_models_of_both_decoders_are_timed(pruned_folder: Path):
+    seen: list[SpeedRow] = []
+    benched = bench(pruned_folder, batches=(1,), prompts=(4,), pasts=(3,), runtime="onnx", on_row=seen.append)
+    assert list(benched.rows) == seen and [tuple(row.shape) for row in seen] == [(1, 4, 0), (1, 1, 3)]
+    assert all(row.speedup and row.speedup > 0 and row.note == "" for row in seen)
+
+
 def test_a_folder_with_a_graph_alone_is_refused(compiled: Compiled):
     with pytest.raises(OutputError, match="checkpoint"):
         bench(compiled.path, batches=(1,), prompts=(4,), pasts=(3,))
