@@ -13,6 +13,9 @@ How many places are in use is read from memory, so a captured CUDA graph holds f
 Shape legend: B batch, H query heads, G key heads, R = H / G heads a group, S places, D head size, P parts.
 """
 
+# Kernels are written in Triton's own types, which a type checker takes for tuples where it finds them.
+# pyright: reportOperatorIssue=false
+
 from functools import cache
 from typing import Any
 

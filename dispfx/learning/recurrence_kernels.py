@@ -4,7 +4,7 @@ Legend: G rows, H width of a direction, 2 directions; X = 3H and Y = 4H values a
 """
 
 # Triton comes with torch for GPUs only, and its kernels are no plain functions.
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
 
 import torch
 import triton
