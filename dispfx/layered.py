@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dispfx.errors import PassError
 from dispfx.ir.outline import Body, Part
-from dispfx.ir.program import Program
+from dispfx.ir.program import Program, own_tensor
 
 BodyCall = Callable[..., tuple[Any, ...]]
 
@@ -40,7 +40,7 @@ class PartModule(nn.Module):
         self.call = call
         self._names: list[tuple[nn.Module, str]] = []
         for path in part.tensors:
-            self._names.append(_own(self, path, tensors[path]))
+            self._names.append(own_tensor(self, path, tensors[path]))
 
     def tensors(self) -> list[Tensor]:
         """Return the part's tensors as they are now, in the order of its body."""
@@ -131,19 +131,3 @@ def _last_uses(parts: Sequence[PartModule]) -> list[list[str]]:
     for name, index in last.items():
         ends[index].append(name)
     return ends
-
-
-def _own(module: nn.Module, path: str, tensor: Tensor) -> tuple[nn.Module, str]:
-    """Register a tensor under its dotted path; return who holds it, and its name there."""
-    *parents, name = path.split(".")
-    owner = module
-    for parent in parents:
-        # A container may have the name of a field of ours; its own prefix keeps the two apart.
-        if parent not in owner._modules:
-            owner.add_module(parent, nn.Module())
-        owner = owner.get_submodule(parent)
-    if isinstance(tensor, nn.Parameter):
-        owner.register_parameter(name, tensor)
-    else:
-        owner.register_buffer(name, tensor)
-    return owner, name

@@ -21,7 +21,7 @@ from dispfx.errors import CaptureError, PlanMismatchError, UnsupportedGraphError
 from dispfx.ir.budget import hard_masks
 from dispfx.ir.costs import CostTable
 from dispfx.ir.plan import Budget, BudgetOf, Plan, site_keys
-from dispfx.ir.program import Program
+from dispfx.ir.program import Program, own_tensor
 from dispfx.learning.records import StepRecord
 from dispfx.learning.scores import select_by_score
 from dispfx.learning.settings import LearnSettings
@@ -354,12 +354,5 @@ def only_planned(program: Program, plan: Plan) -> Program:
 def _attach(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Register parameters that the graph does not read, so that a checkpoint keeps them."""
     for path, tensor in tensors.items():
-        if not isinstance(tensor, nn.Parameter):
-            continue
-        *parents, name = path.split(".")
-        owner = module
-        for parent in parents:
-            if parent not in owner._modules:
-                owner.add_module(parent, nn.Module())
-            owner = owner.get_submodule(parent)
-        owner.register_parameter(name, tensor)
+        if isinstance(tensor, nn.Parameter):
+            own_tensor(module, path, tensor)

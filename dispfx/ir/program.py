@@ -193,14 +193,21 @@ def with_tensors(graph: fx.Graph, tensors: Mapping[str, Tensor]) -> fx.GraphModu
     """
     root = nn.Module()
     for path, tensor in tensors.items():
-        *parents, name = path.split(".")
-        owner = root
-        for parent in parents:
-            if parent not in owner._modules:
-                owner.add_module(parent, nn.Module())
-            owner = owner.get_submodule(parent)
-        if isinstance(tensor, nn.Parameter):
-            owner.register_parameter(name, tensor)
-        else:
-            owner.register_buffer(name, tensor)
+        own_tensor(root, path, tensor)
     return fx.GraphModule(root, graph, "Decoder")
+
+
+def own_tensor(module: nn.Module, path: str, tensor: Tensor) -> tuple[nn.Module, str]:
+    """Register a tensor under its dotted path, in fresh containers; return its owner and its name there."""
+    *parents, name = path.split(".")
+    owner = module
+    for parent in parents:
+        # A container may have the name of a field of the module; its own prefix keeps the two apart.
+        if parent not in owner._modules:
+            owner.add_module(parent, nn.Module())
+        owner = owner.get_submodule(parent)
+    if isinstance(tensor, nn.Parameter):
+        owner.register_parameter(name, tensor)
+    else:
+        owner.register_buffer(name, tensor)
+    return owner, name

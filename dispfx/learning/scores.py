@@ -62,8 +62,7 @@ def score(
         generator = torch.Generator().manual_seed(seed_for(problem.settings.seed, "scores"))
         return torch.randn(problem.groups.features, generator=generator)
     if method == "sensitivity":
-        per_parameter_N = _fisher(problem, sequences) / _costs(problem)
-        return per_parameter_N.clamp_min(_SMALLEST).log().cpu()
+        return _sensitivity(problem, sequences).cpu()
     values = _weight_norms(graph_module, problem.sites, writers=method == "magnitude")
     if method != "magnitude":
         moments = _moments(problem, graph_module, sequences)
@@ -80,8 +79,13 @@ def starting_logits(problem: Problem) -> Tensor:
     The sensitivity of `score`, with the middle feature at zero and what is far from it cut off, so that
     every feature can still be sampled either way.
     """
-    sensitivity_N = (_fisher(problem, SEQUENCES) / _costs(problem)).clamp_min(_SMALLEST).log()
+    sensitivity_N = _sensitivity(problem, SEQUENCES)
     return (sensitivity_N - sensitivity_N.median()).clamp(-_FARTHEST, _FARTHEST)
+
+
+def _sensitivity(problem: Problem, sequences: int) -> Tensor:
+    """Return the logarithm of every feature's Fisher information a parameter, (N,)."""
+    return (_fisher(problem, sequences) / _costs(problem)).clamp_min(_SMALLEST).log()
 
 
 def _costs(problem: Problem) -> Tensor:
