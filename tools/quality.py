@@ -71,7 +71,8 @@ class Quality:
 
     def row(self, word: str, seed: int) -> bool:
         """Learn and measure one row, and write all rows; False where it failed."""
-        row: dict[str, Any] = {"row": word, "seed": seed}
+        notes: list[str] = []
+        row: dict[str, Any] = {"row": word, "seed": seed, "notes": notes}
         began = time.perf_counter()
         try:
             ratio, settings = _settings(self.args.model, word, seed)
@@ -82,6 +83,7 @@ class Quality:
                 align=self.args.align,
                 settings=settings,
                 compute=Compute(compile=self.args.compile),
+                note=notes.append,
             )
             row |= {"ratio": ratio, "achieved": plan.achieved, "steps": settings.steps}
             row |= {"learning_seconds": time.perf_counter() - began}
