@@ -22,6 +22,9 @@ from torch import Tensor
 __all__ = ["ADD_NORM_SELECT", "add_norm_select", "reference"]
 
 _WIDEST = 16_384
+# Programs that keep a large GPU busy, and the most tokens of one: it reads the indices once for all of them.
+_PROGRAMS = 512
+_MOST_TOKENS = 8
 
 
 @torch.library.custom_op("dispfx::add_norm_select", mutates_args=())
@@ -117,21 +120,30 @@ def in_one_kernel(
     kept: int,
     eps: float,
     is_rms: bool,
+    tokens_a_program: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `add_norm_select`, by a Triton kernel with one program a token."""
+    """As `add_norm_select`, by a Triton kernel; a program takes one token, or some where there are many."""
     x = x.contiguous()
     width = x.shape[-1]
+    tokens = x.numel() // width
+    each = tokens_a_program or _tokens_a_program(tokens)
     added = written.contiguous() if written is not None else x
     total = torch.empty_like(x)
     selected = x.new_empty((*x.shape[:-1], kept))
     block = 1 << (width - 1).bit_length()
-    _kernel()[(x.numel() // width,)](
+    _kernel()[(-(-tokens // each),)](
         x, added, inverse if inverse is not None else places, weight, bias if bias is not None else weight,
-        places, total, selected, width, added.shape[-1], kept, eps,
-        HAS_WRITTEN=written is not None, HAS_BIAS=bias is not None, IS_RMS=is_rms, BLOCK=block,
+        places, total, selected, tokens, width, added.shape[-1], kept, eps,
+        HAS_WRITTEN=written is not None, HAS_BIAS=bias is not None, IS_RMS=is_rms, EACH=each, BLOCK=block,
         num_warps=max(4, min(16, block // 512)),
     )  # fmt: skip
     return total, selected
+
+
+def _tokens_a_program(tokens: int) -> int:
+    """Return how many tokens one program takes: a power of two, so that few kernels are compiled."""
+    most = max(1, min(_MOST_TOKENS, tokens // _PROGRAMS))
+    return 1 << (most.bit_length() - 1)
 
 
 @cache
@@ -142,32 +154,39 @@ def _kernel() -> Any:
 
     @triton.jit
     def add_norm_select_rows(
-        x, written, inverse, weight, bias, places, total, selected, width, columns, kept, eps,
-        HAS_WRITTEN: tl.constexpr, HAS_BIAS: tl.constexpr, IS_RMS: tl.constexpr, BLOCK: tl.constexpr,
+        x, written, inverse, weight, bias, places, total, selected, tokens, width, columns, kept, eps,
+        HAS_WRITTEN: tl.constexpr, HAS_BIAS: tl.constexpr, IS_RMS: tl.constexpr,
+        EACH: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)
         feature = tl.arange(0, BLOCK)
         is_feature = feature < width
-        value = tl.load(x + row * width + feature, mask=is_feature, other=0.0)
+        scale = tl.load(weight + feature, mask=is_feature, other=0.0).to(tl.float32)
+        place = tl.load(places + feature, mask=is_feature, other=-1)
         if HAS_WRITTEN:
             column = tl.load(inverse + feature, mask=is_feature, other=0)
-            added = tl.load(written + row * columns + column, mask=is_feature, other=0.0)
-            # The stream is rounded before it is normalised, as where the two are apart.
-            value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
-        tl.store(total + row * width + feature, value, mask=is_feature)
-        whole = value.to(tl.float32)
-        scale = tl.load(weight + feature, mask=is_feature, other=0.0).to(tl.float32)
-        if IS_RMS:
-            normal = whole * tl.rsqrt(tl.sum(whole * whole, 0) / width + eps)
-            normal = normal.to(value.dtype).to(tl.float32) * scale
-        else:
-            mean = tl.sum(whole, 0) / width
-            centred = tl.where(is_feature, whole - mean, 0.0)
-            normal = centred * tl.rsqrt(tl.sum(centred * centred, 0) / width + eps) * scale
-            if HAS_BIAS:
-                normal += tl.load(bias + feature, mask=is_feature, other=0.0).to(tl.float32)
-        place = tl.load(places + feature, mask=is_feature, other=-1)
-        tl.store(selected + row * kept + place, normal.to(value.dtype), mask=place >= 0)
+        if HAS_BIAS:
+            shift = tl.load(bias + feature, mask=is_feature, other=0.0).to(tl.float32)
+        for index in range(EACH):
+            row = tl.program_id(0).to(tl.int64) * EACH + index
+            is_there = is_feature & (row < tokens)
+            value = tl.load(x + row * width + feature, mask=is_there, other=0.0)
+            if HAS_WRITTEN:
+                added = tl.load(written + row * columns + column, mask=is_there, other=0.0)
+                # The stream is rounded before it is normalised, as where the two are apart.
+                value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
+            tl.store(total + row * width + feature, value, mask=is_there)
+            whole = value.to(tl.float32)
+            if IS_RMS:
+                normal = whole * tl.rsqrt(tl.sum(whole * whole, 0) / width + eps)
+                normal = normal.to(value.dtype).to(tl.float32) * scale
+            else:
+                mean = tl.sum(whole, 0) / width
+                centred = tl.where(is_feature, whole - mean, 0.0)
+                normal = centred * tl.rsqrt(tl.sum(centred * centred, 0) / width + eps) * scale
+                if HAS_BIAS:
+                    normal += shift
+            kept_here = is_there & (place >= 0)
+            tl.store(selected + row * kept + place, normal.to(value.dtype), mask=kept_here)
 
     return add_norm_select_rows
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy
 import pytest
@@ -18,15 +19,19 @@ HALF = 2e-3
 SINGLE = 1e-6
 
 
+def _version(module: ModuleType) -> tuple[int, ...]:
+    return tuple(map(int, module.__version__.split(".")[:2]))
+
+
 def test_the_kernels_compute_their_references():
     """Triton interprets kernels if it is told so before it is imported."""
-    pytest.importorskip("triton")
-    if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
-        pytest.skip("Triton's interpreter reads numbers in a way that numpy 2.4 has removed")
+    triton = pytest.importorskip("triton")
+    if _version(numpy) >= (2, 4) and _version(triton) < (3, 8):
+        pytest.skip("this Triton's interpreter reads numbers in a way that numpy 2.4 has removed")
     script = Path(__file__).with_name("interpreted.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     errors = json.loads(done.stdout)
     assert len(errors["attention"]) == 6 and max(errors["attention"]) <= HALF
-    assert len(errors["norms"]) == 24 and max(errors["norms"]) <= SINGLE
+    assert len(errors["norms"]) == 48 and max(errors["norms"]) <= SINGLE
