@@ -8,6 +8,8 @@ Rules (each closure follows `dispfx.ir.closure`):
    (S4 in an MLP; latents in an attention).  Where a product sums over one feature twice, as over a latent
    beside its own norm, the two positions are one feature.  Heads are not pruned: an attention's output
    projection contracts over heads, and no site is made there.
+   Where experts are stacked and the graph shows which expert each value belongs to, every expert has features
+   of its own (`dispfx.ir.experts`); otherwise they share one selection.
 3. Write: the features of the value that is written (S2, S5).
 4. A weight that several products use, or that two branches read, belongs to one site.
 5. A site that does not fit is refused with its reason; the other sites of the branch stay.
@@ -23,10 +25,11 @@ from torch import fx
 from dispfx.errors import UnsupportedGraphError
 from dispfx.ir import ops
 from dispfx.ir.closure import Closure, Mismatch, Surroundings, close
+from dispfx.ir.experts import ByExpert, by_expert
 from dispfx.ir.flow import Flow
 from dispfx.ir.links import Contraction, Dimension, links
 from dispfx.ir.program import Leaf, Program
-from dispfx.ir.sites import UNTOUCHED, Branch, GatePoint, Refusal, Site, SiteKind, Slice
+from dispfx.ir.sites import UNTOUCHED, Branch, GatePoint, Refusal, Rows, Site, SiteKind, Slice
 from dispfx.pipeline import PassResult
 
 
@@ -216,28 +219,40 @@ class _Search:
         for dimension, labels in closure.labels.items():
             owner = self.owner.setdefault(dimension, np.full(len(labels), UNTOUCHED, dtype=np.int32))
             owner[labels != UNTOUCHED] = index
-        slices, gates = self._slices(closure, size), self._gates(closure, size)
-        site = Site(name, leaf.branch, leaf.kind, kind, size, slices, gates)  # type: ignore[arg-type]
+        own = self._own_by_expert(closure) if kind == "inner" else None
+        experts = 1 if own is None else own.experts
+        slices, gates = self._slices(closure, size, own), self._gates(closure, size, own)
+        site = Site(name, leaf.branch, leaf.kind, kind, size * experts, slices, gates, experts)  # type: ignore[arg-type]
         self.sites.append(site)
         self.closures[name] = {(node.name, dim): labels for (node, dim), labels in closure.labels.items()}
         return name
 
-    def _slices(self, closure: Closure, size: int) -> tuple[Slice, ...]:
+    def _own_by_expert(self, closure: Closure) -> ByExpert | None:
+        """Return whose features the values of a closure hold, where each expert may have its own."""
+        found = by_expert(closure)
+        paths = {str(node.target) for node, _ in closure.labels if node.op == "get_attr"}
+        # One axis of a stack differs by expert; a second one would leave no rectangle.
+        taken = {cut.parameter for site in self.sites for cut in site.slices if cut.by_expert}
+        return found if isinstance(found, ByExpert) and not paths & taken else None
+
+    def _slices(self, closure: Closure, size: int, own: ByExpert | None) -> tuple[Slice, ...]:
         cut = [
-            Slice(str(node.target), dim, self._compact(labels, size))
+            Slice(str(node.target), dim, self._compact(labels, size), own is not None)
             for (node, dim), labels in closure.labels.items()
             if node.op == "get_attr"
         ]
         return tuple(sorted(cut, key=lambda item: (item.parameter, item.axis)))
 
-    def _gates(self, closure: Closure, size: int) -> tuple[GatePoint, ...]:
+    def _gates(self, closure: Closure, size: int, own: ByExpert | None) -> tuple[GatePoint, ...]:
         users: dict[tuple[str, int], list[str]] = {}
         labels: dict[tuple[str, int], tuple[int, ...] | None] = {}
+        rows: dict[tuple[str, int], Rows | None] = {}
         for (value, dim, user), positions in closure.gates.items():
             users.setdefault((value.name, dim), []).append(user.name)
+            rows[value.name, dim] = None if own is None else own.owners[value].rows
             labels[value.name, dim] = self._compact(positions, size)
         return tuple(
-            GatePoint(value, dim, tuple(sorted(names)), labels[value, dim])
+            GatePoint(value, dim, tuple(sorted(names)), labels[value, dim], rows[value, dim])
             for (value, dim), names in users.items()
         )
 

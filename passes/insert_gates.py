@@ -8,6 +8,11 @@ Rules:
 2. At each gate point the named users take the gated value; every other user keeps the plain one.
 3. Where positions do not follow features one to one, the mask is first gathered by their labels;
    positions that follow none are multiplied by one.
+4. Where experts have features of their own, the gate also takes the expert of each position of dimension 0,
+   counted from the ends of the experts' runs where the graph has no such numbers:
+
+       g = gate(h, mask_0, 1, ids)          ids = searchsorted(ends, arange(positions), right=True)
+
 With masks of ones no bit of the output changes.
 """
 
@@ -19,7 +24,7 @@ from torch import fx
 from dispfx.ir.gate import GATE
 from dispfx.ir.ops import aten
 from dispfx.ir.program import Program
-from dispfx.ir.sites import UNTOUCHED, GatePoint
+from dispfx.ir.sites import UNTOUCHED, GatePoint, Rows
 from dispfx.pipeline import PassResult
 
 
@@ -41,7 +46,7 @@ class InsertGates:
                 last = program.graph.placeholder(f"mask_{index}")
             last.meta["val"] = torch.empty(site.size, device="meta")
             for at, point in enumerate(site.gates):
-                _insert(program.graph, nodes, point, last, f"gate_{index}_{at}", tensors)
+                _insert(program.graph, nodes, point, site.experts, last, f"gate_{index}_{at}", tensors)
         program.rebuild(tensors)
         return PassResult(True, f"{sum(len(site.gates) for site in program.sites)} gates")
 
@@ -50,6 +55,7 @@ def _insert(
     graph: fx.Graph,
     nodes: dict[str, fx.Node],
     point: GatePoint,
+    experts: int,
     mask: fx.Node,
     name: str,
     tensors: dict[str, torch.Tensor],
@@ -60,9 +66,40 @@ def _insert(
     gate.meta["val"] = value.meta["val"]
     for user in point.users:
         nodes[user].replace_input_with(value, gate)
-    if point.labels is not None:
-        with graph.inserting_before(gate):
-            gate.update_arg(1, _by_label(graph, point.labels, mask, name, tensors))
+    with graph.inserting_before(gate):
+        if point.labels is not None:
+            labels = _of_all(point.labels, experts, mask.meta["val"].shape[0] // experts)
+            gate.update_arg(1, _by_label(graph, labels, mask, name, tensors))
+        if point.rows is not None:
+            gate.args = (*gate.args, _experts(graph, nodes, point.rows, value))
+
+
+def _of_all(labels: tuple[int, ...], experts: int, each: int) -> tuple[int, ...]:
+    """Return the labels of the features of all experts side by side."""
+    starts = range(0, experts * each, each)
+    return tuple(UNTOUCHED if label == UNTOUCHED else start + label for start in starts for label in labels)
+
+
+def _experts(graph: fx.Graph, nodes: dict[str, fx.Node], rows: Rows, value: fx.Node) -> fx.Node:
+    """Return the expert of each position of the value's dimension 0."""
+    if rows.kind == "ids":
+        assert rows.value is not None
+        return nodes[rows.value]
+    full = value.meta["val"]
+    ends = None if rows.value is None else nodes[rows.value]
+    size: fx.Node | int = full.shape[0]
+    if not isinstance(size, int):
+        size = graph.call_function(aten.sym_size.int, (value, 0))
+        size.meta["val"] = full.shape[0]
+    dtype = torch.int64 if ends is None else ends.meta["val"].dtype
+    kwargs = {"dtype": dtype, "device": full.device}
+    positions = graph.call_function(aten.arange.default, (size,), kwargs)
+    positions.meta["val"] = full.new_empty(full.shape[:1], dtype=dtype)
+    if ends is None:
+        return positions
+    found = graph.call_function(aten.searchsorted.Tensor, (ends, positions), {"right": True})
+    found.meta["val"] = full.new_empty(full.shape[:1], dtype=torch.int64)
+    return found
 
 
 def _by_label(

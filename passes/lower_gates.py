@@ -15,6 +15,8 @@ Rules:
 6. Sizes written into the graph on cut dimensions (reshape, expand, split, slice) are counted anew.
    A slice whose kept positions no bounds describe becomes `index_select`.  A mean over a cut dimension
    becomes a sum divided by the full size, as in the gated graph.
+7. Where experts keep features of their own, each matrix of a stack is cut by its expert's; all keep equally
+   many, and what the graph spells out depends on that number alone (`dispfx.ir.experts`, rule 4).
 """
 
 from collections.abc import Mapping
@@ -27,8 +29,9 @@ from torch import Tensor, fx
 from dispfx.ir import ops
 from dispfx.ir.links import slice_positions
 from dispfx.ir.ops import argument, aten, packet
+from dispfx.ir.positions import kept_features, kept_positions, places, taken
 from dispfx.ir.program import INDEX_PREFIX, Program
-from dispfx.ir.sites import UNTOUCHED, GatePoint, Site
+from dispfx.ir.sites import GatePoint, Site
 from dispfx.pipeline import PassResult
 
 Cut = dict[tuple[str, int], np.ndarray]
@@ -53,8 +56,9 @@ class LowerGates:
 
     def run(self, program: Program) -> PassResult:
         """Rewrite the graph and slice the tensors of this program."""
-        masks = {site.name: _mask(site, self.kept[site.name]) for site in program.sites}
-        cut = _cut_dimensions(program, masks)
+        masks = {site.name: kept_features(site, self.kept[site.name]) for site in program.sites}
+        differing = _cut_dimensions(program, masks)
+        cut = {dimension: stays if stays.ndim == 1 else stays[0] for dimension, stays in differing.items()}
         lowering = _Lowering(program, masks, cut)
         for index, site in enumerate(program.sites):
             for at, point in enumerate(site.gates):
@@ -63,20 +67,9 @@ class LowerGates:
         for node in list(program.graph.nodes):
             if node.op == "placeholder" and node.name.startswith("mask_"):
                 _erase_with_users(program.graph, node)
-        program.rebuild(lowering.tensors | _sliced_tensors(program, cut))
+        program.rebuild(lowering.tensors | _sliced_tensors(program, differing))
         narrowed = sum(not bool(mask.all()) for mask in masks.values())
         return PassResult(True, f"{narrowed} of {len(masks)} sites narrowed")
-
-
-def _mask(site: Site, kept: Tensor) -> np.ndarray:
-    mask = np.zeros(site.size, dtype=bool)
-    mask[kept.numpy()] = True
-    return mask
-
-
-def _kept_positions(labels: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return for each position whether it stays: it follows no feature, or a kept one."""
-    return (labels == UNTOUCHED) | mask[np.maximum(labels, 0)]
 
 
 def _cut_dimensions(program: Program, masks: Mapping[str, np.ndarray]) -> Cut:
@@ -86,7 +79,7 @@ def _cut_dimensions(program: Program, masks: Mapping[str, np.ndarray]) -> Cut:
         if masks[site.name].all():
             continue
         for dimension, labels in program.closures[site.name].items():
-            stays = _kept_positions(labels, masks[site.name])
+            stays = kept_positions(labels, masks[site.name])
             cut[dimension] = cut[dimension] & stays if dimension in cut else stays
     return cut
 
@@ -134,7 +127,7 @@ class _Lowering:
         positions = np.flatnonzero(mask)
         if point.labels is not None:
             path = f"{path}_at_{point.value}"
-            positions = np.flatnonzero(_kept_positions(np.array(point.labels), mask))
+            positions = np.flatnonzero(kept_positions(point.labels, mask))
         if path not in self.tensors:
             self.tensors[path] = torch.from_numpy(positions.astype(np.int32)).to(self.device)
         name = path.replace(".", "_")
@@ -218,8 +211,7 @@ def _sliced_tensors(program: Program, cut: Cut) -> dict[str, Tensor]:
             continue
         path = str(nodes[name].target)
         tensor = sliced.get(path, tensors[path])
-        index = torch.from_numpy(np.flatnonzero(stays)).to(tensor.device)
-        narrowed = tensor.detach().index_select(dim, index)
+        narrowed = taken(tensor.detach(), dim, places(stays))
         is_parameter = isinstance(tensors[path], torch.nn.Parameter)
         sliced[path] = torch.nn.Parameter(narrowed, requires_grad=False) if is_parameter else narrowed
     return sliced

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from dispfx.api.opening import Opening, learn_settings
-from dispfx.api.programs import analyse, follow, learn, only_planned
+from dispfx.api.programs import analyse, follow, learn, only_planned, require_same_decoder
 from dispfx.api.stages import Stages
 from dispfx.api.text import Text, TextChoice, open_text, require_tokens
 from dispfx.api.writing import Task, check_export, require_decoder_for, write_output
@@ -175,6 +175,8 @@ def apply(
         text = open_text(source, chosen)
     text.require_measurable()
     program = only_planned(_analyse(source, stages, (), print_after), read)
+    require_same_decoder(program, read)
+    read = read.fitted(program.sites)
     require_tokens(source, text, program.vocabulary_size)
     return _finish(
         Task(

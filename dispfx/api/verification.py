@@ -160,11 +160,24 @@ def _refilled(program: Program, plan: Plan, fill: Callable[[Tensor], Tensor]) ->
         removed[kept.long()] = False
         for cut in site.slices:
             tensor = filled.get(cut.parameter, tensors[cut.parameter].detach())
-            gone = _removed_positions(removed, cut.labels).to(tensor.device)
-            if len(gone):
-                instead = fill(tensor.index_select(cut.axis, gone))
-                filled[cut.parameter] = tensor.index_copy(cut.axis, gone, instead)
+            if cut.by_expert:
+                parts = zip(tensor, removed.chunk(site.experts), strict=True)
+                matrices = [_refilled_axis(part, cut.axis - 1, own, cut.labels, fill) for part, own in parts]
+                filled[cut.parameter] = torch.stack(matrices)
+            else:
+                filled[cut.parameter] = _refilled_axis(tensor, cut.axis, removed, cut.labels, fill)
     return filled
+
+
+def _refilled_axis(
+    tensor: Tensor,
+    axis: int,
+    removed: Tensor,
+    labels: tuple[int, ...] | None,
+    fill: Callable[[Tensor], Tensor],
+) -> Tensor:
+    gone = _removed_positions(removed, labels).to(tensor.device)
+    return tensor.index_copy(axis, gone, fill(tensor.index_select(axis, gone))) if len(gone) else tensor
 
 
 def _removed_positions(removed: Tensor, labels: tuple[int, ...] | None) -> Tensor:

@@ -12,8 +12,9 @@ from torch import fx
 
 from dispfx.ir import ops
 from dispfx.ir.flow import Flow
+from dispfx.ir.positions import kept_positions
 from dispfx.ir.program import Program
-from dispfx.ir.sites import UNTOUCHED, GatePoint, Site
+from dispfx.ir.sites import GatePoint, Site
 
 _BIAS_FIRST = ops.packets("addmm baddbmm")
 _BIAS_THIRD = ops.packets("linear conv1d convolution")
@@ -71,9 +72,11 @@ class Facts:
 
         It does where only pointwise operations and splits into parts that stay equal touch the features, as
         the last dimension.  What the modules of the site do inside does not count: they know their sizes.
+        Experts with features of their own keep equally many, so that one stands for all.
         """
         if self.averaged(site):
             return False
+        mask = mask if mask.ndim == 1 else mask[0]
         for (name, dim), labels in self.program.closures[site.name].items():
             node = self.nodes[name]
             if node.op == "get_attr" or module_of(node) in owners:
@@ -129,14 +132,6 @@ def module_of(node: fx.Node) -> str:
 def owner_of(parameter: str) -> str:
     """Return the path of the module that owns a parameter."""
     return parameter.rpartition(".")[0]
-
-
-def kept_positions(labels: np.ndarray | tuple[int, ...] | None, mask: np.ndarray) -> np.ndarray:
-    """Return for each position of an axis whether it stays: it follows no feature, or a kept one."""
-    if labels is None:
-        return mask
-    follows = np.asarray(labels)
-    return (follows == UNTOUCHED) | mask[np.maximum(follows, 0)]
 
 
 def _factors(product: fx.Node) -> list[str]:

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dispfx.huggingface.facts import Facts, kept_positions, owner_of
+from dispfx.huggingface.facts import Facts, owner_of
 from dispfx.huggingface.layout import SELECT, Layout, ModuleLayout, digest
 from dispfx.huggingface.widths import Axis, Cut, Widths, is_linear, is_stacked
 from dispfx.ir.closure import Mismatch
+from dispfx.ir.positions import kept_features, kept_positions, places, taken, zeroed
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
 
@@ -32,7 +33,7 @@ class Planned:
     Args:
         layout: of its modules.
         indices: the index buffers, by "module path.buffer name".
-        kept: positions that stay on each axis that is cut.
+        kept: positions that stay on each axis that is cut, (K,), or (E, K) where they differ by expert.
         zeroed: positions, among those that stay, whose values are zero.
     """
 
@@ -44,11 +45,10 @@ class Planned:
     def cut(self, path: str, tensor: Tensor) -> Tensor:
         """Return a tensor of the dense decoder as the pruned one has it."""
         tensor = tensor.detach()
-        for changes, change in ((self.kept, torch.index_select), (self.zeroed, _filled)):
+        for changes, change in ((self.kept, taken), (self.zeroed, zeroed)):
             for axis in range(tensor.dim()):
                 if (path, axis) in changes:
-                    positions = torch.from_numpy(changes[path, axis]).to(tensor.device)
-                    tensor = change(tensor, axis, positions)
+                    tensor = change(tensor, axis, changes[path, axis])
         return tensor
 
     def lowered(self, path: str, tensor: Tensor, stays: Mapping[Axis, np.ndarray]) -> Tensor:
@@ -59,11 +59,10 @@ class Planned:
         """
         for axis in range(tensor.dim()):
             if (path, axis) in stays:
-                wanted = np.flatnonzero(stays[path, axis])
-                held = self.kept.get((path, axis), np.arange(len(stays[path, axis])))
-                places = torch.from_numpy(np.searchsorted(held, wanted)).to(tensor.device)
-                if len(held) > len(wanted):
-                    tensor = tensor.index_select(axis, places)
+                wanted = places(stays[path, axis])
+                held = self.kept.get((path, axis), places(np.ones_like(stays[path, axis])))
+                if held.shape[-1] > wanted.shape[-1]:
+                    tensor = taken(tensor, axis, _places_within(held, wanted))
         return tensor
 
     def values(self, tensors: Mapping[str, Tensor], lowered: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -75,9 +74,10 @@ class Planned:
         """
         found = dict(self.indices)
         for path in {path for path, _ in self.kept}:
-            shape = [
-                len(self.kept.get((path, axis), range(size))) for axis, size in enumerate(tensors[path].shape)
-            ]
+            shape = list(tensors[path].shape)
+            for axis, size in enumerate(shape):
+                positions = self.kept.get((path, axis))
+                shape[axis] = size if positions is None else positions.shape[-1]
             same = path in lowered and list(lowered[path].shape) == shape
             found[path] = lowered[path].detach() if same else self.cut(path, tensors[path])
         return found
@@ -109,7 +109,7 @@ class _Planner:
         self.modules = dict(model.named_modules())
         self.leaves = {path for path, module in self.modules.items() if not list(module.children())}
         self.ties = {path for pair in program.ties.items() for path in pair}
-        masks = {site.name: _mask(site, kept[site.name]) for site in program.sites}
+        masks = {site.name: kept_features(site, kept[site.name]) for site in program.sites}
         self.sites = [site for site in program.sites if not masks[site.name].all()]
         self.masks = {site.name: masks[site.name] for site in self.sites}
         self.consumers: dict[str, set[str]] = {}
@@ -144,13 +144,17 @@ class _Planner:
                 return f"{site.name}: {piece.parameter} is added behind it and would fill pruned features"
         return None
 
-    def plan(self, narrow: bool) -> Planned:
+    def plan(self, narrow: bool) -> Planned | Mismatch:
         norms = self._norms() if narrow else {}
         thin = self._thin(norms) if narrow else set()
+        for site in self.sites:
+            # A module gathers or scatters the same features of every token, whatever its expert.
+            if site.experts > 1 and site.name not in thin and not self.internal(site):
+                return Mismatch(f"{site.name}: its experts keep other features, and other modules see them")
         indices: dict[str, Tensor] = {}
         layouts: dict[str, ModuleLayout] = {}
         kept: dict[Axis, np.ndarray] = {}
-        zeroed: dict[Axis, np.ndarray] = {}
+        filled: dict[Axis, np.ndarray] = {}
         for name in sorted(norms.keys() & thin):
             mask = self.masks[name]
             layouts[norms[name]] = ModuleLayout(select=(len(mask), int(mask.sum())))
@@ -160,8 +164,8 @@ class _Planner:
             layouts[path] = widths.layout()
             indices |= {f"{path}.{name}": index for name, index in widths.indices().items()}
             kept |= widths.kept
-            zeroed |= widths.zeroed
-        return Planned(Layout(layouts, digest(indices)), indices, kept, zeroed)
+            filled |= widths.zeroed
+        return Planned(Layout(layouts, digest(indices)), indices, kept, filled)
 
     def _norms(self) -> dict[str, str]:
         """Return the module that selects for all readers of a site, where there is one, by site."""
@@ -210,7 +214,7 @@ class _Planner:
             for piece in site.slices:
                 if owner_of(piece.parameter) == path and path in self.owners(site):
                     mask = self.masks[site.name]
-                    labels = np.arange(site.size) if piece.labels is None else np.asarray(piece.labels)
+                    labels = np.arange(site.each) if piece.labels is None else np.asarray(piece.labels)
                     stays = kept_positions(labels, mask)
                     cuts.append(Cut((piece.parameter, piece.axis), side, site.name, stays, labels))
         sites = {side: {cut.site for cut in cuts if cut.side == side} for side in ("in", "out")}
@@ -230,16 +234,13 @@ def site_cuts(sites: Sequence[Site], kept: Mapping[str, Tensor]) -> dict[Axis, n
     for site in sites:
         for piece in site.slices:
             axis = (piece.parameter, piece.axis)
-            positions = kept_positions(piece.labels, _mask(site, kept[site.name]))
+            positions = kept_positions(piece.labels, kept_features(site, kept[site.name]))
             stays[axis] = stays[axis] & positions if axis in stays else positions
     return stays
 
 
-def _mask(site: Site, kept: Tensor) -> np.ndarray:
-    mask = np.zeros(site.size, dtype=bool)
-    mask[kept.numpy()] = True
-    return mask
-
-
-def _filled(tensor: Tensor, axis: int, positions: Tensor) -> Tensor:
-    return tensor.index_fill(axis, positions, 0)
+def _places_within(held: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Return where wanted positions lie among those held, (K,) or for each expert."""
+    if held.ndim == 1:
+        return np.searchsorted(held, wanted)
+    return np.stack([np.searchsorted(own, some) for own, some in zip(held, wanted, strict=True)])

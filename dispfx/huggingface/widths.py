@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dispfx.huggingface.layout import READ, WRITE, ModuleLayout
+from dispfx.ir.positions import places
 
 Axis = tuple[str, int]
 MULTIPLE = 8
@@ -30,7 +31,7 @@ class Cut:
         axis: the parameter's path and its dimension.
         side: `in` where the module is given the features, `out` where it gives them, `internal`.
         site: whose features they are.
-        stays: for each position whether it stays.
+        stays: for each position whether it stays, (P,), or (E, P) where that differs by expert.
         labels: for each position the site's feature that it follows, or -1.
     """
 
@@ -71,9 +72,9 @@ class Widths:
         if self.stacked:
             self._even_out(held)
         self._stays = stays
-        self.kept = {axis: np.flatnonzero(positions) for axis, positions in held.items()}
-        added = {axis: np.flatnonzero(~stays[axis][kept]) for axis, kept in self.kept.items()}
-        self.zeroed = {axis: positions for axis, positions in added.items() if len(positions)}
+        self.kept = {axis: places(positions) for axis, positions in held.items()}
+        added = {axis: ~np.take_along_axis(stays[axis], kept, -1) for axis, kept in self.kept.items()}
+        self.zeroed = {axis: places(positions) for axis, positions in added.items() if positions.any()}
 
     @property
     def stacked(self) -> bool:
@@ -86,7 +87,7 @@ class Widths:
         for (parameter, axis), kept in self.kept.items():
             name = parameter.rpartition(".")[2]
             own = self.module.get_parameter(name)
-            shapes.setdefault(name, list(own.shape))[axis] = len(kept)
+            shapes.setdefault(name, list(own.shape))[axis] = kept.shape[-1]
         read, write = (self._axis(side) if gathers else None for side, gathers in self._gathers())
         return ModuleLayout(
             {name: tuple(shape) for name, shape in sorted(shapes.items())},
@@ -131,21 +132,21 @@ class Widths:
         for site in sorted({cut.site for cut in self.cuts if cut.side == "internal"}):
             cuts = [cut for cut in self.cuts if cut.site == site and cut.side == "internal"]
             features = _kept_features(cuts)
-            wider = _widened(features, _multiple(int(features.sum())))
+            wider = _widened(features, _multiple(_width(features)))
             for cut in cuts:
                 follows = cut.labels >= 0
-                held[cut.axis] |= follows & wider[np.maximum(cut.labels, 0)]
+                held[cut.axis] |= follows & wider[..., np.maximum(cut.labels, 0)]
 
     def _sizes(self) -> dict[str, int]:
         """Return the whole numbers by which the module remembers widths that have changed."""
         widths = {
-            cut.side: (len(cut.stays), len(self.kept[cut.axis]))
+            cut.side: (cut.stays.shape[-1], self.kept[cut.axis].shape[-1])
             for cut in self.cuts
             if cut.axis[0] in self.weights
         }
         if "internal" in widths:
             features = _kept_features([cut for cut in self.cuts if cut.side == "internal"])
-            widths["internal"] = (len(features), _multiple(int(features.sum()), len(features)))
+            widths["internal"] = (features.shape[-1], _multiple(_width(features), features.shape[-1]))
         return _renumbered(self.module, widths)
 
 
@@ -161,13 +162,18 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _kept_features(cuts: Sequence[Cut]) -> np.ndarray:
-    """Return which of a site's features stay, from the axes that follow them."""
+    """Return which of a site's features stay, (N,) or for each expert, from the axes that follow them."""
     size = 1 + max(int(cut.labels.max()) for cut in cuts)
-    features = np.zeros(size, dtype=bool)
+    features = np.zeros((*cuts[0].stays.shape[:-1], size), dtype=bool)
     for cut in cuts:
-        follows = cut.stays & (cut.labels >= 0)
-        features[cut.labels[follows]] = True
+        follows = cut.labels >= 0
+        np.logical_or.at(features.T, cut.labels[follows], cut.stays[..., follows].T)
     return features
+
+
+def _width(features: np.ndarray) -> int:
+    """Return how many features stay, of one expert where they differ by expert."""
+    return int(features.sum(axis=-1).max())
 
 
 def _multiple(width: int, limit: int | None = None) -> int:
@@ -177,6 +183,8 @@ def _multiple(width: int, limit: int | None = None) -> int:
 
 def _widened(stays: np.ndarray, width: int) -> np.ndarray:
     """Let further positions stay, the first ones that do not, until there are `width` or no more."""
+    if stays.ndim > 1:
+        return np.stack([_widened(own, width) for own in stays])
     wider = stays.copy()
     wider[np.flatnonzero(~stays)[: max(0, width - int(stays.sum()))]] = True
     return wider

@@ -23,7 +23,8 @@ class AxisSize:
     Args:
         untouched: positions that are always kept.
         weights: (site index, how many positions follow each feature of the site) for positions that
-            follow one feature; one int where every feature of the site has equally many.
+            follow one feature; one int where every feature of the site has equally many.  Where experts have
+            features of their own, positions are those of all matrices of the stack together.
         joint: for positions that follow several features, those features.
     """
 
@@ -70,12 +71,14 @@ class Features:
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
+    experts: tuple[int, ...]
 
     @staticmethod
     def of_sites(sites: Sequence[Site]) -> "Features":
         """Number the features of all sites, in order."""
         sizes = tuple(site.size for site in sites)
-        return Features(tuple(accumulate(sizes, initial=0))[:-1], sizes)
+        starts = tuple(accumulate(sizes, initial=0))[:-1]
+        return Features(starts, sizes, tuple(site.experts for site in sites))
 
     @property
     def total(self) -> int:
@@ -127,6 +130,20 @@ def axis_sizes(
     }
 
 
+def expert_axes(sites: Sequence[Site]) -> dict[str, int]:
+    """Return for every stack of which an axis differs by expert the axis of the experts.
+
+    Raises:
+        PassError: if two axes of one stack do.
+    """
+    axes: dict[str, int] = {}
+    for site in sites:
+        for cut in site.slices:
+            if cut.by_expert and axes.setdefault(cut.parameter, cut.axis) != cut.axis:
+                raise PassError("one axis of a stack differs by expert", where=cut.parameter)
+    return dict.fromkeys(axes, 0)
+
+
 def _check(site: Site, cut: Slice, shapes: Mapping[str, tuple[int, ...]]) -> None:
     shape = shapes.get(cut.parameter)
     if shape is None or not 0 <= cut.axis < len(shape):
@@ -135,15 +152,21 @@ def _check(site: Site, cut: Slice, shapes: Mapping[str, tuple[int, ...]]) -> Non
             where=site.name,
         )
     length = shape[cut.axis]
-    labelled = site.size if cut.labels is None else len(cut.labels)
+    each = site.each if cut.by_expert else site.size
+    if cut.by_expert and (cut.axis == 0 or shape[0] != site.experts):
+        raise PassError(
+            f"axis 0 of {cut.parameter} (shape {shape}) must hold the {site.experts} experts of its site",
+            where=site.name,
+        )
+    labelled = each if cut.labels is None else len(cut.labels)
     if labelled != length:
         raise PassError(
             f"axis {cut.axis} of {cut.parameter} has {length} positions, and {labelled} are labelled",
             where=site.name,
         )
-    if cut.labels and not (min(cut.labels) >= UNTOUCHED and max(cut.labels) < site.size):
+    if cut.labels and not (min(cut.labels) >= UNTOUCHED and max(cut.labels) < each):
         raise PassError(
-            f"labels must lie in [{UNTOUCHED}, {site.size}), and those of {cut.parameter} lie in "
+            f"labels must lie in [{UNTOUCHED}, {each}), and those of {cut.parameter} lie in "
             f"[{min(cut.labels)}, {max(cut.labels)}]",
             where=site.name,
         )
@@ -152,6 +175,11 @@ def _check(site: Site, cut: Slice, shapes: Mapping[str, tuple[int, ...]]) -> Non
 def _axis_size(length: int, cuts: Sequence[tuple[int, Slice]], features: Features) -> AxisSize:
     if len(cuts) == 1:
         return _axis_size_of_one(*cuts[0], features)
+    own = next((cut for _, cut in cuts if cut.by_expert), None)
+    if own is not None:
+        raise PassError(
+            "an axis that differs by expert follows one site", where=f"{own.parameter} axis {own.axis}"
+        )
     followed: list[set[int]] = [set() for _ in range(length)]
     for site, cut in cuts:
         for position, label in enumerate(range(length) if cut.labels is None else cut.labels):
@@ -169,9 +197,10 @@ def _axis_size(length: int, cuts: Sequence[tuple[int, Slice]], features: Feature
 def _axis_size_of_one(site: int, cut: Slice, features: Features) -> AxisSize:
     if cut.labels is None:
         return AxisSize(0, ((site, 1),), ())
+    experts = features.experts[site] if cut.by_expert else 1
     positions = Counter(cut.labels)
-    weights = _shortest([positions[feature] for feature in range(features.sizes[site])])
-    return AxisSize(positions[UNTOUCHED], ((site, weights),), ())
+    each = [positions[feature] for feature in range(features.sizes[site] // experts)]
+    return AxisSize(positions[UNTOUCHED] * experts, ((site, _shortest(each * experts)),), ())
 
 
 def _shortest(weights: Sequence[int]) -> int | tuple[int, ...]:

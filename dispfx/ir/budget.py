@@ -5,7 +5,8 @@ Hardening draws no random number (the same logits always give the same selection
 1. **Threshold.**  One threshold for all sites; bisection over the sorted logits finds where the
    aligned widths come closest to the budget.  Every site keeps at least its best feature.
 2. **Align.**  A width becomes the nearest multiple of `budget.align`, or the full width; within a
-   site the features with the largest logits stay.
+   site the features with the largest logits stay.  Where experts have features of their own, the width is
+   that of each expert.
 3. **Repair.**  While the count is off by more than `CLOSE`, single steps of one site's width bring
    it closer (`WidthSearch.settled`).
 4. **Never slower.**  With a table of costs, branches that would take longer cut than whole keep all of
@@ -121,8 +122,9 @@ def check_reachable(
 
 def _search(logits: Tensor, groups: Groups, count: ParameterCount, budget: Budget) -> WidthSearch:
     _check(logits, groups, count, budget)
-    ranking = Ranking.of(logits.detach().to("cpu", torch.float64), groups.sizes)
-    widths = Widths(groups.sizes, budget.align)
+    ranking = Ranking.of(logits.detach().to("cpu", torch.float64), groups.sizes, groups.experts)
+    each = tuple(size // experts for size, experts in zip(groups.sizes, groups.experts, strict=True))
+    widths = Widths(each, budget.align)
     return WidthSearch(ranking, widths, groups.to("cpu"), count.to("cpu"), budget.keep * count.dense)
 
 

@@ -158,6 +158,8 @@ def _positions(own: Sequence[tuple[Site, Tensor]]) -> dict[tuple[str, int], np.n
     for site, mask in own:
         kept = mask.cpu().numpy().astype(bool)
         for cut in site.slices:
+            if cut.by_expert:
+                continue  # stacks are no single products
             labels = np.arange(site.size) if cut.labels is None else np.array(cut.labels)
             stay = (labels == UNTOUCHED) | kept[np.maximum(labels, 0)]
             key = (cut.parameter, cut.axis)

@@ -12,6 +12,9 @@ How a position on an axis is counted:
 2. A position labelled by one feature is kept when that feature is.
 3. A position labelled by several features (several slices on one axis) is kept when all of them are.
 
+Where experts have features of their own, an axis is as long as all matrices of the stack together, and the
+axis of the experts is no factor: Σ over experts of what each keeps.
+
 Features that every axis counts alike, usually all features of a site, form an *atom*: the masks
 are first summed per atom, then a small linear map gives the size of every axis.
 
@@ -28,7 +31,7 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import BudgetError
-from dispfx.ir.axes import AxisSize, Features, axis_sizes
+from dispfx.ir.axes import AxisSize, Features, axis_sizes, expert_axes
 from dispfx.ir.plan import BudgetOf
 from dispfx.ir.sites import Site
 
@@ -90,7 +93,7 @@ class ParameterCount:
         fixed = dense - sum(prod(shapes[path]) for path in cut)
         rows = list(dict.fromkeys(sizes.values()))
         atoms = features.atoms(rows)
-        products = _products(sizes, shapes, rows)
+        products = _products(sizes, shapes, rows, expert_axes(sites))
         return ParameterCount(
             dense,
             budget_of,
@@ -153,6 +156,7 @@ def _products(
     sizes: Mapping[tuple[str, int], AxisSize],
     shapes: Mapping[str, tuple[int, ...]],
     rows: Sequence[AxisSize],
+    counted: Mapping[str, int],
 ) -> tuple[Tensor, Tensor]:
     """Return (P, J) axis sizes that are multiplied and (P,) weights, the product of all other axes."""
     row_of = {row: index for index, row in enumerate(rows)}
@@ -161,7 +165,8 @@ def _products(
         cut_axes.setdefault(path, {})[axis] = row_of[size]
     merged: dict[tuple[int, ...], int] = {}
     for path, cut in cut_axes.items():
-        uncut = prod(size for axis, size in enumerate(shapes[path]) if axis not in cut)
+        factors = {*cut, counted.get(path)}
+        uncut = prod(size for axis, size in enumerate(shapes[path]) if axis not in factors)
         key = tuple(sorted(cut.values()))
         merged[key] = merged.get(key, 0) + uncut
     longest = max(len(axes) for axes in merged)

@@ -23,11 +23,13 @@ class Groups:
     Args:
         of_site: the group of every site.
         sizes: number of features of every group.
+        experts: how many experts have features of their own in every group; 1 in most.
         names: a name for every group, for messages: that of its first site.
     """
 
     of_site: tuple[int, ...]
     sizes: tuple[int, ...]
+    experts: tuple[int, ...]
     names: tuple[str, ...]
     _features: Tensor | None  # for every feature of every site the group's feature; None: the same
 
@@ -43,7 +45,7 @@ class Groups:
         first: dict[int, Site] = {}
         for site, group in zip(sites, of_site, strict=True):
             other = first.setdefault(group, site)
-            if other.size != site.size:
+            if (other.size, other.experts) != (site.size, site.experts):
                 raise PassError(
                     f"sites that share a selection have one size; {other.name} has {other.size} features "
                     f"and this one {site.size}",
@@ -54,7 +56,8 @@ class Groups:
         if len(sizes) < len(sites):
             ranges = torch.arange(sum(sizes)).split(list(sizes))
             features = torch.cat([ranges[group] for group in of_site])
-        return Groups(of_site, sizes, tuple(site.name for site in first.values()), features)
+        experts = tuple(site.experts for site in first.values())
+        return Groups(of_site, sizes, experts, tuple(site.name for site in first.values()), features)
 
     @staticmethod
     def alone(sites: Sequence[Site]) -> "Groups":

@@ -3,12 +3,16 @@
 A plan file is one safetensors file with a sorted int32 tensor a site and a JSON header, so reading
 one runs no code.  `Plan.load` trusts nothing in the file: sizes, order, range and type of every
 selection are checked before a plan exists.
+
+Where experts have features of their own, feature `e · each + i` is feature i of expert e, and the header
+says how many experts there are.  Plans without that word have one selection for all experts; they fit, as
+the same selection for each.
 """
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,23 +64,38 @@ class Selection:
         size: number of features of the dense site.
         kept: sorted, distinct int32 indices in [0, size), shape (K,) with K >= 1.
         keys: "parameter.path:axis" of every slice, by which a plan finds its site in another capture.
+        experts: how many experts the features belong to, side by side; each keeps equally many.
     """
 
     site: str
     size: int
     kept: Tensor
     keys: tuple[str, ...]
+    experts: int = 1
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Selection):
             return NotImplemented
-        same_name = (self.site, self.size, self.keys) == (other.site, other.size, other.keys)
-        return same_name and torch.equal(self.kept, other.kept)
+        ours, theirs = ((one.site, one.size, one.keys, one.experts) for one in (self, other))
+        return ours == theirs and torch.equal(self.kept, other.kept)
 
     @property
     def full(self) -> bool:
         """Whether every feature is kept."""
         return len(self.kept) == self.size
+
+    def for_site(self, site: Site) -> "Selection | None":
+        """Return the selection of the site's own features, or None where it is one of other features.
+
+        One selection for all experts is the same for each, and the other way round.
+        """
+        if (self.size, self.experts) == (site.size, site.experts):
+            return self
+        each_EK = self.kept.view(self.experts, -1) % (self.size // self.experts)
+        if self.size // self.experts != site.each or bool((each_EK != each_EK[0]).any()):
+            return None
+        starts_E1 = torch.arange(site.experts, dtype=torch.int32)[:, None] * site.each
+        return replace(self, size=site.size, kept=(starts_E1 + each_EK[0]).flatten(), experts=site.experts)
 
 
 def site_keys(site: Site) -> tuple[str, ...]:
@@ -145,30 +164,42 @@ class Plan:
         count = ParameterCount.of_sites(program.sites, program.shapes, budget.of)
         left = count.count_kept(hard_masks(program.sites, kept))
         selections = tuple(
-            Selection(site.name, site.size, indices.to(torch.int32).cpu(), site_keys(site))
+            Selection(site.name, site.size, indices.to(torch.int32).cpu(), site_keys(site), site.experts)
             for site, indices in zip(program.sites, kept, strict=True)
         )
         versions = {"torch": torch.__version__}
         return Plan(program.fingerprint, budget, selections, 1.0 - left / count.dense, seed, versions)
 
-    def for_sites(self, sites: tuple[Site, ...]) -> list[Tensor]:
+    def for_sites(self, sites: Sequence[Site]) -> list[Tensor]:
         """Return the kept indices in the order of `sites`, found by the parameter axes they cut.
 
         Raises:
             PlanMismatchError: if a site has no selection, another size, or a selection has no site.
         """
+        return [selection.kept for selection in self._fitting(sites)]
+
+    def fitted(self, sites: Sequence[Site]) -> "Plan":
+        """Return the plan with its selections as the sites have their features, in their order.
+
+        Raises:
+            PlanMismatchError: as `for_sites`.
+        """
+        return replace(self, selections=tuple(self._fitting(sites)))
+
+    def _fitting(self, sites: Sequence[Site]) -> list[Selection]:
         by_keys = {selection.keys: selection for selection in self.selections}
         found = []
         for site in sites:
             selection = by_keys.pop(site_keys(site), None)
-            if selection is None or selection.size != site.size:
-                arrived = "none" if selection is None else f"one for {selection.size} features"
+            fitting = None if selection is None else selection.for_site(site)
+            if fitting is None:
+                arrived = "none" if selection is None else f"one for {_features(selection)}"
                 raise PlanMismatchError(
-                    f"the decoder has a site of {site.size} features and the plan has {arrived}",
+                    f"the decoder has a site of {_features(site)} and the plan has {arrived}",
                     where=site.name,
                     hint="apply the plan to the decoder it was learned on",
                 )
-            found.append(selection.kept)
+            found.append(fitting)
         if by_keys:
             extra = next(iter(by_keys.values()))
             raise PlanMismatchError(
@@ -189,6 +220,7 @@ class Plan:
             "versions": dict(self.versions),
             "sites": [
                 {"name": selection.site, "size": selection.size, "keys": list(selection.keys)}
+                | ({"experts": selection.experts} if selection.experts > 1 else {})
                 for selection in self.selections
             ],
         }
@@ -214,6 +246,11 @@ class Plan:
             raise DataError(
                 f"this file is not a plan: {error}", where=str(path), hint="pass a plan.safetensors"
             ) from error
+
+
+def _features(features: Site | Selection) -> str:
+    many = f" of {features.experts} experts" if features.experts > 1 else ""
+    return f"{features.size} features{many}"
 
 
 def _plan_of_header(header: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
@@ -247,8 +284,14 @@ def _checked_selection(entry: dict[str, Any], kept: Tensor) -> Selection:
     name, keys = str(entry["name"]), entry["keys"]
     if not isinstance(keys, list) or not keys or not all(isinstance(key, str) for key in keys):
         raise ValueError(f"site {name}: its keys must be a list of parameter axes, and are {keys!r}")
-    size = int(entry["size"])
-    return Selection(name, size, _checked_kept(name, size, kept), tuple(keys))
+    size, experts = int(entry["size"]), int(entry.get("experts", 1))
+    kept = _checked_kept(name, size, kept)
+    if not 1 <= experts <= len(kept) or size % experts:
+        raise ValueError(f"site {name}: {experts} experts for {size} features")
+    counts = torch.bincount(kept // (size // experts), minlength=experts)
+    if bool((counts != counts[0]).any()):
+        raise ValueError(f"site {name}: experts must keep equally many features, and keep {counts.tolist()}")
+    return Selection(name, size, kept, tuple(keys), experts)
 
 
 def _checked_kept(name: str, size: int, kept: Tensor) -> Tensor:

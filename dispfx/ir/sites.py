@@ -14,6 +14,7 @@ from typing import Literal
 
 BranchKind = Literal["attention", "mlp", "mixer"]
 SiteKind = Literal["read", "inner", "write"]
+RowsKind = Literal["ids", "ends", "positions"]
 
 UNTOUCHED = -1
 
@@ -35,11 +36,28 @@ class Slice:
         axis: the axis that is cut.
         labels: for each position of the axis the site's feature that it follows, or `UNTOUCHED`;
             None where position i follows feature i (the usual case).
+        by_expert: whether the site has features of its own for each expert, and these matrices are stacked
+            along axis 0; labels then count the features of one expert.
     """
 
     parameter: str
     axis: int
     labels: tuple[int, ...] | None = None
+    by_expert: bool = False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which expert each position of dimension 0 of a gated value belongs to.
+
+    Args:
+        kind: `ids` where `value` holds an expert for each position, `ends` where it holds for each expert one
+            past its last position, `positions` where position e belongs to expert e.
+        value: name of that value; None for positions.
+    """
+
+    kind: RowsKind
+    value: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,26 +69,32 @@ class GatePoint:
         dim: its gated dimension, counted from the front.
         users: names of the nodes that take the gated value instead of the plain one.
         labels: as in `Slice`, for the positions of the gated dimension.
+        rows: whose features the positions of dimension 0 have, where each expert has its own.
     """
 
     value: str
     dim: int
     users: tuple[str, ...]
     labels: tuple[int, ...] | None = None
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True)
 class Site:
     """A dimension of `size` features of which a selection may be kept.
 
+    Where experts are stacked, a site may have features of its own for each of them: feature `e · each + i` is
+    feature i of expert e.  Every expert then keeps equally many, so that the stack stays one tensor.
+
     Args:
         name: unique in a decoder and the same in every capture of it.
         branch: name of the branch it belongs to.
         branch_kind: kind of that branch.
         kind: read, inner or write.
-        size: number of features, all kept in the dense decoder.
+        size: number of features, of all experts together; all are kept in the dense decoder.
         slices: the parameter axes that follow the selection.
         gates: where the mask multiplies activations.
+        experts: how many experts have features of their own here; 1 for any other site.
     """
 
     name: str
@@ -80,6 +104,12 @@ class Site:
     size: int
     slices: tuple[Slice, ...]
     gates: tuple[GatePoint, ...] = field(default=(), compare=False)
+    experts: int = 1
+
+    @property
+    def each(self) -> int:
+        """Number of features of one expert; of the site, where there are no experts."""
+        return self.size // self.experts
 
     @property
     def symbol(self) -> str:

@@ -94,7 +94,7 @@ def _gates(program: Program) -> str | None:
     if len(gates) != sum(len(site.gates) for site in program.sites):
         return f"{sum(len(site.gates) for site in program.sites)} gates were expected, {len(gates)} are there"
     for gate in gates:
-        value, _, dim = gate.args
+        value, _, dim, *_ = gate.args
         if not isinstance(value, fx.Node) or value.op == "get_attr":
             return f"{gate.name} does not stand on an activation"
         if not isinstance(dim, int) or not 0 <= dim < ops.rank(value):

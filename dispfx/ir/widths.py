@@ -1,7 +1,8 @@
 """Orders of features and widths of groups, the two things that hardening moves.
 
 Within a group the features with the largest logits are kept, so a plan is fully given by one width
-a group.  Everything here is one tensor operation over all groups at a time.
+a group.  In a group whose features belong to several experts, the width is that of each expert: all keep
+equally many, each its own best.  Everything here is one tensor operation over all groups at a time.
 
 Shapes: G groups, N features of all groups, side by side.
 """
@@ -18,7 +19,7 @@ class Widths:
     """The widths a group may have: multiples of `align` up to its size, and its size.
 
     Args:
-        sizes: number of features of every group.
+        sizes: number of features of every group, of one expert where there are several.
         align: a group with fewer features than this keeps all of them.
     """
 
@@ -59,15 +60,17 @@ class Ranking:
 
     Args:
         sizes: number of features of every group.
+        experts_G: how many experts the features of a group belong to.
         logits: (N,) float64.
         order_N: all features, the largest logit first.
         group_N: the group of every feature.
-        rank_N: how many features of its own group come before a feature.
-        by_rank_N: features group by group, each group's best first.
+        rank_N: how many features of its own group, and of its own expert, come before a feature.
+        by_rank_N: features group by group, each group's best first, those of equal rank side by side.
         starts_G: where a group begins.
     """
 
     sizes: tuple[int, ...]
+    experts_G: Tensor
     logits: Tensor
     order_N: Tensor
     group_N: Tensor
@@ -76,21 +79,31 @@ class Ranking:
     starts_G: Tensor
 
     @staticmethod
-    def of(logits: Tensor, sizes: Sequence[int]) -> "Ranking":
-        """Rank flat logits (N,) of groups of the given sizes."""
+    def of(logits: Tensor, sizes: Sequence[int], experts: Sequence[int] | None = None) -> "Ranking":
+        """Rank flat logits (N,) of groups of the given sizes, each of one expert or of as many as given."""
         sizes_G = torch.tensor(list(sizes))
+        experts_G = torch.ones_like(sizes_G) if experts is None else torch.tensor(list(experts))
         group_N = torch.repeat_interleave(torch.arange(len(sizes_G)), sizes_G)
         starts_G = sizes_G.cumsum(0) - sizes_G
         order_N = logits.argsort(descending=True, stable=True)
-        by_rank_N = order_N[group_N[order_N].argsort(stable=True)]
-        rank_N = torch.empty_like(by_rank_N)
-        rank_N[by_rank_N] = torch.arange(len(logits)) - starts_G[group_N]
-        return Ranking(tuple(sizes), logits, order_N, group_N, rank_N, by_rank_N, starts_G)
+        # A run is what one expert has in one group.
+        each_R = torch.repeat_interleave(sizes_G // experts_G, experts_G)
+        run_N = torch.repeat_interleave(torch.arange(len(each_R)), each_R)
+        by_run_N = order_N[run_N[order_N].argsort(stable=True)]
+        rank_N = torch.empty_like(by_run_N)
+        rank_N[by_run_N] = torch.arange(len(logits)) - (each_R.cumsum(0) - each_R)[run_N]
+        by_rank_N = by_run_N[rank_N[by_run_N].argsort(stable=True)]
+        by_rank_N = by_rank_N[group_N[by_rank_N].argsort(stable=True)]
+        return Ranking(tuple(sizes), experts_G, logits, order_N, group_N, rank_N, by_rank_N, starts_G)
 
     def widths(self, kept: int) -> Tensor:
-        """Return the width of every group when the `kept` best features of all stay, and one a group."""
+        """Return the width of every group when the `kept` best features of all stay, and one a group.
+
+        Experts get the nearest whole number to what they keep on average.
+        """
         groups = self.group_N[self.order_N[:kept]]
-        return torch.bincount(groups, minlength=len(self.sizes)).clamp_min(1)
+        counts_G = torch.bincount(groups, minlength=len(self.sizes))
+        return ((counts_G + self.experts_G // 2) // self.experts_G).clamp_min(1)
 
     def threshold(self, kept: int) -> float:
         """Return the logit halfway between the last feature that stays and the first that goes."""
@@ -105,7 +118,8 @@ class Ranking:
         """Return for every group the signed sum of values of the features that a change of width moves."""
         zero = values_N.new_zeros(1)
         running = torch.cat((zero, values_N[self.by_rank_N].cumsum(0)))
-        return running[self.starts_G + to_G] - running[self.starts_G + from_G]
+        to_end_G, from_end_G = (self.starts_G + self.experts_G * width_G for width_G in (to_G, from_G))
+        return running[to_end_G] - running[from_end_G]
 
     def selections(self, widths_G: Tensor) -> list[Tensor]:
         """Return the sorted int32 indices that every group keeps."""

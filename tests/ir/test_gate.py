@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dispfx.ir.gate import GATE, gate
+from dispfx.ir.gate import GATE, gate, gate_product
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGER_OF = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -71,7 +71,9 @@ def test_the_schema_and_every_registration_hold():
         torch.library.opcheck(GATE, (x, mask, 1))
         torch.library.opcheck(GATE, (x.detach().bfloat16(), mask, 1))
         torch.library.opcheck(GATE, (x, torch.rand(2, 4, requires_grad=True), 2))
-    assert str(GATE._schema) == "dispfx::gate(Tensor x, Tensor mask, SymInt dim) -> Tensor"
+        torch.library.opcheck(GATE, (x, torch.rand(12, requires_grad=True), 2, torch.tensor([2, 0])))
+    expected = "dispfx::gate(Tensor x, Tensor mask, SymInt dim, Tensor? experts=None) -> Tensor"
+    assert str(GATE._schema) == expected
 
 
 def test_the_fake_kernel_knows_shape_and_dtype_and_refuses_a_wide_mask():
@@ -84,6 +86,10 @@ def test_the_fake_kernel_knows_shape_and_dtype_and_refuses_a_wide_mask():
             GATE(x, torch.empty(1, 1, 3), 1)
         with pytest.raises(ValueError, match="2 features cannot gate 3"):
             GATE(x, torch.empty(2), 1)
+        experts = torch.empty(2, dtype=torch.int64)
+        assert GATE(x, torch.empty(9), 1, experts).shape == x.shape
+        with pytest.raises(ValueError, match="8 features cannot gate 3"):
+            GATE(x, torch.empty(8), 1, experts)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -101,6 +107,42 @@ def test_every_run_of_the_first_dimension_has_its_own_mask(dim: int):
     expected = torch.cat([gate(x[:3], masks[0], dim), gate(x[3:], masks[1], dim)])
     assert torch.equal(gated, expected)
     assert torch.autograd.gradcheck(lambda value, m: gate(value, m, dim), (x, masks))
+
+
+EXPERTS = torch.tensor([2, 0, 0, 1])
+
+
+@pytest.mark.parametrize("product", [gate, gate_product])
+@pytest.mark.parametrize("dim", [1, 2])
+def test_every_position_has_the_mask_of_its_expert(product, dim: int):
+    x = torch.randn(4, 3, 5, dtype=torch.float32, requires_grad=True)
+    mask_EN = torch.rand(3, x.shape[dim], requires_grad=True)
+    gated = product(x, mask_EN.flatten(), dim, EXPERTS)
+    expected = torch.stack([gate(x[row], mask_EN[e], dim - 1) for row, e in enumerate(EXPERTS)])
+    assert torch.equal(gated, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(gated.square().sum(), (x, mask_EN)),
+        torch.autograd.grad(expected.square().sum(), (x, mask_EN)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_gradients_by_expert_are_those_of_the_product():
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(2, 9, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda value, m: gate(value, m, 1, EXPERTS), (x, mask))
+
+
+def test_every_run_has_the_masks_of_its_sample_for_each_expert():
+    x, masks = torch.randn(4, 5), torch.rand(2, 15)
+    expected = torch.cat([gate(x[:2], masks[0], 1, EXPERTS[:2]), gate(x[2:], masks[1], 1, EXPERTS[2:])])
+    assert torch.equal(gate(x, masks, 1, EXPERTS), expected)
+
+
+def test_a_number_beyond_the_last_expert_counts_as_the_last():
+    x, mask = torch.randn(2, 3), torch.rand(6)
+    assert torch.equal(gate(x, mask, 1, torch.tensor([7, 0])), gate(x, mask, 1, torch.tensor([1, 0])))
 
 
 def test_a_flattened_batch_keeps_its_sequences_in_runs():
