@@ -8,7 +8,9 @@
 
 x_j is feature j where its gate stands, W_j the weights that read it there (a write is read by nobody:
 its ‖W_j‖ is one), and c_j the parameters that feature j costs.  The first three have another scale at
-every site; they are standardised within a site, as FLAP does, so that one threshold serves all.
+every site; they are standardised within a site, as FLAP does, so that one threshold serves all.  Where
+experts have features of their own, x_j is zero for the tokens that other experts get, and its variance is
+counted by the share of the tokens that reach its expert.
 
 Entry point: `select_by_score`.  Legend: T tokens, N features of all groups of sites.
 """
@@ -23,7 +25,7 @@ from torch import Tensor, fx
 from dispfx.ir import ops
 from dispfx.ir.budget import Groups, harden
 from dispfx.ir.plan import Budget
-from dispfx.ir.sites import UNTOUCHED, Site, Slice
+from dispfx.ir.sites import UNTOUCHED, GatePoint, Site, Slice
 from dispfx.learning.learner import Problem
 from dispfx.learning.settings import Method, seed_for
 
@@ -140,18 +142,24 @@ def _sequences(problem: Problem, count: int) -> list[Tensor]:
 
 @dataclass
 class _Moments:
-    """Sums over everything that was seen of one site's features, (size,) float64."""
+    """Sums over everything that was seen of one site's features, (size,) float64.
+
+    Args:
+        count: positions that were seen, those of all experts together.
+        seen: of them, how many had the feature.
+        total, squares: sums of the feature and of its square.
+    """
 
     count: int
+    seen: Tensor
     total: Tensor
     squares: Tensor
 
     def score(self, norm: Tensor, *, fluctuation: bool) -> Tensor:
-        mean = self.total / max(self.count, 1)
-        square = self.squares / max(self.count, 1)
         if fluctuation:
-            return (square - mean**2).clamp_min(0.0) * norm**2
-        return square.sqrt() * norm
+            about_mean = self.squares - self.total**2 / self.seen.clamp_min(1)
+            return (about_mean / max(self.count, 1)).clamp_min(0.0) * norm**2
+        return (self.squares / max(self.count, 1)).sqrt() * norm
 
 
 class _Recorder(fx.Interpreter):
@@ -159,7 +167,8 @@ class _Recorder(fx.Interpreter):
 
     def __init__(self, graph_module: fx.GraphModule, sites: Sequence[Site]):
         super().__init__(graph_module)
-        self.moments = [_Moments(0, *torch.zeros(2, site.size, dtype=torch.float64)) for site in sites]
+        self.moments = [_Moments(0, *torch.zeros(3, site.size, dtype=torch.float64)) for site in sites]
+        self._each = [site.each for site in sites]
         self._points = {
             f"gate_{index}_{at}": (index, point)
             for index, site in enumerate(sites)
@@ -171,15 +180,23 @@ class _Recorder(fx.Interpreter):
         if n.name in self._points:
             index, point = self._points[n.name]
             args, _ = self.fetch_args_kwargs_from_env(n)
-            self._add(self.moments[index], args[0].detach(), point.dim, point.labels)
+            self._add(index, point, args[0].detach(), args[3] if len(args) > 3 else None)
         return super().run_node(n)
 
-    def _add(self, moments: _Moments, value: Tensor, dim: int, labels: tuple[int, ...] | None) -> None:
-        rows = value.movedim(dim, -1).flatten(0, -2).double()
+    def _add(self, index: int, point: GatePoint, value: Tensor, experts: Tensor | None) -> None:
+        moments, each = self.moments[index], self._each[index]
+        rows = value.movedim(point.dim, -1).double()
+        number = len(moments.total) // each
+        # A site without features by expert is one expert, who has every row.
+        expert = torch.zeros_like(rows[..., 0], dtype=torch.int64)
+        if experts is not None:
+            expert += experts.clamp(max=number - 1).view(-1, *[1] * (expert.dim() - 1))
+        rows, expert = rows.flatten(0, -2), expert.flatten()
         moments.count += len(rows)
-        size = len(moments.total)
-        moments.total += by_feature(rows.sum(0).cpu(), labels, size)
-        moments.squares += by_feature((rows**2).sum(0).cpu(), labels, size)
+        moments.seen += torch.bincount(expert, minlength=number).cpu().repeat_interleave(each)
+        for total, values in ((moments.total, rows), (moments.squares, rows**2)):
+            sums = values.new_zeros(number, values.shape[-1]).index_add(0, expert, values)
+            total += torch.cat([by_feature(own, point.labels, each) for own in sums.cpu()])
 
 
 def by_feature(values: Tensor, labels: tuple[int, ...] | None, size: int) -> Tensor:
@@ -216,7 +233,7 @@ def _weight_norms(graph_module: fx.GraphModule, sites: Sequence[Site], *, writer
         slices = [cut for cut in site.slices if tensors[cut.parameter].dim() > 1]
         reading = [cut for cut in slices if cut.parameter in readers]
         chosen = reading or (slices if writers else [])
-        norms.append(_norm(chosen, tensors, site.size))
+        norms.append(_norm(chosen, tensors, site))
     return norms
 
 
@@ -233,14 +250,22 @@ def _readers(gate: fx.Node) -> set[str]:
     return found
 
 
-def _norm(slices: Sequence[Slice], tensors: Mapping[str, Tensor], size: int) -> Tensor:
+def _norm(slices: Sequence[Slice], tensors: Mapping[str, Tensor], site: Site) -> Tensor:
     if not slices:
-        return torch.ones(size, dtype=torch.float64)
-    total = torch.zeros(size, dtype=torch.float64)
+        return torch.ones(site.size, dtype=torch.float64)
+    total = torch.zeros(site.size, dtype=torch.float64)
     for cut in slices:
-        rows = tensors[cut.parameter].detach().movedim(cut.axis, 0).flatten(1)
-        total += by_feature((rows.float() ** 2).sum(1).double().cpu(), cut.labels, size)
+        tensor = tensors[cut.parameter].detach()
+        # A stack holds one matrix for each expert, with the same labels.
+        matrices = [(own, cut.axis - 1) for own in tensor] if cut.by_expert else [(tensor, cut.axis)]
+        sums = [_squares(matrix, axis).double().cpu() for matrix, axis in matrices]
+        total += torch.cat([by_feature(own, cut.labels, site.size // len(sums)) for own in sums])
     return total.sqrt()
+
+
+def _squares(matrix: Tensor, axis: int) -> Tensor:
+    """Return the sum of squares at each position of one axis."""
+    return (matrix.movedim(axis, 0).flatten(1).float() ** 2).sum(1)
 
 
 def _standardised(values: Tensor) -> Tensor:
