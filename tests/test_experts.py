@@ -1,5 +1,6 @@
 """Mixtures of experts: grouped for learning, batched for export, and one plan for both."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import dispfx
 from dispfx import api
 from dispfx.api.programs import exportable
+from dispfx.api.verification import ZeroedDecoder, zeroed_tensors
 from dispfx.ir.coverage import coverage
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
@@ -78,6 +80,20 @@ def test_both_offer_the_same_sites_and_refuse_nothing(captures: tuple[Program, P
     assert coverage(grouped).share == coverage(batched).share == 1.0
 
 
+def test_every_expert_has_features_of_its_own_in_both(captures: tuple[Program, Program]):
+    for program in captures:
+        stacked = {path for path, shape in program.shapes.items() if len(shape) == 3}
+        sites = [site for site in program.sites if site.experts > 1]
+        assert {site.kind for site in sites} == {"inner"} and {site.experts for site in sites} == {4}
+        assert {
+            cut.parameter for site in sites for cut in site.slices if len(program.shapes[cut.parameter]) == 3
+        } == stacked
+        plan = Plan.random(program, 0.3, seed=1)
+        for site in sites:
+            each = plan.kept[site.name].view(4, -1) % site.each
+            assert len({tuple(own) for own in each.tolist()}) == 4
+
+
 def test_with_everything_kept_no_bit_changes(captures: tuple[Program, Program]):
     ids = token_ids(2, 9, vocabulary=VOCABULARY)
     for program in captures:
@@ -141,10 +157,14 @@ def test_where_one_way_cannot_be_captured_the_other_is(monkeypatch: pytest.Monke
     assert BATCHED in operations(dispfx.capture(model))
 
 
-def test_a_mixture_compiles_from_text_to_a_verified_folder(tmp_path: Path):
+@pytest.mark.parametrize(
+    "name", ["fused gate and up", "interleaved gate and up, transposed, with biases"], ids=["fused", "biases"]
+)
+def test_a_mixture_compiles_from_text_to_a_verified_folder(tmp_path: Path, name: str):
+    model = build(name)
     tokens = torch.randint(VOCABULARY, (600,), generator=torch.Generator().manual_seed(0))
     report = api.compile(
-        build("fused gate and up"),
+        model,
         0.3,
         data=tokens,
         out=tmp_path / "out",
@@ -156,3 +176,39 @@ def test_a_mixture_compiles_from_text_to_a_verified_folder(tmp_path: Path):
     names = {line.name for line in report.verify}
     assert {"lowered = zeroed", "removed is unread", "reloaded = modules", "onnx = checkpoint"} <= names
     assert abs(report.ratio.achieved - 0.3) <= 1e-3 and not report.refused
+    # What stands in the folder is the module with zeros, each expert with its own.
+    plan = Plan.load(tmp_path / "out" / "plan.safetensors")
+    program = dispfx.capture(model)
+    ids = token_ids(2, 9, vocabulary=VOCABULARY)
+    zeroed = ZeroedDecoder(model, zeroed_tensors(program, plan))(ids)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        assert relative_error(loaded(ids).logits, zeroed) <= 1e-5
+
+
+def test_a_plan_with_one_selection_for_all_experts_is_applied_as_such(tmp_path: Path):
+    """Plans from before experts had features of their own stay what they were."""
+    model = build("fused gate and up")
+    program = dispfx.capture(model)
+    own = Plan.random(program, 0.3, seed=1)
+    first = {
+        site.name: one.kept[: len(one.kept) // site.experts]
+        for site, one in zip(program.sites, own.selections, strict=True)
+    }
+    old = replace(
+        own,
+        selections=tuple(
+            replace(one, size=site.each, kept=first[site.name], experts=1)
+            for site, one in zip(program.sites, own.selections, strict=True)
+        ),
+    )
+    old.save(tmp_path / "old.safetensors")
+    assert b'experts":' not in (tmp_path / "old.safetensors").read_bytes()
+    report = api.apply(model, tmp_path / "old.safetensors", out=tmp_path / "out", export="none")
+    assert all(line.holds for line in report.verify)
+    for site in (site for site in program.sites if site.experts > 1):
+        kept = (
+            Plan.load(tmp_path / "out" / "plan.safetensors").kept[site.name].view(site.experts, -1)
+            % site.each
+        )
+        assert all(torch.equal(expert, first[site.name]) for expert in kept)

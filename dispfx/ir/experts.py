@@ -235,7 +235,20 @@ def _is_sorted(numbers: fx.Node) -> bool:
     if not isinstance(order, fx.Node):
         return False
     sort = _sort_behind(order, 1) or order
-    return packet(sort) in (aten.sort, aten.argsort) and _rises(sort) and sort.args[0] is numbers.args[0]
+    if packet(sort) not in (aten.sort, aten.argsort) or not _rises(sort):
+        return False
+    return _is_same_view(sort.args[0], numbers.args[0])
+
+
+def _is_same_view(a: object, b: object) -> bool:
+    """Whether two values are one, or the same views of one."""
+    while a is not b:
+        if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or packet(a) not in ops.VIEWS:
+            return False
+        if (a.target, a.args[1:], a.kwargs) != (b.target, b.args[1:], b.kwargs):
+            return False
+        a, b = a.args[0], b.args[0]
+    return True
 
 
 def _sort_behind(node: fx.Node, result: int) -> fx.Node | None:

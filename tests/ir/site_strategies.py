@@ -44,23 +44,35 @@ def slices(draw: st.DrawFn, shapes: Mapping[str, tuple[int, ...]], size: int) ->
     return Slice(path, axis, tuple(labels))
 
 
+@st.composite
+def mixtures(draw: st.DrawFn) -> tuple[list[Site], Shapes]:
+    """Draw a decoder of which one more site has features by expert, on two stacks that others cut as well."""
+    sites, shapes = draw(decoders())
+    experts, each, times = (draw(st.integers(1, 4)) for _ in range(3))
+    regular = [i for _ in range(times) for i in range(each)]
+    shapes |= {"up": (experts, each * times, sites[0].size), "down": (experts, 3, each)}
+    sites[0] = site("site.0", sites[0].size, *sites[0].slices, Slice("up", 2))
+    stacks = (Slice("up", 1, tuple(regular), True), Slice("down", 2, None, True))
+    inner = Site("experts", "layer.0", "mlp", "inner", experts * each, stacks, experts=experts)
+    return [*sites, inner], shapes
+
+
 def sliced_count(
     sites: Sequence[Site], shapes: Mapping[str, tuple[int, ...]], masks: Sequence[Tensor], of: str
 ) -> int:
     """Cut real tensors position by position and count their elements."""
-    keep: dict[tuple[str, int], Tensor] = {}
+    whole = {path: torch.ones(shape) for path, shape in shapes.items()}
+    cut_paths = {cut.parameter for one in sites for cut in one.slices}
     for one, mask in zip(sites, masks, strict=True):
         for cut in one.slices:
-            length = shapes[cut.parameter][cut.axis]
-            stays = keep.setdefault((cut.parameter, cut.axis), torch.ones(length, dtype=torch.bool))
-            for position, label in enumerate(range(length) if cut.labels is None else cut.labels):
-                if label != UNTOUCHED and not mask[label]:
-                    stays[position] = False
-    weights = {path: torch.zeros(shape) for path, shape in shapes.items()}
-    for (path, axis), stays in keep.items():
-        weights[path] = weights[path].index_select(axis, stays.nonzero().flatten())
-    cut_paths = {path for path, _ in keep}
-    return sum(weight.numel() for path, weight in weights.items() if of == "total" or path in cut_paths)
+            stack = whole[cut.parameter] if cut.by_expert else whole[cut.parameter][None]
+            own = mask.chunk(one.experts) if cut.by_expert else [mask]
+            for tensor, kept in zip(stack, own, strict=True):
+                axis = cut.axis - cut.by_expert
+                for position, label in enumerate(range(len(kept)) if cut.labels is None else cut.labels):
+                    if label != UNTOUCHED and not kept[label]:
+                        tensor.select(axis, position).zero_()
+    return sum(int(t.sum()) for path, t in whole.items() if of == "total" or path in cut_paths)
 
 
 def decoder_sites(

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from dispfx.errors import BudgetError, PassError
 from dispfx.ir.budget import CLOSE, LIMIT, Groups, ParameterCount, check_reachable, hard_masks, harden
 from dispfx.ir.plan import Budget
-from dispfx.ir.sites import Slice
+from dispfx.ir.sites import Site, Slice
+from dispfx.ir.widths import Ranking
 from tests.ir.site_strategies import decoder_sites, decoders, site, sliced_count
 
 
@@ -76,6 +77,48 @@ def test_a_plan_keeps_the_best_features_and_no_single_step_would_be_closer(decod
         for width in allowed[max(here - 1, 0) : here + 2]:
             moved = [*kept[:index], orders[index][:width], *kept[index + 1 :]]
             assert abs(achieved(sites, count, moved) - ratio) >= error - 1e-12
+
+
+def mixture(experts: int = 3, each: int = 40, width: int = 24):
+    """Return a layer whose experts have features of their own, and one that all of them read."""
+    shapes = {"up": (experts, 2 * each, width), "down": (experts, width, each)}
+    halves = tuple(range(each)) * 2
+    stacks = (Slice("up", 1, halves, True), Slice("down", 2, None, True))
+    return [
+        site("read", width, Slice("up", 2), kind="read"),
+        Site("inner", "layer.0", "mlp", "inner", experts * each, stacks, experts=experts),
+        site("write", width, Slice("down", 1), kind="write"),
+    ], shapes
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.floats(0.0, 0.9), st.sampled_from([1, 4, 8]), st.integers(0, 1000))
+def test_experts_keep_equally_many_features_and_each_its_best(ratio, align, seed):
+    sites, shapes = mixture()
+    count = ParameterCount.of_sites(sites, shapes)
+    logits = random_logits(count.features, seed)
+    # One expert is liked far less than the others: it keeps as many all the same.
+    logits[24 : 24 + 40] -= 2.0
+    try:
+        kept = harden(logits, sites, count, Budget(ratio, "blocks", align))
+    except BudgetError:
+        assume(False)
+        return
+    of_expert = [kept[1][kept[1] // 40 == expert] % 40 for expert in range(3)]
+    widths = {len(own) for own in of_expert}
+    assert len(widths) == 1 and (widths <= {40} or max(widths) % align == 0)
+    for own, values in zip(of_expert, logits[24:-24].view(3, 40), strict=True):
+        assert own.tolist() == sorted(values.topk(len(own)).indices.tolist())
+    assert abs(achieved(sites, count, kept) - ratio) <= (0.005 if align == 1 else 0.05)
+
+
+def test_the_width_of_experts_is_the_nearest_to_what_they_keep_on_average():
+    ranking = Ranking.of(torch.tensor([9.0, 8.0, 7.0, 0.0, 6.0, -1.0, -2.0, -3.0]), (8,), (2,))
+    assert [int(ranking.widths(kept)) for kept in (0, 1, 2, 3, 4, 6, 8)] == [1, 1, 1, 2, 2, 3, 4]
+    assert ranking.masks(torch.tensor([1])).tolist() == [1, 0, 0, 0, 1, 0, 0, 0]
+    assert ranking.masks(torch.tensor([3])).tolist() == [1, 1, 1, 0, 1, 1, 1, 0]
+    moved = ranking.sums_between(ranking.logits, torch.tensor([1]), torch.tensor([3]))
+    assert moved.tolist() == [8.0 + 7.0 - 1.0 - 2.0]
 
 
 def test_without_alignment_one_threshold_separates_all_sites():

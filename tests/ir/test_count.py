@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from dispfx.errors import BudgetError, PassError
 from dispfx.ir.budget import ParameterCount, hard_masks
-from dispfx.ir.sites import Slice
-from tests.ir.site_strategies import decoder_sites, decoders, site, sliced_count
+from dispfx.ir.sites import Site, Slice
+from tests.ir.site_strategies import decoder_sites, mixtures, site, sliced_count
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(decoders(), st.sampled_from(["blocks", "total"]), st.integers(0, 2**31))
+@given(mixtures(), st.sampled_from(["blocks", "total"]), st.integers(0, 2**31))
 def test_the_count_equals_the_elements_of_sliced_tensors(decoder, of, seed):
     sites, shapes = decoder
     count = ParameterCount.of_sites(sites, shapes, of)
@@ -29,7 +29,7 @@ def test_the_count_equals_the_elements_of_sliced_tensors(decoder, of, seed):
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(decoders(), st.integers(0, 2**31))
+@given(mixtures(), st.integers(0, 2**31))
 def test_a_gradient_is_what_one_feature_adds(decoder, seed):
     sites, shapes = decoder
     count = ParameterCount.of_sites(sites, shapes, "total")
@@ -52,7 +52,7 @@ def test_a_gradient_is_what_one_feature_adds(decoder, seed):
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(decoders(), st.integers(0, 2**31))
+@given(mixtures(), st.integers(0, 2**31))
 def test_several_masks_are_counted_as_each_alone(decoder, seed):
     sites, shapes = decoder
     count = ParameterCount.of_sites(sites, shapes)
@@ -66,6 +66,33 @@ def test_several_masks_are_counted_as_each_alone(decoder, seed):
     (gradient,) = torch.autograd.grad((together * weights).sum(), masks, retain_graph=True)
     (expected,) = torch.autograd.grad((alone * weights).sum(), masks)
     assert torch.allclose(gradient, expected, rtol=1e-12)
+
+
+def test_experts_are_counted_by_what_each_keeps():
+    """Two experts of three features keep 2 and 1: three rows of four, twice, and three biases."""
+    shapes = {"up": (2, 3, 4), "bias": (2, 3), "down": (2, 4, 3), "router": (2, 4)}
+    slices = (Slice("up", 1, None, True), Slice("bias", 1, None, True), Slice("down", 2, None, True))
+    inner = Site("inner", "mlp", "mlp", "inner", 6, slices, experts=2)
+    count = ParameterCount.of_sites([inner], shapes)
+    assert count.dense == 24 + 6 + 24
+    assert count.count_kept(torch.tensor([1, 1, 0, 0, 0, 1])) == 3 * 4 + 3 + 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("slices", "message"),
+    [
+        ((Slice("up", 0, None, True),), "axis 0 of up"),
+        ((Slice("narrow", 1, None, True),), "must hold the 2 experts"),
+        ((Slice("up", 2, None, True),), "4 positions, and 3 are labelled"),
+        ((Slice("up", 1, (0, 1, 5), True),), r"labels must lie in \[-1, 3\)"),
+        ((Slice("square", 1, None, True), Slice("square", 2, None, True)), "one axis of a stack"),
+        ((Slice("up", 1, None, True), Slice("up", 1, (0, 0, 0))), "follows one site"),
+    ],
+)
+def test_a_stack_that_does_not_fit_is_a_pass_error(slices, message):
+    shapes = {"up": (2, 3, 4), "narrow": (3, 3), "square": (2, 3, 3)}
+    with pytest.raises(PassError, match=message):
+        ParameterCount.of_sites([Site("inner", "mlp", "mlp", "inner", 6, slices, experts=2)], shapes)
 
 
 def test_grouped_query_attention_is_counted_as_it_is_sliced():

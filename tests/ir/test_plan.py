@@ -116,6 +116,11 @@ def put(*path: Any) -> Callable[[dict[str, Any], dict[str, Tensor]], Any]:
     return change
 
 
+def unlike_experts(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    header["sites"][0]["experts"] = 2
+    tensors["layer.read"] = indices(0, 1)
+
+
 def tensor(name: str, value: Tensor | None) -> Callable[[dict[str, Any], dict[str, Tensor]], Any]:
     def change(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         tensors.pop(name, None)
@@ -159,6 +164,11 @@ TAMPERED = {
     "an index twice": tensor("layer.read", indices(1, 1)),
     "a negative index": tensor("layer.read", indices(-1, 2)),
     "an index past the end": tensor("layer.read", indices(0, 4)),
+    "no experts": put("sites", 1, "experts", 0),
+    "experts that do not divide the features": put("sites", 1, "experts", 3),
+    "experts in words": put("sites", 1, "experts", "two"),
+    "more experts than kept features": put("sites", 1, "experts", 10**12),
+    "experts that keep unlike numbers": unlike_experts,
     "a list for a header": lambda header, tensors: [header],
     "a word for a header": lambda header, tensors: "plan",
 }  # fmt: skip
@@ -207,6 +217,45 @@ def test_sites_are_found_by_the_parameter_axes_they_cut_in_any_order():
     found = small_plan().for_sites(sites)
     assert [kept.tolist() for kept in found] == [[0, 1, 2, 3], [0, 2]]
     assert site_keys(sites[1]) == ("a:1", "b:1")
+
+
+def by_experts(*kept: int, size: int = 6, experts: int = 2) -> Plan:
+    selection = Selection("layer.inner", size, indices(*kept), ("a:1", "b:2"), experts)
+    return Plan("f" * 64, Budget(0.3), (selection,), 0.3)
+
+
+STACKS = (Slice("a", 1, None, True), Slice("b", 2, None, True))
+EXPERT_SITE = Site("layer.inner", "layer", "mlp", "inner", 6, STACKS, experts=2)
+SHARED_SITE = Site("layer.inner", "layer", "mlp", "inner", 3, (Slice("a", 1), Slice("b", 2)))
+
+
+def test_features_of_experts_read_back_and_their_number_stands_in_the_header(tmp_path: Path):
+    path = tmp_path / "plan.safetensors"
+    plan = by_experts(0, 2, 3, 4)
+    plan.save(path)
+    assert Plan.load(path) == plan
+    assert header_of(path)["sites"] == [
+        {"name": "layer.inner", "size": 6, "keys": ["a:1", "b:2"], "experts": 2}
+    ]
+    assert [kept.tolist() for kept in plan.for_sites((EXPERT_SITE,))] == [[0, 2, 3, 4]]
+
+
+def test_one_selection_for_all_experts_is_the_same_for_each():
+    """A plan from before experts had features of their own goes on to work, with what it kept."""
+    (kept,) = by_experts(0, 2, size=3, experts=1).for_sites((EXPERT_SITE,))
+    assert kept.tolist() == [0, 2, 3, 5] and kept.dtype == torch.int32
+    fitted = by_experts(0, 2, size=3, experts=1).fitted((EXPERT_SITE,))
+    assert fitted == by_experts(0, 2, 3, 5)
+    (kept,) = fitted.for_sites((SHARED_SITE,))
+    assert kept.tolist() == [0, 2]
+
+
+def test_unlike_selections_of_experts_are_no_shared_one():
+    with pytest.raises(PlanMismatchError, match="of 3 features and the plan has one for 6 features of 2"):
+        by_experts(0, 2, 3, 4).for_sites((SHARED_SITE,))
+    three = Site("layer.inner", "layer", "mlp", "inner", 6, STACKS, experts=3)
+    with pytest.raises(PlanMismatchError, match="of 3 experts and the plan has one for 6 features of 2"):
+        by_experts(0, 2, 3, 4).for_sites((three,))
 
 
 def test_a_site_that_the_plan_does_not_know_is_named():

@@ -17,7 +17,10 @@ from dispfx.learning.scores import score, select_by_score, starting_logits
 from dispfx.learning.settings import LearnSettings, Method
 from dispfx.learning.trainer import problem_of
 from dispfx.source import encode, load_source
+from tests.one_branch import WIDTH
 from tests.plain_decoders import FORMS, VOCABULARY, build
+from tests.stacked_experts import CHOSEN, EACH, EXPERTS, gathered, in_runs
+from tests.stacked_experts import decoder as stacked_decoder
 
 BUDGET = Budget(0.3)
 TOKENS = torch.randint(VOCABULARY, (60,), generator=torch.Generator().manual_seed(4))
@@ -43,7 +46,7 @@ def demo() -> tuple[Program, Tensor]:
 def problem(program: Program, **changes) -> tuple[Problem, fx.GraphModule]:
     settings = LearnSettings(**{"seq_len": 6, "batch_size": 2, **changes})
     gated = gate(program)
-    text = batches_of(TOKENS, settings)
+    text = batches_of(TOKENS % program.vocabulary_size, settings)
     found = problem_of(gated, program.sites, program.shapes, text, BUDGET, settings, program.device)
     return found, gated.graph
 
@@ -105,6 +108,62 @@ def test_magnitude_of_a_read_counts_all_its_readers_and_of_a_write_its_producer(
         rows = [weights[cut.parameter].movedim(cut.axis, 0) for cut in slices]
         expected = torch.cat(rows, dim=1).norm(dim=1).detach()
         assert torch.allclose(scores[site.name], standardised(expected), atol=1e-4)
+
+
+@pytest.fixture(scope="module", params=[gathered, in_runs], ids=lambda way: way.__name__)
+def mixture(request) -> Program:
+    return analyse(stacked_decoder(request.param))
+
+
+def of_experts(program: Program, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return what the experts' features are for every token, and whether its router chose the expert.
+
+    (tokens, E, I), computed for all experts, and (tokens, E).
+    """
+    weights = program.parameters
+    x_ND = weights["embedding.weight"][torch.cat(sequences)]
+    scores_NE = x_ND @ weights["mlp.router.weight"].T + weights["mlp.router.bias"]
+    chosen_NE = torch.zeros_like(scores_NE).scatter(1, scores_NE.topk(CHOSEN).indices, 1.0).bool()
+    return torch.einsum("nd,edi->nei", x_ND, weights["mlp.up"]).relu(), chosen_NE
+
+
+def test_features_of_experts_are_scored_by_the_tokens_that_reach_them(mixture):
+    found, graph = problem(mixture)
+    (site,) = [site for site in mixture.sites if site.kind == "inner"]
+    h_NEI, chosen_NE = of_experts(mixture, seen(found, 3))
+    assert 0 < int(chosen_NE.sum(0).min()) < int(chosen_NE.sum(0).max()), "experts must get unlike shares"
+    norms_EI = mixture.parameters["mlp.down"].norm(dim=2)
+    reached = h_NEI * chosen_NE[..., None]
+    activation_EI = (reached.pow(2).sum(0) / chosen_NE.sum()).sqrt() * norms_EI
+    fluctuation_EI = torch.stack([
+        h_NEI[chosen_NE[:, e], e].var(0, correction=0) * chosen_NE[:, e].sum() / chosen_NE.sum()
+        for e in range(EXPERTS)
+    ]) * norms_EI**2  # fmt: skip
+    for method, expected_EI in (
+        ("activation", activation_EI),
+        ("fluctuation", fluctuation_EI),
+        ("magnitude", norms_EI),
+    ):
+        scores = by_site(mixture, score(found, graph, method, sequences=3))[site.name]
+        assert torch.allclose(scores, standardised(expected_EI.flatten()), atol=1e-4), method
+
+
+def test_a_feature_of_one_expert_costs_its_own_weights(mixture):
+    found, _ = problem(mixture)
+    (at,) = [index for index, site in enumerate(mixture.sites) if site.kind == "inner"]
+    ones = torch.ones(found.features)
+    without = ones.clone()
+    without[sum(site.size for site in mixture.sites[:at])] = 0.0
+    assert found.count.count_kept(ones) - found.count.count_kept(without) == 2 * WIDTH
+
+
+def test_experts_learn_selections_of_their_own(mixture):
+    """A few steps on direct logits move the experts apart, and each keeps as many features as the others."""
+    settings = LearnSettings(steps=12, seq_len=6, batch_size=4, hypernetwork="none", lr=0.3)
+    plan = learn(mixture, TOKENS % mixture.vocabulary_size, 0.7, settings=settings)
+    (selection,) = [one for one in plan.selections if one.experts > 1]
+    each_EK = selection.kept.view(EXPERTS, -1) % EACH
+    assert each_EK.shape[1] < EACH and len({tuple(own) for own in each_EK.tolist()}) > 1
 
 
 def test_sensitivity_is_the_mean_square_gradient_a_parameter(program):

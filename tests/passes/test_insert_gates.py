@@ -1,8 +1,11 @@
 """insert-gates: a gate on the named edges, and on no other."""
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 
 import dispfx
 from dispfx.errors import PassError
@@ -13,6 +16,7 @@ from dispfx.pipeline import Pipeline
 from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch
 from tests.passes.golden import calls_of, lines_of
 from tests.programs import token_ids
+from tests.stacked_experts import EXPERTS, all_of_them, decoder, in_runs, in_runs_of_unknown_numbers
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +76,32 @@ def test_a_mask_is_gathered_where_positions_share_features(joined: Program):
     labelled = [point for point in site.gates if point.labels is not None]
     assert [point.labels for point in labelled] == [tuple(i for i in range(INNER) for _ in range(2))]
     assert "index_select(constant_pad_nd" in calls_of(program, "index_select")
+
+
+def test_a_gate_of_experts_takes_the_expert_of_each_position():
+    program = gated(dispfx.capture(decoder(in_runs)))
+    (site,) = [site for site in program.sites if site.experts > 1]
+    index = program.sites.index(site)
+    (point,) = site.gates
+    assert lines_of(program, f"gate_{index}_0", f"mask_{index}") == (
+        f"  mask_{index}: input: (32) float32\n"
+        f"  gate_{index}_0 = dispfx.gate(relu, mask_{index}, 1, {point.rows.value}): (?, 8) float32"
+    )
+    assert program.node(point.rows.value).target is operator.getitem, "the sorted numbers of the experts"
+
+
+def test_the_expert_of_a_position_is_counted_from_the_ends_of_the_runs():
+    program = gated(dispfx.capture(decoder(in_runs_of_unknown_numbers)))
+    text = calls_of(program, "searchsorted")
+    (point,) = next(site for site in program.sites if site.experts > 1).gates
+    assert text == f"searchsorted({point.rows.value}, arange_default, right=True): (?) int64"
+
+
+def test_the_experts_of_a_stack_are_numbered_where_all_are_computed():
+    program = gated(dispfx.capture(decoder(all_of_them)))
+    gate = next(node for node in program.graph.nodes if ops.is_gate(node) and len(node.args) > 3)
+    experts = gate.args[3]
+    assert isinstance(experts, fx.Node) and experts.args == (EXPERTS,)
 
 
 @pytest.mark.parametrize("name", ["plain", "joined"])
