@@ -65,7 +65,7 @@ def _aligned(runs: Tensor, mask: Tensor, dim: int, experts: Tensor | None) -> Te
     shape = [1] * runs.dim()
     if experts is not None:
         shape[0], shape[dim] = runs.shape[0], runs.shape[dim]
-        rows_of_mask = mask.to(runs.dtype).view(-1, runs.shape[dim])
+        rows_of_mask = mask.to(runs.dtype).reshape(-1, runs.shape[dim])
         return rows_of_mask[_row_of_mask(runs, mask, dim, experts)].view(shape)
     if mask.dim() == 1:
         shape[dim] = mask.shape[0]

@@ -138,6 +138,8 @@ def test_every_run_has_the_masks_of_its_sample_for_each_expert():
     x, masks = torch.randn(4, 5), torch.rand(2, 15)
     expected = torch.cat([gate(x[:2], masks[0], 1, EXPERTS[:2]), gate(x[2:], masks[1], 1, EXPERTS[2:])])
     assert torch.equal(gate(x, masks, 1, EXPERTS), expected)
+    of_all_sites = torch.cat([torch.rand(2, 3), masks], dim=1)
+    assert torch.equal(gate(x, of_all_sites.split([3, 15], -1)[1], 1, EXPERTS), expected)
 
 
 def test_a_number_beyond_the_last_expert_counts_as_the_last():
