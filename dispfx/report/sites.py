@@ -51,20 +51,22 @@ def refusal_lines(refused: Sequence[Refusal], limit: int | None = _REFUSALS_SHOW
 def site_rows(program: Program) -> list[Row]:
     """Return one row for each group of sites that differ only in numbers in their names.
 
-    The name shows the range of each number: `layers.{0…31}.mlp.read`.
+    The name shows the range of each number: `layers.{0…31}.mlp.read`; features of several experts are counted
+    as experts × features of each.
     """
-    groups: dict[tuple[str, str, str, int, int], list[str]] = {}
+    groups: dict[tuple[str, str, str, int, int, int], list[str]] = {}
     for site in program.sites:
-        key = (_NUMBER.sub("#", site.name), site.symbol, site.kind, site.size, len(site.slices))
+        sizes = (site.experts, site.each, len(site.slices))
+        key = (_NUMBER.sub("#", site.name), site.symbol, site.kind, *sizes)
         groups.setdefault(key, []).append(site.name)
     return [
         (
             _merged(names) + (f"  ({len(names)} sites)" if len(names) > 1 else ""),
             f"{kind} {symbol}".strip(),
-            f"{size:,}",
+            f"{each:,}" if experts == 1 else f"{experts:,} × {each:,}",
             _plural(cuts, "parameter axis", "parameter axes"),
         )
-        for (_, symbol, kind, size, cuts), names in groups.items()
+        for (_, symbol, kind, experts, each, cuts), names in groups.items()
     ]
 
 
@@ -88,6 +90,7 @@ def program_plain(program: Program) -> dict[str, Any]:
                 "kind": site.kind,
                 "symbol": site.symbol,
                 "size": site.size,
+                "experts": site.experts,
                 "slices": [{"parameter": cut.parameter, "axis": cut.axis} for cut in site.slices],
             }
             for site in program.sites

@@ -139,11 +139,12 @@ def test_features_of_experts_are_scored_by_the_tokens_that_reach_them(mixture):
         h_NEI[chosen_NE[:, e], e].var(0, correction=0) * chosen_NE[:, e].sum() / chosen_NE.sum()
         for e in range(EXPERTS)
     ]) * norms_EI**2  # fmt: skip
-    for method, expected_EI in (
-        ("activation", activation_EI),
-        ("fluctuation", fluctuation_EI),
-        ("magnitude", norms_EI),
-    ):
+    expected: dict[Method, Tensor] = {
+        "activation": activation_EI,
+        "fluctuation": fluctuation_EI,
+        "magnitude": norms_EI,
+    }
+    for method, expected_EI in expected.items():
         scores = by_site(mixture, score(found, graph, method, sequences=3))[site.name]
         assert torch.allclose(scores, standardised(expected_EI.flatten()), atol=1e-4), method
 

@@ -11,6 +11,7 @@ import dispfx
 from dispfx.errors import PassError
 from dispfx.ir import ops
 from dispfx.ir.program import Program
+from dispfx.ir.sites import Site
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
 from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch
@@ -78,23 +79,30 @@ def test_a_mask_is_gathered_where_positions_share_features(joined: Program):
     assert "index_select(constant_pad_nd" in calls_of(program, "index_select")
 
 
+def numbers_of(site: Site) -> str:
+    """Return the name of the value that says whose a position is."""
+    (point,) = site.gates
+    assert point.rows is not None and point.rows.value is not None
+    return point.rows.value
+
+
 def test_a_gate_of_experts_takes_the_expert_of_each_position():
     program = gated(dispfx.capture(decoder(in_runs)))
     (site,) = [site for site in program.sites if site.experts > 1]
     index = program.sites.index(site)
-    (point,) = site.gates
+    numbers = numbers_of(site)
     assert lines_of(program, f"gate_{index}_0", f"mask_{index}") == (
         f"  mask_{index}: input: (32) float32\n"
-        f"  gate_{index}_0 = dispfx.gate(relu, mask_{index}, 1, {point.rows.value}): (?, 8) float32"
+        f"  gate_{index}_0 = dispfx.gate(relu, mask_{index}, 1, {numbers}): (?, 8) float32"
     )
-    assert program.node(point.rows.value).target is operator.getitem, "the sorted numbers of the experts"
+    assert program.node(numbers).target is operator.getitem, "the sorted numbers of the experts"
 
 
 def test_the_expert_of_a_position_is_counted_from_the_ends_of_the_runs():
     program = gated(dispfx.capture(decoder(in_runs_of_unknown_numbers)))
     text = calls_of(program, "searchsorted")
-    (point,) = next(site for site in program.sites if site.experts > 1).gates
-    assert text == f"searchsorted({point.rows.value}, arange_default, right=True): (?) int64"
+    ends = numbers_of(next(site for site in program.sites if site.experts > 1))
+    assert text == f"searchsorted({ends}, arange_default, right=True): (?) int64"
 
 
 def test_the_experts_of_a_stack_are_numbered_where_all_are_computed():

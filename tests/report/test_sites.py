@@ -61,6 +61,14 @@ def test_a_site_without_a_number_keeps_its_name():
     assert site_rows(given) == [("mixer.read", "read", "8", "1 parameter axis")]
 
 
+def test_features_of_several_experts_are_counted_as_a_product():
+    given = program(0)
+    slices = (Slice("up", 1, None, True), Slice("down", 2, None, True))
+    given.sites = (Site("mlp.inner", "mlp", "mlp", "inner", 8 * 1500, slices, experts=8),)
+    assert site_rows(given) == [("mlp.inner", "inner S4", "8 × 1,500", "2 parameter axes")]
+    assert program_plain(given)["sites"][0]["experts"] == 8
+
+
 def test_branches_and_sites_are_counted_by_kind():
     assert found_lines(program()) == [
         "residual stream 16 wide, 1.20 M parameters",
@@ -85,6 +93,7 @@ def test_the_json_holds_every_site_and_every_cut():
         "kind": "read",
         "symbol": "S1",
         "size": 16,
+        "experts": 1,
         "slices": [{"parameter": f"layers.0.attention.read.weight{i}", "axis": 1} for i in range(3)],
     }
     assert plain["branches"][1]["sites"] == ["layers.0.mlp.inner"]
