@@ -9,14 +9,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dispfx.errors import PassError
 from dispfx.ir.sites import UNTOUCHED, Site
 
 
 def kept_features(site: Site, kept: Tensor) -> np.ndarray:
-    """Return for every feature whether it is kept: (N,), or (E, N / E) where experts have their own."""
+    """Return for every feature whether it is kept: (N,), or (E, N / E) where experts have their own.
+
+    Raises:
+        PassError: if experts keep unlike numbers, so that no stack could hold what is left.
+    """
     mask = np.zeros(site.size, dtype=bool)
     mask[kept.numpy()] = True
-    return mask if site.experts == 1 else mask.reshape(site.experts, site.each)
+    if site.experts == 1:
+        return mask
+    mask_EI = mask.reshape(site.experts, site.each)
+    numbers = mask_EI.sum(axis=1)
+    if (numbers != numbers[0]).any():
+        raise PassError(
+            f"experts must keep equally many features, and keep {numbers.tolist()}", where=site.name
+        )
+    return mask_EI
 
 
 def kept_positions(labels: np.ndarray | tuple[int, ...] | None, mask: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import dispfx
+from dispfx.errors import PassError
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
@@ -116,6 +117,14 @@ def test_experts_may_keep_quite_different_features():
     ids = token_ids(1, 17, vocabulary=VOCABULARY)
     expected = dispfx.gated(program, plan)(ids)
     assert relative_error(dispfx.lower(program, plan)(ids), expected) <= 1e-6
+
+
+def test_experts_that_keep_unlike_numbers_cannot_be_lowered():
+    program = dispfx.capture(decoder(gathered))
+    site = inner_site(program)
+    plan = plan_keeping(program, {site.name: list(range(1, EXPERTS * EACH))})
+    with pytest.raises(PassError, match=r"equally many features, and keep \[7, 8, 8, 8\]"):
+        dispfx.lower(program, plan)
 
 
 def test_a_plan_of_one_way_lowers_another():

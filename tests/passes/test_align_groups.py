@@ -34,13 +34,12 @@ def half() -> Program:
 
 
 def lowered(program: Program, widths: dict[str, int]) -> Program:
-    """Lower a program whose sites of the mixture keep the first so many features."""
-    selections = {
-        site.name: torch.arange(
-            widths.get(site.kind, site.size) if site.branch_kind == "mlp" else site.size, dtype=torch.int32
-        )
-        for site in program.sites
-    }
+    """Lower a program whose sites of the mixture keep the first so many features, each expert of its own."""
+    selections = {}
+    for site in program.sites:
+        width = widths.get(site.kind, site.each) if site.branch_kind == "mlp" else site.each
+        starts = torch.arange(0, site.size, site.each, dtype=torch.int32)
+        selections[site.name] = (starts[:, None] + torch.arange(width, dtype=torch.int32)).flatten()
     return Pipeline([InsertGates(), LowerGates(selections)]).run(program.clone())
 
 
