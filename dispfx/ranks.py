@@ -73,6 +73,23 @@ class Ranks:
         found = self.rows(masks)
         return found[0] if found.shape[0] == 1 else found
 
+    @contextmanager
+    def reaching(self) -> Iterator[None]:
+        """Compute what may need the other ranks, as where the weights lie in parts on them.
+
+        Raises:
+            RankLost: if one of them ended.
+        """
+        if self.size == 1:
+            yield
+            return
+        try:
+            yield
+        except RuntimeError as error:
+            if _is_of_a_lost_rank(error):
+                raise _lost(error) from error
+            raise
+
     def send(self, tensor: Tensor) -> Tensor:
         """Return the leading rank's tensor on every rank; the others' is overwritten."""
         if self.size > 1:
@@ -128,7 +145,7 @@ def joined(device: str | None) -> Iterator[Ranks]:
         return
     on_cuda = (device or "").startswith("cuda")
     if on_cuda:
-        torch.cuda.set_device(torch.device(str(device)))
+        _take_card(torch.device(str(device)))
     try:
         dist.init_process_group("nccl" if on_cuda else "gloo", timeout=_LONGEST_WAIT)
     except (RuntimeError, ValueError) as error:
@@ -142,12 +159,31 @@ def joined(device: str | None) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
+def _take_card(device: torch.device) -> None:
+    found = torch.cuda.device_count()
+    if (device.index or 0) >= found:
+        raise DispfxError(
+            f"--device {device} was asked and torch sees {found} CUDA device(s)",
+            hint="start as many processes as there are cards, or use --device cpu",
+        )
+    torch.cuda.set_device(device)
+
+
 @contextmanager
 def _lost_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(
-            f"another process of the run ended: {str(error).splitlines()[0][:200]}",
-            hint="run the same command with --resume to go on",
-        ) from error
+        raise _lost(error) from error
+
+
+def _is_of_a_lost_rank(error: RuntimeError) -> bool:
+    """Whether a backend says that it cannot reach another rank; gloo has no type of its own for that."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+
+
+def _lost(error: RuntimeError) -> RankLost:
+    return RankLost(
+        f"another process of the run ended: {str(error).splitlines()[0][:200]}",
+        hint="run the same command with --resume to go on",
+    )

@@ -17,6 +17,7 @@ from dispfx.api.opening import Opening, learn_settings
 from dispfx.api.programs import analyse, follow, learn, only_planned, require_same_decoder
 from dispfx.api.stages import Stages
 from dispfx.api.text import Text, TextChoice, open_text, require_tokens
+from dispfx.api.training import device_of_learning
 from dispfx.api.writing import Task, check_export, require_decoder_for, write_output
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
@@ -213,7 +214,7 @@ class Learning:
 
     def alignment(self, program: Program) -> int:
         """Return what widths become multiples of."""
-        return self.align or ALIGNMENT[self.target or program.device.type]
+        return self.align or ALIGNMENT[self.target or device_of_learning(program, self.compute).type]
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dispfx.api.training import prepared_loss
+from dispfx.api.training import prepared_loss, where_learned
 from dispfx.capturing import capture as capture_module
-from dispfx.errors import CaptureError, PlanMismatchError, UnsupportedGraphError
+from dispfx.errors import CaptureError, DispfxError, PlanMismatchError, UnsupportedGraphError
 from dispfx.ir.budget import hard_masks
 from dispfx.ir.costs import CostTable
 from dispfx.ir.plan import Budget, BudgetOf, Plan, site_keys
@@ -254,7 +254,7 @@ def learn(
         costs: times on the target device; a branch that cutting would make slower is left dense.
         settings: of the run; the paper's by default.
         state_dir, resume, on_step: as in `dispfx.learning.trainer.learn`.
-        compute: how the decoder is run: compiled, with checkpoints; chosen by the device by default.
+        compute: how the decoder is run: compiled, with checkpoints, in parts; by default as the device asks.
         ranks: the processes of the run, of which this one leads; the others call `follow`.
         note: told how the decoder is run.
         changes: single settings, as in `steps=100`.
@@ -262,14 +262,21 @@ def learn(
     Raises:
         BudgetError: if the sites cannot give up that much.
         DataError: if the text is shorter than one sequence.
+        DispfxError: if the decoder cannot be run as `compute` says.
     """
     chosen = replace(settings or LearnSettings(), **changes)
     text = batches_of(data, chosen) if isinstance(data, Tensor) else data
     budget = Budget(ratio, of, align, costs)
     if chosen.method != "learned":
+        if compute is not None and compute.shard_on is not None:
+            raise DispfxError(
+                f"--shard is for learning, and --method {chosen.method} scores features once",
+                hint="leave out --shard",
+            )
         return Plan.of(program, budget, _scored(program, text, budget, chosen), chosen.seed)
+    placed = where_learned(program, compute)
     found = learn_masks(
-        prepared_loss(program, text, chosen, compute, ranks=ranks, note=note),
+        prepared_loss(placed, text, chosen, compute, ranks=ranks, note=note),
         program.sites,
         program.shapes,
         text,
@@ -278,7 +285,7 @@ def learn(
         state_dir=state_dir,
         resume=resume,
         on_step=on_step,
-        device=program.device,
+        device=placed.device,
         fingerprint=program.fingerprint,
         ranks=ranks,
     )
@@ -301,15 +308,16 @@ def follow(
     """
     if settings.method != "learned":
         return
+    placed = where_learned(program, compute)
     follow_run(
-        prepared_loss(program, text, settings, compute, ranks=ranks),
+        prepared_loss(placed, text, settings, compute, ranks=ranks),
         program.sites,
         program.shapes,
         text,
         budget,
         settings,
         ranks=ranks,
-        device=program.device,
+        device=placed.device,
     )
 
 

@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from dispfx.errors import DispfxError
+from dispfx.ir.placing import placed
 from dispfx.ir.program import Program
 from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import Batches
@@ -16,6 +19,7 @@ from dispfx.passes.outline_layers import OutlineLayers
 from dispfx.pipeline import Pass, Pipeline
 from dispfx.ranks import ALONE, Ranks
 from dispfx.training.preparation import Compute, PreparedLoss, prepare
+from dispfx.training.shards import Sharding, rows_of
 
 # Of what is free; the rest is for what kernels need and an allocator rounds up.
 _USABLE = 0.9
@@ -35,7 +39,7 @@ def prepared_loss(
     """Return the loss of a decoder under masks, checked against the plain gated graph.
 
     Args:
-        program: analysed, on the device to learn on; it is not changed.
+        program: analysed, on the device to learn on (`where_learned`); it is not changed.
         text: a batch of it is what the ways to compute the loss are compared on.
         settings: of the run.
         compute: what is wanted.
@@ -46,12 +50,13 @@ def prepared_loss(
         DispfxError: if what was asked for cannot be had.
     """
     chosen = compute or Compute()
+    ranks = ranks or ALONE
+    ranks.check(settings.batch_size, settings.samples)
+    sharding = _sharding(program, chosen, ranks)
     plain = Pipeline([InsertGates()]).run(program.clone())
     fast = Pipeline(training_passes(settings.seq_len)).run(plain.clone())
     compiled = chosen.compile == "on" or (chosen.compile == "auto" and program.device.type == "cuda")
-    short = chosen.checkpointing == "auto" and short_of_memory(program, settings, compiled)
-    ranks = ranks or ALONE
-    ranks.check(settings.batch_size, settings.samples)
+    short = chosen.checkpointing == "auto" and short_of_memory(program, settings, compiled, ranks, sharding)
     return prepare(
         plain,
         fast,
@@ -61,7 +66,38 @@ def prepared_loss(
         short_of_memory=short,
         note=note,
         agree=lambda holds: ranks.all(holds, program.device),
+        sharding=sharding,
     )
+
+
+def device_of_learning(program: Program, compute: Compute | None) -> torch.device:
+    """Return the device that learns."""
+    if compute is None or compute.shard_on is None:
+        return program.device
+    return torch.device(compute.shard_on)
+
+
+def where_learned(program: Program, compute: Compute | None) -> Program:
+    """Return the program on the device that learns: itself, or placed there without its weights."""
+    if compute is None or compute.shard_on is None:
+        return program
+    return placed(program, device_of_learning(program, compute))
+
+
+def _sharding(program: Program, compute: Compute, ranks: Ranks) -> Sharding | None:
+    """Return how the weights lie in parts, where that was asked for.
+
+    Raises:
+        DispfxError: if there is one rank only.
+    """
+    if compute.shard_on is None:
+        return None
+    if ranks.size == 1:
+        raise DispfxError(
+            "the weights lie in parts on several processes, and there is one",
+            hint="use --launch N or torchrun with --shard, or leave out --shard",
+        )
+    return Sharding(rows_of(dict(program.tensors())), ranks.size, program.device)
 
 
 def training_passes(tokens: int) -> list[Pass]:
@@ -69,14 +105,23 @@ def training_passes(tokens: int) -> list[Pass]:
     return [DropCausalMasks(tokens), GroupHeads(masked=False, requires="gated"), OutlineLayers()]
 
 
-def short_of_memory(program: Program, settings: LearnSettings, compiled: bool) -> bool:
+def short_of_memory(
+    program: Program,
+    settings: LearnSettings,
+    compiled: bool,
+    ranks: Ranks = ALONE,
+    sharding: Sharding | None = None,
+) -> bool:
     """Whether a step that keeps all values of all layers is larger than the memory that is free."""
     free = _free_bytes(program.device)
     if free is None:
         return False
-    found = estimate(program, settings)
+    own = replace(settings, batch_size=settings.batch_size // ranks.size, samples=1)
+    found = estimate(program, own)
     kept = found.step.kept * (_KEPT_BY_COMPILED if compiled else 1.0)
-    return kept + found.hypernetwork_bytes > _USABLE * free
+    # Weights in parts are still to come.
+    weights = 0 if sharding is None else found.weight_bytes / sharding.size
+    return kept + found.hypernetwork_bytes + weights > _USABLE * free
 
 
 def _free_bytes(device: torch.device) -> int | None:

@@ -31,6 +31,20 @@ def launches(count: int | None) -> bool:
     return True
 
 
+def check_shard(shard: bool, count: int | None) -> None:
+    """Pass if there are several processes for the parts of the weights, or they are not cut.
+
+    Raises:
+        DispfxError: if this is the only process.
+    """
+    size = int(os.environ.get("WORLD_SIZE", count or 1))
+    if shard and size < 2:
+        raise DispfxError(
+            "--shard cuts the weights into parts for several processes, and there is one",
+            hint="use --launch N with N of at least 2, or torchrun",
+        )
+
+
 def _without_launch(arguments: list[str]) -> list[str]:
     kept = []
     given = iter(arguments)
@@ -69,6 +83,10 @@ def _run(count: int, arguments: list[str]) -> None:
 def _raise(failures: dict[int, Any]) -> None:
     """Say what ended the run: a process that was killed has said nothing itself."""
     killed = {rank: found for rank, found in failures.items() if found.exitcode < 0}
+    ended_for_another = all(found.signal_name() == "SIGTERM" for found in killed.values())
+    if ended_for_another and len(killed) < len(failures):
+        failures = {rank: found for rank, found in failures.items() if rank not in killed}
+        killed = {}
     if not killed:
         first = min(failures.values(), key=lambda found: found.timestamp)
         raise typer.Exit(first.exitcode)

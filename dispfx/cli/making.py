@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dispfx.cli import options as given
 from dispfx.cli.faults import reports_faults
-from dispfx.cli.launching import launches
+from dispfx.cli.launching import check_shard, launches
 from dispfx.cli.screen import Screen
 from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import DataError
@@ -64,6 +64,7 @@ def compile(  # the verb's name
     compile_: given.Compile = "auto",
     checkpointing: given.Checkpointing = "auto",
     launch: given.Launch = None,
+    shard: given.Shard = False,
     seed: given.Seed = None,
     save_every: given.SaveEvery = None,
     resume: given.Resume = False,
@@ -85,15 +86,16 @@ def compile(  # the verb's name
     chosen = _learning_options(locals())
     _check_ratio_and_data(model, ratio, data)
     _check(model, data, data_weight, eval_data, None if resume else out)
+    check_shard(shard, launch)
     if launches(launch):
         return
     from dispfx import api
     from dispfx.ranks import joined, local_device
 
     settings = api.learn_settings(model, **chosen) if chosen else None
-    device = local_device(device)
+    learns_on, opens_on = _devices(local_device(device), shard)
     screen = Screen(json, quiet)
-    with joined(device) as ranks, screen.observer(ranks.leads) as observer:
+    with joined(learns_on) as ranks, screen.observer(ranks.leads) as observer:
         arguments: dict[str, Any] = dict(
             data=data,
             **reading_options(data_field, data_bytes, data_weight),
@@ -103,13 +105,13 @@ def compile(  # the verb's name
             tokenizer=tokenizer,
             ratio_of=ratio_of,
             settings=settings,
-            compute=api.Compute(compile_, checkpointing),
+            compute=api.Compute(compile_, checkpointing, shard_on=learns_on if shard else None),
             align=align,
             costs=costs,
             skip=tuple(skip or ()),
             target=target,
             dtype=dtype,
-            device=device,
+            device=opens_on,
             revision=revision,
             trust_remote_code=trust_remote_code,
             resume=resume,
@@ -151,6 +153,7 @@ def learn(
     compile_: given.Compile = "auto",
     checkpointing: given.Checkpointing = "auto",
     launch: given.Launch = None,
+    shard: given.Shard = False,
     seed: given.Seed = None,
     save_every: given.SaveEvery = None,
     resume: given.Resume = False,
@@ -171,15 +174,16 @@ def learn(
     chosen = _learning_options(locals())
     _check_ratio_and_data(model, ratio, data)
     _check(model, data, data_weight, None, None if resume else out)
+    check_shard(shard, launch)
     if launches(launch):
         return
     from dispfx import api
     from dispfx.ranks import joined, local_device
 
     settings = api.learn_settings(model, **chosen) if chosen else None
-    device = local_device(device)
+    learns_on, opens_on = _devices(local_device(device), shard)
     screen = Screen(json, quiet)
-    with joined(device) as ranks, screen.observer(ranks.leads) as observer:
+    with joined(learns_on) as ranks, screen.observer(ranks.leads) as observer:
         arguments: dict[str, Any] = dict(
             data=data,
             **reading_options(data_field, data_bytes, data_weight),
@@ -187,13 +191,13 @@ def learn(
             tokenizer=tokenizer,
             ratio_of=ratio_of,
             settings=settings,
-            compute=api.Compute(compile_, checkpointing),
+            compute=api.Compute(compile_, checkpointing, shard_on=learns_on if shard else None),
             align=align,
             costs=costs,
             skip=tuple(skip or ()),
             target=target,
             dtype=dtype,
-            device=device,
+            device=opens_on,
             revision=revision,
             trust_remote_code=trust_remote_code,
             resume=resume,
@@ -298,6 +302,11 @@ def _check(
     check_texts(eval_data or [])
     if out is not None:
         refuse_existing(out)
+
+
+def _devices(device: str | None, shard: bool) -> tuple[str, str | None]:
+    """Return where masks are learned, and where the decoder is opened: no device may hold all its parts."""
+    return device or "cpu", "cpu" if shard else device
 
 
 def _command() -> str:

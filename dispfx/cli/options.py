@@ -140,6 +140,13 @@ Launch = Annotated[
     int | None,
     typer.Option(min=1, help="Learn with so many processes on this host; they share every batch."),
 ]
+Shard = Annotated[
+    bool,
+    typer.Option(
+        "--shard",
+        help="Each process has a part of the weights on its device only, for a decoder too large for one.",
+    ),
+]
 Compile = Annotated[
     Literal["auto", "on", "off"],
     typer.Option(help="Compile each kind of layer once for learning; auto: on CUDA."),

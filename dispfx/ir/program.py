@@ -67,6 +67,7 @@ class Program:
         ties: path of every tied parameter -> the path under which its tensor is kept.
         outline: the graph in parts, once found; rewriting the graph makes it stale.
         unused: tensors of the decoder that the graph does not read, by path.
+        computes_on: device of the graph where the parameters are on another (`dispfx.ir.placing`).
     """
 
     graph_module: fx.GraphModule
@@ -85,6 +86,7 @@ class Program:
     ties: Mapping[str, str] = field(default_factory=dict)
     outline: Outline | None = None
     unused: Mapping[str, Tensor] = field(default_factory=dict)
+    computes_on: torch.device | None = None
 
     @property
     def graph(self) -> fx.Graph:
@@ -120,8 +122,8 @@ class Program:
 
     @property
     def device(self) -> torch.device:
-        """Where the decoder was captured."""
-        return next(self.tensors())[1].device
+        """Where the graph computes: where the decoder was captured, unless it was placed elsewhere."""
+        return self.computes_on or next(self.tensors())[1].device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -25,8 +25,8 @@ def retyped(module: fx.GraphModule, old: torch.dtype, new: torch.dtype) -> fx.Gr
         return new if value is old else value
 
     for node in graph.nodes:
-        node.args = _mapped(tuple(node.args), swap)
-        node.kwargs = _mapped(dict(node.kwargs), swap)
+        node.args = mapped(tuple(node.args), swap)
+        node.kwargs = mapped(dict(node.kwargs), swap)
         value = node.meta.get("val")
         if isinstance(value, Tensor) and value.dtype is old:
             node.meta["val"] = value.to(new)
@@ -40,13 +40,13 @@ def retyped(module: fx.GraphModule, old: torch.dtype, new: torch.dtype) -> fx.Gr
     return with_tensors(graph, tensors)
 
 
-def _mapped(values: Any, swap: Any) -> Any:
-    """Apply `swap` to every leaf of arguments."""
+def mapped(values: Any, swap: Any) -> Any:
+    """Return arguments of an operation with `swap` applied to every leaf."""
     if isinstance(values, tuple | list):
-        mapped = [_mapped(value, swap) for value in values]
-        return tuple(mapped) if isinstance(values, tuple) else mapped
+        found = [mapped(value, swap) for value in values]
+        return tuple(found) if isinstance(values, tuple) else found
     if isinstance(values, dict):
-        return {name: _mapped(value, swap) for name, value in values.items()}
+        return {name: mapped(value, swap) for name, value in values.items()}
     return swap(values)
 
 

@@ -87,10 +87,11 @@ class Problem:
     def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
         """Return the next-token loss of a batch under masks (N,) or (S, N) of all sites."""
         ids_BT = ids_BT.to(self.device)
-        if isinstance(self.gated, WithLoss):
-            return self.gated.loss(ids_BT, masks)
-        logits_BTV = self.gated(ids_BT, masks.split([site.size for site in self.sites], -1))
-        return next_token_loss(logits_BTV, ids_BT)
+        with self.ranks.reaching():
+            if isinstance(self.gated, WithLoss):
+                return self.gated.loss(ids_BT, masks)
+            logits_BTV = self.gated(ids_BT, masks.split([site.size for site in self.sites], -1))
+            return next_token_loss(logits_BTV, ids_BT)
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,8 @@ def backward_decoder(problem: Problem, batches: Ahead, sampled: Tensor, step: in
     for index in range(step * passes, (step + 1) * passes):
         masks = problem.groups.expand(problem.ranks.masks(sampled))
         loss = problem.loss(batches.get(index), masks) / passes
-        loss.backward()
+        with problem.ranks.reaching():
+            loss.backward()
         total += loss.detach()
     return total
 

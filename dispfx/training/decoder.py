@@ -19,6 +19,7 @@ from dispfx.layered import BodyCall, LayeredDecoder
 from dispfx.learning.objective import next_token_loss
 from dispfx.training.bodies import compiled_call, compiled_function
 from dispfx.training.head_loss import ChunkLoss, chunk_rows, chunked_loss, loss_and_gradient, next_tokens
+from dispfx.training.shards import Sharding, Shards, hollow
 
 # Chunks through the epilogue may run in other kernels than the whole.
 _CHUNK_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
@@ -32,11 +33,23 @@ class TrainingDecoder(nn.Module):
         program: gated, with its outline.
         compiled: compile every kind of layer once.
         checkpointing: keep only what enters a layer, and compute the layer again in the backward pass.
+        sharding: how the weights lie in parts on several ranks; whole by default.
+
+    Raises:
+        UnsupportedGraphError: if they cannot lie in parts.
     """
 
-    def __init__(self, program: Program, *, compiled: bool = False, checkpointing: bool = False):
+    def __init__(
+        self,
+        program: Program,
+        *,
+        compiled: bool = False,
+        checkpointing: bool = False,
+        sharding: Sharding | None = None,
+    ):
         super().__init__()
-        self.layered = LayeredDecoder(program)
+        self.layered = LayeredDecoder(program, None if sharding is None else hollow(program))
+        self.shards = None if sharding is None else Shards(self.layered, sharding)
         self.layered.first_needs_gradient = True
         self.sizes = [site.size for site in program.sites]
         self.rows = chunk_rows(program.vocabulary_size)
@@ -50,6 +63,8 @@ class TrainingDecoder(nn.Module):
         if compiled:
             self.compile_layers(True)
         self.in_chunks = self._epilogue_works_by_token(program)
+        if self.shards is not None and not self.in_chunks:
+            self.shards.keep_ends()  # the backward pass goes through the head
 
     def compile_layers(self, wanted: bool) -> None:
         """Compute layers and epilogue by compiled bodies, or by plain ones.
@@ -95,7 +110,8 @@ class TrainingDecoder(nn.Module):
             return next_token_loss(self(ids_BT, split), ids_BT)
         (x_BTD,), _ = self.layered.stream(ids_BT, *split)
         chunk_loss = self._compiled_chunk if self._runs_compiled else None
-        return chunked_loss(self._head, x_BTD, next_tokens(ids_BT), self.rows, chunk_loss)
+        with self.layered.epilogue.lend():  # once for all chunks
+            return chunked_loss(self._head, x_BTD, next_tokens(ids_BT), self.rows, chunk_loss)
 
     def _head(self, x_1RD: Tensor) -> Tensor:
         return self.layered.epilogue(x_1RD)[0]

@@ -12,12 +12,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dispfx.errors import DispfxError
+from dispfx.errors import DispfxError, UnsupportedGraphError, VerificationError
 from dispfx.ir.program import Program
 from dispfx.learning.objective import next_token_loss
 from dispfx.training.comparison import Comparison, Loss, compare, sample_masks
 from dispfx.training.decoder import TrainingDecoder
+from dispfx.training.gathered import GatheredDecoder
 from dispfx.training.replay import ReplayedLoss
+from dispfx.training.shards import Sharding
 
 Choice = Literal["auto", "on", "off"]
 
@@ -32,12 +34,15 @@ class Compute:
     Args:
         compile: compile each kind of layer once; auto does so on CUDA.
         checkpointing: compute layers again in the backward pass; auto does so where memory is short.
-        replay: replay the pass as one CUDA graph; auto does so where layers are compiled.
+        replay: replay the pass as one CUDA graph; auto does so where layers are compiled and whole.
+        shard_on: device of this process, where every process of the run has a part of the weights only, and
+            the decoder itself is elsewhere; by default each has all of them where the decoder is.
     """
 
     compile: Choice = "auto"
     checkpointing: Choice = "auto"
     replay: Choice = "auto"
+    shard_on: str | None = None
 
 
 class PlainDecoder(nn.Module):
@@ -90,6 +95,7 @@ def prepare(
     short_of_memory: bool = False,
     note: Callable[[str], None] = lambda text: None,
     agree: Callable[[bool], bool] = lambda holds: holds,
+    sharding: Sharding | None = None,
 ) -> PreparedLoss:
     """Return the loss of a decoder, computed as fast as it can be trusted.
 
@@ -102,11 +108,14 @@ def prepare(
         short_of_memory: whether checkpointing `auto` means on.
         note: told every choice.
         agree: whether something holds here and in every other process of the run.
+        sharding: how the weights lie in parts on these processes; each has all by default.
 
     Raises:
-        DispfxError: if something that was asked for with `on` cannot be had.
+        DispfxError: if something that was asked for with `on` cannot be had, or the weights cannot lie in
+            parts.
+        VerificationError: if the layers of a decoder that is too large to run whole are another function.
     """
-    preparation = _Preparation(plain, fast, ids_BT.to(plain.device), compute, samples, note, agree)
+    preparation = _Preparation(plain, fast, ids_BT.to(plain.device), compute, samples, note, agree, sharding)
     return preparation.run(short_of_memory)
 
 
@@ -120,13 +129,14 @@ class _Preparation:
         samples: int,
         note: Callable[[str], None],
         agree: Callable[[bool], bool],
+        sharding: Sharding | None,
     ):
         self.plain, self.fast, self.ids_BT, self.compute, self.note = plain, fast, ids_BT, compute, note
         self.sizes = [site.size for site in plain.sites]
         features = sum(self.sizes)
         shape = (features,) if samples == 1 else (samples, features)
         self.masks = sample_masks(shape, self.ids_BT.device)
-        self.agree = agree
+        self.agree, self.sharding = agree, sharding
         self.notes: list[str] = []
 
     def run(self, short_of_memory: bool) -> PreparedLoss:
@@ -152,13 +162,26 @@ class _Preparation:
 
     def _layers(self, ordinary: PlainDecoder) -> TrainingDecoder | None:
         if self.fast.outline is None:
+            if self.sharding is not None:
+                raise UnsupportedGraphError(
+                    "the weights cannot lie in parts: the layers cannot be told apart",
+                    where=self.fast.model_class,
+                    hint="leave out --shard",
+                )
             self._say("the layers cannot be told apart: the whole graph runs as it is")
             return None
-        decoder = TrainingDecoder(self.fast)
+        decoder = TrainingDecoder(self.fast, sharding=self.sharding)
+        reference = (
+            ordinary.loss if decoder.shards is None else GatheredDecoder(self.plain, decoder.shards).loss
+        )
         alone = self.masks if self.masks.dim() == 1 else self.masks[0]
         short = self.ids_BT[:1, :_SHORT]
-        found = compare(decoder.loss, ordinary.loss, short, alone, self.plain.dtype, self.sizes)
+        found = compare(decoder.loss, reference, short, alone, self.plain.dtype, self.sizes)
         if not self.agree(found.holds):
+            if decoder.shards is not None:
+                raise VerificationError(
+                    f"the layers with weights in parts differ from the whole graph: {found}"
+                )
             self._say(f"the layers differ from the ordinary capture ({found}): the whole graph runs as it is")
             return None
         return decoder
@@ -169,7 +192,9 @@ class _Preparation:
         )
 
     def _replays(self) -> bool:
-        return self.compute.replay != "off" and self.ids_BT.device.type == "cuda"
+        # A graph would have to hold what the ranks say to each other.
+        on_one = self.sharding is None
+        return on_one and self.compute.replay != "off" and self.ids_BT.device.type == "cuda"
 
     def _compile(self, decoder: TrainingDecoder) -> None:
         kept = decoder.checkpointing
@@ -188,7 +213,7 @@ class _Preparation:
         try:
             found = self._compare(compiled, reference)
         except torch.OutOfMemoryError:
-            if kept or self.compute.checkpointing != "auto":
+            if kept or self.compute.checkpointing != "auto" or self.sharding is not None:
                 raise
             torch.cuda.empty_cache()
             decoder.checkpoint(True)
@@ -208,10 +233,11 @@ class _Preparation:
             self._say(f"layers are not compiled: compiled ones differ from plain ones ({found})")
 
     def _refuse_if_asked(self, error: Exception) -> None:
-        if self.compute.compile == "on":
+        # Where one rank stopped in the middle of a layer, the others wait for it.
+        if self.compute.compile == "on" or self.sharding is not None:
             raise DispfxError(
                 f"the layers cannot be compiled: {type(error).__name__}: {str(error).splitlines()[0][:200]}",
-                hint="leave out --compile",
+                hint="use --compile off",
             ) from error
 
     def _replay(self, decoder: TrainingDecoder) -> Loss:

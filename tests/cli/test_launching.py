@@ -34,6 +34,27 @@ def test_a_killed_process_is_named_and_not_those_that_ended_for_its_sake():
         launching._raise(failures)
 
 
+def test_a_process_that_was_ended_because_another_refused_is_not_named():
+    with pytest.raises(typer.Exit) as caught:
+        launching._raise({0: failure(-15, "SIGTERM", 1), 1: failure(2, "", 4)})
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("count", "size"), [(None, None), (1, None), (None, "1")])
+def test_parts_of_the_weights_need_several_processes(monkeypatch, count, size):
+    if size:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    launching.check_shard(False, count)
+    with pytest.raises(DispfxError, match="there is one"):
+        launching.check_shard(True, count)
+
+
+def test_parts_of_the_weights_are_for_processes_to_be_started_or_of_torchrun(monkeypatch):
+    launching.check_shard(True, 2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    launching.check_shard(True, None)
+
+
 def test_a_process_that_said_what_is_wrong_passes_its_exit_code_on():
     with pytest.raises(typer.Exit) as caught:
         launching._raise({0: failure(1, "", 5), 1: failure(2, "", 4)})
