@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dispfx.api.training import prepared_loss, where_learned
+from dispfx.api.training import device_of_learning, prepared_loss
 from dispfx.capturing import capture as capture_module
 from dispfx.errors import CaptureError, DispfxError, PlanMismatchError, UnsupportedGraphError
 from dispfx.ir.budget import hard_masks
@@ -274,9 +274,8 @@ def learn(
                 hint="leave out --shard",
             )
         return Plan.of(program, budget, _scored(program, text, budget, chosen), chosen.seed)
-    placed = where_learned(program, compute)
     found = learn_masks(
-        prepared_loss(placed, text, chosen, compute, ranks=ranks, note=note),
+        prepared_loss(program, text, chosen, compute, ranks=ranks, note=note),
         program.sites,
         program.shapes,
         text,
@@ -285,7 +284,7 @@ def learn(
         state_dir=state_dir,
         resume=resume,
         on_step=on_step,
-        device=placed.device,
+        device=device_of_learning(program, compute),
         fingerprint=program.fingerprint,
         ranks=ranks,
     )
@@ -308,16 +307,15 @@ def follow(
     """
     if settings.method != "learned":
         return
-    placed = where_learned(program, compute)
     follow_run(
-        prepared_loss(placed, text, settings, compute, ranks=ranks),
+        prepared_loss(program, text, settings, compute, ranks=ranks),
         program.sites,
         program.shapes,
         text,
         budget,
         settings,
         ranks=ranks,
-        device=placed.device,
+        device=device_of_learning(program, compute),
     )
 
 

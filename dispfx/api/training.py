@@ -39,7 +39,7 @@ def prepared_loss(
     """Return the loss of a decoder under masks, checked against the plain gated graph.
 
     Args:
-        program: analysed, on the device to learn on (`where_learned`); it is not changed.
+        program: analysed, on the device to learn on unless its weights shall lie in parts; not changed.
         text: a batch of it is what the ways to compute the loss are compared on.
         settings: of the run.
         compute: what is wanted.
@@ -53,9 +53,12 @@ def prepared_loss(
     ranks = ranks or ALONE
     ranks.check(settings.batch_size, settings.samples)
     sharding = _sharding(program, chosen, ranks)
+    device = device_of_learning(program, chosen)
     plain = Pipeline([InsertGates()]).run(program.clone())
+    if sharding is not None:
+        plain = placed(plain, device)
     fast = Pipeline(training_passes(settings.seq_len)).run(plain.clone())
-    compiled = chosen.compile == "on" or (chosen.compile == "auto" and program.device.type == "cuda")
+    compiled = chosen.compile == "on" or (chosen.compile == "auto" and device.type == "cuda")
     short = chosen.checkpointing == "auto" and short_of_memory(program, settings, compiled, ranks, sharding)
     return prepare(
         plain,
@@ -65,7 +68,7 @@ def prepared_loss(
         samples=max(1, settings.samples // ranks.size),
         short_of_memory=short,
         note=note,
-        agree=lambda holds: ranks.all(holds, program.device),
+        agree=lambda holds: ranks.all(holds, device),
         sharding=sharding,
     )
 
@@ -75,13 +78,6 @@ def device_of_learning(program: Program, compute: Compute | None) -> torch.devic
     if compute is None or compute.shard_on is None:
         return program.device
     return torch.device(compute.shard_on)
-
-
-def where_learned(program: Program, compute: Compute | None) -> Program:
-    """Return the program on the device that learns: itself, or placed there without its weights."""
-    if compute is None or compute.shard_on is None:
-        return program
-    return placed(program, device_of_learning(program, compute))
 
 
 def _sharding(program: Program, compute: Compute, ranks: Ranks) -> Sharding | None:
@@ -97,7 +93,7 @@ def _sharding(program: Program, compute: Compute, ranks: Ranks) -> Sharding | No
             "the weights lie in parts on several processes, and there is one",
             hint="use --launch N or torchrun with --shard, or leave out --shard",
         )
-    return Sharding(rows_of(dict(program.tensors())), ranks.size, program.device)
+    return Sharding(rows_of(dict(program.tensors())), ranks.size, torch.device(compute.shard_on))
 
 
 def training_passes(tokens: int) -> list[Pass]:
@@ -113,7 +109,7 @@ def short_of_memory(
     sharding: Sharding | None = None,
 ) -> bool:
     """Whether a step that keeps all values of all layers is larger than the memory that is free."""
-    free = _free_bytes(program.device)
+    free = _free_bytes(program.device if sharding is None else sharding.device)
     if free is None:
         return False
     own = replace(settings, batch_size=settings.batch_size // ranks.size, samples=1)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.api.programs import follow, learn
-from dispfx.api.training import training_passes, where_learned
+from dispfx.api.training import training_passes
 from dispfx.errors import DispfxError
+from dispfx.ir.placing import placed
 from dispfx.ir.plan import Budget
 from dispfx.ir.program import Program
 from dispfx.learning.settings import LearnSettings
@@ -138,8 +139,7 @@ def look(form: str, ranks: Ranks, *, checkpointing: bool, compiled: bool = False
     plain = Pipeline([InsertGates()]).run(program.clone())
     fast = Pipeline(training_passes(16)).run(plain.clone())
     whole = TrainingDecoder(fast, checkpointing=checkpointing, compiled=compiled)
-    placed = where_learned(program, IN_PARTS)
-    plain_placed = Pipeline([InsertGates()]).run(placed.clone())
+    plain_placed = placed(plain, torch.device("cpu"))
     fast_placed = Pipeline(training_passes(16)).run(plain_placed.clone())
     sharding = Sharding(rows_of(dict(program.tensors())), ranks.size, torch.device("cpu"))
     parts = TrainingDecoder(fast_placed, checkpointing=checkpointing, compiled=compiled, sharding=sharding)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dispfx.api.programs import capture, learn
-from dispfx.api.training import where_learned
 from dispfx.errors import DispfxError, UnsupportedGraphError
 from dispfx.ir.outline import Outline
+from dispfx.ir.placing import placed
 from dispfx.learning.state import saved_step
 from dispfx.ranks import ALONE, Ranks
 from dispfx.training import bodies
@@ -119,9 +119,9 @@ def test_a_weight_that_two_layers_read_is_refused_by_its_name():
 
 def test_a_placed_program_computes_elsewhere_and_its_weights_stay():
     program = capture(tiny_transformer("llama"))
-    placed = where_learned(program, replace(IN_PARTS, shard_on="meta"))
-    assert placed.device == torch.device("meta") and program.device == torch.device("cpu")
-    named = [value for node in placed.graph.nodes for value in node.kwargs.values()]
+    twin = placed(program, torch.device("meta"))
+    assert twin.device == torch.device("meta") and program.device == torch.device("cpu")
+    named = [value for node in twin.graph.nodes for value in node.kwargs.values()]
     assert torch.device("cpu") not in named
-    parameters = placed.parameters
+    parameters = twin.parameters
     assert all(parameters[path] is tensor for path, tensor in program.parameters.items())
