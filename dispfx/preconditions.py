@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from dispfx.errors import BudgetError, DataError, OutputError
+from dispfx.errors import BudgetError, DataError, DispfxError, OutputError
 
 
 def check_ratio(ratio: float) -> None:
@@ -20,6 +20,28 @@ def check_ratio(ratio: float) -> None:
         raise BudgetError(
             f"the ratio is the share to remove, between 0 and 1, and {ratio:g} was given",
             hint="--ratio 0.3 removes 30%",
+        )
+
+
+def check_select(select: str, *, constrained: bool, costs: bool) -> None:
+    """Check that a selection before the norms is one for the whole residual stream.
+
+    Raises:
+        DispfxError: if branches were to select for themselves, or to be left dense by what they cost.
+    """
+    if select not in ("after-norm", "before-norm"):
+        raise DispfxError(f"--select is after-norm or before-norm, and {select!r} was given")
+    if select == "after-norm":
+        return
+    if not constrained:
+        raise DispfxError(
+            "a selection before the norms is one for the whole residual stream",
+            hint="add --constrained to --select before-norm",
+        )
+    if costs:
+        raise DispfxError(
+            "one selection for the whole stream cuts every branch, so none can be left dense by its costs",
+            hint="leave out --costs",
         )
 
 

@@ -13,6 +13,10 @@ Rules (each closure follows `dispfx.ir.closure`):
 3. Write: the features of the value that is written (S2, S5).
 4. A weight that several products use, or that two branches read, belongs to one site.
 5. A site that does not fit is refused with its reason; the other sites of the branch stay.
+6. With `select="before-norm"` one site holds the features of the whole stream and takes the place of all
+   reads and writes: embedding, norms, every reader and writer, and the head are cut together, and norms see
+   the kept features alone (S1 = S2 = S3 = S5, selected before the norm).  Where that does not fit, the
+   decoder is refused.  Inner features with a norm of their own, as latents have, are not pruned then.
 """
 
 import fnmatch
@@ -24,12 +28,23 @@ from torch import fx
 
 from dispfx.errors import UnsupportedGraphError
 from dispfx.ir import ops
-from dispfx.ir.closure import Closure, Mismatch, Surroundings, close
+from dispfx.ir.closure import Closure, Mismatch, Statistics, Surroundings, close
 from dispfx.ir.experts import ByExpert, by_expert
 from dispfx.ir.flow import Flow
 from dispfx.ir.links import Contraction, Dimension, links
 from dispfx.ir.program import Leaf, Program
-from dispfx.ir.sites import UNTOUCHED, Branch, GatePoint, Refusal, Rows, Site, SiteKind, Slice
+from dispfx.ir.sites import (
+    STREAM,
+    UNTOUCHED,
+    Branch,
+    GatePoint,
+    Refusal,
+    Rows,
+    Select,
+    Site,
+    SiteKind,
+    Slice,
+)
 from dispfx.pipeline import PassResult
 
 
@@ -39,9 +54,11 @@ class FindSites:
 
     Args:
         skip: patterns (as of a shell) of branch names to leave dense.
+        select: whether every read selects behind its norm, or all of the stream is selected at once.
     """
 
     skip: tuple[str, ...] = ()
+    select: Select = "after-norm"
 
     name = "find-sites"
     requires = "canonical"
@@ -51,10 +68,12 @@ class FindSites:
         """Set `program.sites`, `program.branches` and `program.closures`; add refusals.
 
         Raises:
-            UnsupportedGraphError: if no site is left.
+            UnsupportedGraphError: if no site is left, or the stream cannot be selected as a whole.
         """
         before = (program.sites, program.branches, program.refused)
         search = _Search(program)
+        if self.select == "before-norm":
+            search.stream()
         for leaf in program.leaves:
             if not any(fnmatch.fnmatch(leaf.branch, pattern) for pattern in self.skip):
                 search.leaf(leaf)
@@ -104,14 +123,43 @@ class _Search:
             self.program.caches,
         )
         self.owner: dict[Dimension, np.ndarray] = {}
+        self.whole_stream = False
+
+    @property
+    def statistics(self) -> Statistics:
+        """What a mean over the features of a branch does: a class that is built smaller has no other mean."""
+        return "none" if self.whole_stream else "full"
+
+    def stream(self) -> None:
+        """Find the one site of all features of the stream (rule 6)."""
+        assert self.program.stream is not None
+        width = self.program.stream.width
+        seeds = [
+            ((node, ops.rank(node) - 1), np.arange(width, dtype=np.int32)) for node in self.around.stream
+        ]
+        alone = Surroundings(self.flow.dependent, frozenset(), frozenset(), self.program.caches)
+        found = close(seeds, alone, statistics="kept")
+        if isinstance(found, Mismatch):
+            raise _no_whole_stream(found)
+        site = Site(
+            STREAM,
+            STREAM,
+            STREAM,
+            STREAM,
+            width,
+            self._slices(found, width, None),
+            self._gates(found, width, None),
+        )
+        self._own(site, found)
+        self.whole_stream = True
 
     def leaf(self, leaf: Leaf) -> None:
         """Find the read, inner and write sites of one leaf."""
         products = list(self._weight_products(leaf))
         readers = [product for product in products if product.first or self._sums_over_stream(product)]
-        reads = self._reads(leaf, readers)
+        reads = (STREAM,) if self.whole_stream else self._reads(leaf, readers)
         inner = self._inner(leaf, [product for product in products if product not in readers])
-        writes = self._writes(leaf)
+        writes = (STREAM,) if self.whole_stream else self._writes(leaf)
         if reads or inner or writes:
             self.branches.append(Branch(leaf.branch, leaf.kind, reads, inner, writes))  # type: ignore[arg-type]
 
@@ -169,6 +217,7 @@ class _Search:
             self.around,
             crosses_products=kind != "write",
             joins_features=kind == "inner",
+            statistics=self.statistics,
         )
         if isinstance(found, Closure) and kind == "inner":
             found = self._with_producers(found)
@@ -189,7 +238,7 @@ class _Search:
         for (value, dim, _), labels in list(closure.gates.items()):
             if (value, dim) not in closure.labels:
                 seeds = [*closure.labels.items(), ((value, dim), labels)]
-                wider = close(seeds, self.around)
+                wider = close(seeds, self.around, statistics=self.statistics)
                 if isinstance(wider, Closure) and self._conflict(wider) is None:
                     closure = wider
         return closure
@@ -213,19 +262,25 @@ class _Search:
         return {(self.nodes[name], dim) for name, dim in self.closures[site]}
 
     def _add(self, leaf: Leaf, kind: SiteKind, closure: Closure) -> str:
-        index, size = len(self.sites), closure.features
+        size = closure.features
         taken = sum(site.branch == leaf.branch and site.kind == kind for site in self.sites)
         name = f"{leaf.branch}.{kind}" if taken == 0 else f"{leaf.branch}.{kind}_{taken + 1}"
-        for dimension, labels in closure.labels.items():
-            owner = self.owner.setdefault(dimension, np.full(len(labels), UNTOUCHED, dtype=np.int32))
-            owner[labels != UNTOUCHED] = index
         own = self._own_by_expert(closure) if kind == "inner" else None
         experts = 1 if own is None else own.experts
         slices, gates = self._slices(closure, size, own), self._gates(closure, size, own)
         site = Site(name, leaf.branch, leaf.kind, kind, size * experts, slices, gates, experts)  # type: ignore[arg-type]
-        self.sites.append(site)
-        self.closures[name] = {(node.name, dim): labels for (node, dim), labels in closure.labels.items()}
+        self._own(site, closure)
         return name
+
+    def _own(self, site: Site, closure: Closure) -> None:
+        """Add a site, and remember it as the owner of what it cuts."""
+        for dimension, labels in closure.labels.items():
+            owner = self.owner.setdefault(dimension, np.full(len(labels), UNTOUCHED, dtype=np.int32))
+            owner[labels != UNTOUCHED] = len(self.sites)
+        self.sites.append(site)
+        self.closures[site.name] = {
+            (node.name, dim): labels for (node, dim), labels in closure.labels.items()
+        }
 
     def _own_by_expert(self, closure: Closure) -> ByExpert | None:
         """Return whose features the values of a closure hold, where each expert may have its own."""
@@ -247,14 +302,22 @@ class _Search:
         users: dict[tuple[str, int], list[str]] = {}
         labels: dict[tuple[str, int], tuple[int, ...] | None] = {}
         rows: dict[tuple[str, int], Rows | None] = {}
-        for (value, dim, user), positions in closure.gates.items():
-            users.setdefault((value.name, dim), []).append(user.name)
+        for edge, positions in closure.gates.items():
+            value, dim, user = edge
+            if edge not in closure.statistics:
+                users.setdefault((value.name, dim), []).append(user.name)
             rows[value.name, dim] = None if own is None else own.owners[value].rows
             labels[value.name, dim] = self._compact(positions, size)
-        return tuple(
+        points = [
             GatePoint(value, dim, tuple(sorted(names)), labels[value, dim], rows[value, dim])
             for (value, dim), names in users.items()
-        )
+        ]
+        # Each mean or norm has a gate of its own, for what is behind it is corrected too.
+        points += [
+            GatePoint(value.name, dim, (user.name,), labels[value.name, dim], statistics=True)
+            for value, dim, user in sorted(closure.statistics, key=lambda edge: self.flow.order[edge[2]])
+        ]
+        return tuple(points)
 
     def _compact(self, labels: np.ndarray, size: int) -> tuple[int, ...] | None:
         """Return labels as a tuple, or None where position i follows feature i.
@@ -289,6 +352,15 @@ def _weight_product(node: fx.Node, flow: Flow, fed: set[fx.Node]) -> _WeightProd
         if activation[0] in activations and ops.weight_of(weight[0]) is not None:
             return _WeightProduct(node, activation, weight, activation[0] not in fed)
     return None
+
+
+def _no_whole_stream(mismatch: Mismatch) -> UnsupportedGraphError:
+    where = None if mismatch.node is None else ops.source_line(mismatch.node) or mismatch.node.name
+    return UnsupportedGraphError(
+        f"one selection for the whole stream does not fit this decoder: {mismatch.reason}",
+        where=where,
+        hint="prune it with --select after-norm, the default",
+    )
 
 
 def _nothing_left(program: Program, skip: tuple[str, ...]) -> UnsupportedGraphError:

@@ -13,6 +13,8 @@ Rules:
 
        g = gate(h, mask_0, 1, ids)          ids = searchsorted(ends, arange(positions), right=True)
 
+5. A mean or a norm that takes its statistics over the kept features is gated and corrected as
+   `dispfx.ir.kept_statistics` says.
 With masks of ones no bit of the output changes.
 """
 
@@ -22,6 +24,7 @@ import torch
 from torch import fx
 
 from dispfx.ir.gate import GATE
+from dispfx.ir.kept_statistics import gate_statistics
 from dispfx.ir.ops import aten
 from dispfx.ir.program import Program
 from dispfx.ir.sites import UNTOUCHED, GatePoint, Rows
@@ -61,6 +64,9 @@ def _insert(
     tensors: dict[str, torch.Tensor],
 ) -> None:
     value = nodes[point.value]
+    if point.statistics:
+        gate_statistics(graph, value, nodes[point.users[0]], mask, point.dim, name)
+        return
     with graph.inserting_after(value):
         gate = graph.create_node("call_function", GATE, (value, mask, point.dim), name=name)
     gate.meta["val"] = value.meta["val"]

@@ -17,6 +17,7 @@ Rules:
    becomes a sum divided by the full size, as in the gated graph.
 7. Where experts keep features of their own, each matrix of a stack is cut by its expert's; all keep equally
    many, and what the graph spells out depends on that number alone (`dispfx.ir.experts`, rule 4).
+8. A mean or a norm that is gated by the statistics of the kept features is one over what is left.
 """
 
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, fx
 
 from dispfx.ir import ops
+from dispfx.ir.kept_statistics import restore
 from dispfx.ir.links import slice_positions
 from dispfx.ir.ops import argument, aten, packet
 from dispfx.ir.positions import kept_features, kept_positions, places, taken
@@ -105,6 +107,9 @@ class _Lowering:
         gate = self.nodes[name]
         value = gate.args[0]
         assert isinstance(value, fx.Node)
+        if point.statistics:
+            restore(self.nodes, value, self.nodes[point.users[0]], name)
+            return
         narrow = (point.value, point.dim) in self.program.closures[site.name]
         if self.masks[site.name].all():
             gate.replace_all_uses_with(value)
@@ -196,8 +201,8 @@ def _with_dtype(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def _erase_with_users(graph: fx.Graph, node: fx.Node) -> None:
-    for user in list(node.users):
-        _erase_with_users(graph, user)
+    while node.users:
+        _erase_with_users(graph, next(iter(node.users)))
     graph.erase_node(node)
 
 
@@ -223,9 +228,12 @@ def _count_sizes(program: Program, cut: Cut, tensors: dict[str, Tensor]) -> None
     for node in list(nodes.values()):
         if packet(node) is aten.slice:
             _count_bounds(program, node, cut, tensors)
+    of_kept = {
+        user for site in program.sites for point in site.gates if point.statistics for user in point.users
+    }
     for node in list(nodes.values()):
         rewrite = _REWRITES.get(packet(node))
-        if rewrite is not None:
+        if rewrite is not None and not (packet(node) is aten.mean and node.name in of_kept):
             rewrite(program.graph, node, cut)
     for (name, dim), stays in cut.items():
         if name in nodes and not stays.all():
@@ -241,6 +249,14 @@ def _count_shape(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
         if stays is not None and isinstance(size, int) and size != -1:
             sizes[dim] = int(stays.sum())
     node.update_arg(at, sizes)
+
+
+def _count_norm(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+    value, sizes = node.args[0], list(argument(node, 1, "normalized_shape"))  # type: ignore[call-overload]
+    assert isinstance(value, fx.Node)
+    stays = cut.get((value.name, ops.rank(value) - 1))
+    if stays is not None:
+        node.update_arg(1, [*sizes[:-1], int(stays.sum())])
 
 
 def _count_factors(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
@@ -330,4 +346,5 @@ _REWRITES = {
     **dict.fromkeys(ops.packets("new_ones new_zeros new_full new_empty"), _count_shape),
     **dict.fromkeys(ops.CONVOLUTIONS, _count_groups),
     aten.mean: _keep_divisor,
+    **dict.fromkeys(ops.packets("layer_norm rms_norm"), _count_norm),
 }

@@ -150,7 +150,7 @@ def _pruned(opened: Opened) -> Contender:
     """Capture the folder's decoder with a cache, lower it by its plan, and put its weights in."""
     if opened.plan is None or opened.program is None:
         raise OutputError("this needs a checkpoint", where=str(opened.path), hint="bench a compiled folder")
-    program = only_planned(capture_cached(_empty(opened)), opened.plan)
+    program = only_planned(capture_cached(_empty(opened), select=opened.plan.select), opened.plan)
     lowered = lower_program(program, opened.plan)
     lowered.rebuild({**dict(lowered.tensors()), **opened.program.parameters})
     return _contender(lowered, opened.plan.achieved)

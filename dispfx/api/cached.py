@@ -23,6 +23,7 @@ from dispfx.cached_capture import capture_cached as capture_prepared
 from dispfx.ir.cached_inputs import cache_tensors, positions_of
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
+from dispfx.ir.sites import Select
 from dispfx.pipeline import Pipeline
 from dispfx.source.cached_forward import cached_forward
 from dispfx.source.experts import experts_as
@@ -32,6 +33,7 @@ def capture_cached(
     model: nn.Module,
     *,
     skip: Sequence[str] = (),
+    select: Select = "after-norm",
     vocabulary_size: int | None = None,
     print_after: Sequence[str] = (),
     show: Show | None = None,
@@ -43,7 +45,7 @@ def capture_cached(
     without a cache, so `Plan.for_sites` finds what a plan made on either keeps here.
 
     Args:
-        model, skip, vocabulary_size, print_after, show: as for `dispfx.api.programs.analyse`.
+        model, skip, select, vocabulary_size, print_after, show: as for `dispfx.api.programs.analyse`.
 
     Raises:
         CaptureError: if the decoder takes no cache, or torch.export cannot capture it with one.
@@ -52,7 +54,7 @@ def capture_cached(
     # A step has few tokens, and what is captured with a cache is to be exported.
     with experts_as(model, "batched"):
         program = capture_prepared(cached_forward(model), vocabulary_size=vocabulary_size)
-    return Pipeline(analysis(skip), print_after=print_after, show=show).run(program)
+    return Pipeline(analysis(skip, select), print_after=print_after, show=show).run(program)
 
 
 def lower_cached(
@@ -68,7 +70,7 @@ def lower_cached(
         CaptureError, UnsupportedGraphError: as `capture_cached`.
         PlanMismatchError: if the plan was made for another decoder.
     """
-    program = capture_cached(model, vocabulary_size=vocabulary_size)
+    program = capture_cached(model, select=plan.select, vocabulary_size=vocabulary_size)
     require_same_decoder(program, plan)
     return lower_program(only_planned(program, plan), plan, write=write)
 

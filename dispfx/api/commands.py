@@ -18,6 +18,7 @@ from dispfx.api.programs import WriteSpelling, analyse
 from dispfx.api.stages import Stages
 from dispfx.api.text import TextChoice, require_known, vocabulary_of
 from dispfx.api.verification import exported_lines, tolerance_of
+from dispfx.api.writing import DENSE_FOLDER
 from dispfx.capturing import export_program, module_logits
 from dispfx.deploy import exported
 from dispfx.deploy.folder import refuse_existing
@@ -25,8 +26,10 @@ from dispfx.deploy.generate import generate as continue_ids
 from dispfx.deploy.onnx.exporting import OPSET
 from dispfx.deploy.onnx.legalize import Flavor
 from dispfx.errors import DataError, VerificationError
+from dispfx.huggingface.loading import load_model
 from dispfx.ir.plan import BudgetOf, Plan
 from dispfx.ir.program import Program
+from dispfx.ir.sites import Select
 from dispfx.learning.settings import LearnSettings
 from dispfx.measure.equivalence import Verification, compare_decoders, random_token_ids, require
 from dispfx.measure.perplexity import Perplexity
@@ -60,6 +63,7 @@ def inspect(
     trust_remote_code: bool = False,
     config_only: bool = False,
     skip: Sequence[str] = (),
+    select: Select = "after-norm",
     print_after: Sequence[str] = (),
     observer: Observer | None = None,
 ) -> Program:
@@ -78,7 +82,7 @@ def inspect(
     else:
         source = Opening(model, revision, dtype, device, trust_remote_code).open()
     show = (observer or NullObserver()).printed
-    return analyse(source.model, skip=skip, print_after=print_after, show=show)
+    return analyse(source.model, skip=skip, select=select, print_after=print_after, show=show)
 
 
 def learn_plan(
@@ -98,6 +102,7 @@ def learn_plan(
     align: int | None = None,
     costs: str | Path | None = None,
     skip: Sequence[str] = (),
+    select: Select = "after-norm",
     target: str | None = None,
     dtype: str | None = None,
     device: str | None = None,
@@ -132,6 +137,7 @@ def learn_plan(
         compute,
         costs,
         ranks,
+        select=select,
     )
     chosen = TextChoice(data, None, data_weights, Reading(data_field, data_bytes))
     learned = learn_from(opening, chosen, how, state_folder(path, resume), Stages(watcher))
@@ -154,6 +160,9 @@ def verify(folder: str | Path) -> list[Verification]:
         lines += compared("gather-add = checkpoint", opened.decoder, opened.fast(), tolerance)
         if (opened.path / exported.PROGRAM_FILE).is_file():
             lines += exported_lines(opened.path, opened.decoder, opened.vocabulary_size)
+        if (opened.path / DENSE_FOLDER).is_dir():
+            dense = partial(module_logits, load_model(opened.path / DENSE_FOLDER))
+            lines += compared("dense = checkpoint", partial(module_logits, opened.decoder), dense, tolerance)
     if has_onnx(opened.path):
         lines += folder_onnx_lines(opened)
     return lines

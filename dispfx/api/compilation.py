@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from dispfx.api.opening import Opening, learn_settings
+from dispfx.api.ordinary import require_ordinary
 from dispfx.api.programs import analyse, follow, learn, only_planned, require_same_decoder
 from dispfx.api.stages import Stages
 from dispfx.api.text import Text, TextChoice, open_text, require_tokens
@@ -25,10 +26,11 @@ from dispfx.errors import OutputError, VerificationError
 from dispfx.ir.costs import CostTable, read_costs
 from dispfx.ir.plan import Budget, BudgetOf, Plan
 from dispfx.ir.program import Program
+from dispfx.ir.sites import Select
 from dispfx.learning.settings import LearnSettings
 from dispfx.learning.state import saved_step
 from dispfx.learning.text import Batches
-from dispfx.preconditions import check_ratio
+from dispfx.preconditions import check_ratio, check_select
 from dispfx.ranks import Ranks
 from dispfx.report import NullObserver, Observer, Report, load_report
 from dispfx.source import Source
@@ -58,6 +60,7 @@ def compile(
     align: int | None = None,
     costs: str | Path | None = None,
     skip: Sequence[str] = (),
+    select: Select = "after-norm",
     target: str | None = None,
     dtype: str | None = None,
     device: str | None = None,
@@ -86,8 +89,11 @@ def compile(
         align: widths become multiples of this; 64 for a GPU target and 8 for a CPU by default.
         costs: table of times on the target device (tools/measure_costs.py); branches that would be slower
             are left dense.
+        select: `after-norm`; or `before-norm`, one selection for the whole residual stream, for constrained
+            settings.
         resume: go on from DIR.state; with a complete folder, do nothing.
-        export: none, onnx, pt2 or dense; onnx for the demo and none otherwise by default.
+        export: none, onnx, pt2 or dense; onnx for the demo and none otherwise by default.  With one
+            selection for the whole stream, dense is a smaller decoder that needs no dispfx.
 
     Raises:
         DispfxError: for everything in the input that cannot be used.
@@ -116,6 +122,7 @@ def compile(
         costs,
         ranks,
         export,
+        select,
     )
     chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes))
     learned = learn_from(opening, chosen, how, state_folder(path, resume), stages)
@@ -175,7 +182,7 @@ def apply(
         require_decoder_for(export, source)
         text = open_text(source, chosen)
     text.require_measurable()
-    program = only_planned(_analyse(source, stages, (), print_after), read)
+    program = only_planned(_analyse(source, stages, (), read.select, print_after), read)
     require_same_decoder(program, read)
     read = read.fitted(program.sites)
     require_tokens(source, text, program.vocabulary_size)
@@ -211,6 +218,7 @@ class Learning:
     costs: str | Path | None = None
     ranks: Ranks | None = None
     export: str | None = None
+    select: Select = "after-norm"
 
     def alignment(self, program: Program) -> int:
         """Return what widths become multiples of."""
@@ -283,6 +291,7 @@ def follow_command(
     align: int | None = None,
     costs: str | Path | None = None,
     skip: Sequence[str] = (),
+    select: Select = "after-norm",
     target: str | None = None,
     dtype: str | None = None,
     device: str | None = None,
@@ -302,7 +311,20 @@ def follow_command(
         return
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
     chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes))
-    how = Learning(ratio, ratio_of, settings, align, tuple(skip), target, resume, (), compute, costs, ranks)
+    how = Learning(
+        ratio,
+        ratio_of,
+        settings,
+        align,
+        tuple(skip),
+        target,
+        resume,
+        (),
+        compute,
+        costs,
+        ranks,
+        select=select,
+    )
     follow_plan(opening, chosen, how)
 
 
@@ -333,6 +355,7 @@ class _Ready:
 
 def _ready(opening: Opening, chosen: TextChoice, how: Learning, stages: Stages) -> _Ready:
     settings = how.settings or learn_settings(opening.model)
+    check_select(how.select, constrained=settings.constrained, costs=how.costs is not None)
     costs = None if how.costs is None else read_costs(how.costs)
     with stages("open"):
         chosen.check()
@@ -341,7 +364,10 @@ def _ready(opening: Opening, chosen: TextChoice, how: Learning, stages: Stages) 
         text = open_text(source, chosen)
     batches = text.batches(settings)
     text.require_measurable()
-    program = _analyse(source, stages, how.skip, how.print_after)
+    program = _analyse(source, stages, how.skip, how.select, how.print_after)
+    if how.select == "before-norm" and how.export == "dense":
+        with stages("verify"):
+            require_ordinary(source, program, how.ratio, how.ratio_of, how.alignment(program))
     require_tokens(source, text, program.vocabulary_size)
     return _Ready(source, text, batches, program, settings, costs)
 
@@ -351,9 +377,12 @@ def _resumption(state: Path) -> str:
     return f"no state in {state}: starting at step 0" if step is None else f"going on at step {step}"
 
 
-def _analyse(source: Source, stages: Stages, skip: Sequence[str], print_after: Sequence[str]) -> Program:
+def _analyse(
+    source: Source, stages: Stages, skip: Sequence[str], select: Select, print_after: Sequence[str]
+) -> Program:
+    show = stages.observer.printed
     with stages("capture"):
-        program = analyse(source.model, skip=skip, print_after=print_after, show=stages.observer.printed)
+        program = analyse(source.model, skip=skip, select=select, print_after=print_after, show=show)
     stages.observer.found(program)
     return program
 

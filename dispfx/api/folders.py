@@ -121,12 +121,10 @@ class Opened:
             raise OutputError("a graph alone has no cache", where=str(self.path))
         return self._lowered(self.plan, capture_cached, "cpu")
 
-    def _lowered(
-        self, plan: Plan, capture: Callable[[nn.Module], Program], device: str | torch.device
-    ) -> Program:
+    def _lowered(self, plan: Plan, capture: Callable[..., Program], device: str | torch.device) -> Program:
         """Capture the decoder without its weights, lower it, and put the stored weights in."""
         model = skeleton(self.path, device=device, trust_remote_code=self.trust_remote_code)
-        program = only_planned(capture(model), plan)
+        program = only_planned(capture(model, select=plan.select), plan)
         lowered = lower_program(program, plan)
         layout = read_layout(self.path)
         if layout is None:

@@ -22,6 +22,7 @@ from dispfx.ir.budget import hard_masks
 from dispfx.ir.costs import CostTable
 from dispfx.ir.plan import Budget, BudgetOf, Plan, site_keys
 from dispfx.ir.program import Program, own_tensor
+from dispfx.ir.sites import Select
 from dispfx.learning.records import StepRecord
 from dispfx.learning.scores import select_by_score
 from dispfx.learning.settings import LearnSettings
@@ -67,15 +68,16 @@ PASSES = (
 )
 
 
-def analysis(skip: Sequence[str] = ()) -> list[Pass]:
+def analysis(skip: Sequence[str] = (), select: Select = "after-norm") -> list[Pass]:
     """Return the passes that find what can be pruned."""
-    return [Canonicalize(), FindResidualStream(), FindBranches(), FindSites(tuple(skip))]
+    return [Canonicalize(), FindResidualStream(), FindBranches(), FindSites(tuple(skip), select)]
 
 
 def capture(
     model: nn.Module,
     *,
     skip: Sequence[str] = (),
+    select: Select = "after-norm",
     vocabulary_size: int | None = None,
     experts: Experts = "grouped",
 ) -> Program:
@@ -84,6 +86,8 @@ def capture(
     Args:
         model: takes token ids (B, T) int64 first and returns logits (B, T, V) or an output with them.
         skip: patterns of branch names to leave dense.
+        select: `after-norm`, where every branch reads, and writes, what it likes; or `before-norm`, one
+            selection for the whole residual stream, embedding, norms and head included.
         vocabulary_size: ids that the capture is checked with stay below it; by default taken from the
             input embedding.
         experts: how a mixture of experts is computed where the decoder has a choice: `grouped`, which
@@ -94,13 +98,14 @@ def capture(
         CaptureError: if torch.export cannot capture the decoder at every batch and length.
         UnsupportedGraphError: if there is no residual stream, or nothing can be pruned.
     """
-    return analyse(model, skip=skip, vocabulary_size=vocabulary_size, experts=experts)
+    return analyse(model, skip=skip, select=select, vocabulary_size=vocabulary_size, experts=experts)
 
 
 def analyse(
     model: nn.Module,
     *,
     skip: Sequence[str] = (),
+    select: Select = "after-norm",
     vocabulary_size: int | None = None,
     experts: Experts = "grouped",
     print_after: Sequence[str] = (),
@@ -111,7 +116,7 @@ def analyse(
     def attempt(experts: Experts) -> Program:
         with experts_as(model, experts):
             program = capture_module(model, vocabulary_size=vocabulary_size)
-        return Pipeline(analysis(skip), print_after=print_after, show=show).run(program)
+        return Pipeline(analysis(skip, select), print_after=print_after, show=show).run(program)
 
     try:
         return attempt(experts)
@@ -133,7 +138,7 @@ def exportable(model: nn.Module, program: Program, plan: Plan) -> Program:
     """
     if not has_choice_of_experts(model):
         return program
-    return only_planned(analyse(model, experts="batched"), plan)
+    return only_planned(analyse(model, select=plan.select, experts="batched"), plan)
 
 
 class GatedDecoder(nn.Module):

@@ -17,6 +17,7 @@ from dispfx.api.folders import open_folder
 from dispfx.api.measuring import measure
 from dispfx.api.onnx_folder import write_onnx
 from dispfx.api.opening import context_of
+from dispfx.api.ordinary import ordinary_decoder
 from dispfx.api.programs import exportable, lower
 from dispfx.api.stages import Stages
 from dispfx.api.text import Text
@@ -36,7 +37,7 @@ from dispfx.deploy import exported, weights
 from dispfx.deploy.checkpoint import site_indices, underived_buffers, write_checkpoint
 from dispfx.deploy.folder import new_folder
 from dispfx.errors import DispfxError
-from dispfx.huggingface.dense import write_dense
+from dispfx.huggingface.dense import write_ordinary, zeroed_twin
 from dispfx.huggingface.loading import load_model
 from dispfx.huggingface.saving import PrunedModel, build_pruned
 from dispfx.ir.closure import Mismatch
@@ -145,7 +146,9 @@ def write_output(task: Task, stages: Stages) -> Report:
         with stages("write"):
             _write_decoder(task, folder, lowered, pruned)
         with stages("reload"):
-            opened = open_folder(folder, device=task.program.device, experts="batched")
+            # A graph is compared bit by bit, so it computes its experts as the one that was written.
+            experts = "batched" if isinstance(pruned, PrunedModel) else "grouped"
+            opened = open_folder(folder, device=task.program.device, experts=experts)
             reloaded = opened.decoder
             name, written = (
                 ("modules", pruned.model) if isinstance(pruned, PrunedModel) else ("lowered", lowered)
@@ -240,9 +243,16 @@ def _write_decoder(
 
 
 def _write_dense(task: Task, folder: Path, lowered: nn.Module) -> list[Verification]:
-    """Write the full-size checkpoint with zeros, and compare it, as read back, with the lowered decoder."""
-    zeroed = zeroed_tensors(task.program, task.plan)
-    write_dense(task.source.model, zeroed, folder, tokenizer=task.source.tokenizer)
+    """Write a checkpoint that needs no dispfx, and compare it, as read back, with the lowered decoder.
+
+    It is a smaller decoder where one selection holds for the whole stream, otherwise a full-size one with
+    zeros.
+    """
+    if task.plan.select == "before-norm":
+        model = ordinary_decoder(task.source, task.program, task.plan, lowered)
+    else:
+        model = zeroed_twin(task.source.model, zeroed_tensors(task.program, task.plan))
+    write_ordinary(model, folder, tokenizer=task.source.tokenizer)
     return dense_lines(task.program, lowered, load_model(folder, device=task.program.device))
 
 

@@ -13,7 +13,7 @@ from dispfx.cli.screen import Screen
 from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import DataError
 from dispfx.origin import origin_of
-from dispfx.preconditions import check_files, check_ratio
+from dispfx.preconditions import check_files, check_ratio, check_select
 from dispfx.text_origin import check_texts
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def compile(  # the verb's name
     estimator: given.Estimator = None,
     hypernetwork: given.Hypernetwork = None,
     constrained: given.Constrained = False,
+    select: given.Select = "after-norm",
     compile_: given.Compile = "auto",
     checkpointing: given.Checkpointing = "auto",
     launch: given.Launch = None,
@@ -85,6 +86,7 @@ def compile(  # the verb's name
     """Make a decoder smaller: learn what to remove, remove it, verify, and write a folder."""
     chosen = _learning_options(locals())
     _check_ratio_and_data(model, ratio, data)
+    check_select(select, constrained=constrained, costs=costs is not None)
     _check(model, data, data_weight, eval_data, None if resume else out)
     check_shard(shard, launch)
     if launches(launch):
@@ -109,6 +111,7 @@ def compile(  # the verb's name
             align=align,
             costs=costs,
             skip=tuple(skip or ()),
+            select=select,
             target=target,
             dtype=dtype,
             device=opens_on,
@@ -150,6 +153,7 @@ def learn(
     estimator: given.Estimator = None,
     hypernetwork: given.Hypernetwork = None,
     constrained: given.Constrained = False,
+    select: given.Select = "after-norm",
     compile_: given.Compile = "auto",
     checkpointing: given.Checkpointing = "auto",
     launch: given.Launch = None,
@@ -173,6 +177,7 @@ def learn(
     """Learn what to remove and write the plan alone; `dispfx apply` uses it."""
     chosen = _learning_options(locals())
     _check_ratio_and_data(model, ratio, data)
+    check_select(select, constrained=constrained, costs=costs is not None)
     _check(model, data, data_weight, None, None if resume else out)
     check_shard(shard, launch)
     if launches(launch):
@@ -195,6 +200,7 @@ def learn(
             align=align,
             costs=costs,
             skip=tuple(skip or ()),
+            select=select,
             target=target,
             dtype=dtype,
             device=opens_on,

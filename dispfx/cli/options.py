@@ -136,6 +136,13 @@ Hypernetwork = Annotated[
     Literal["full", "linear", "none"] | None, typer.Option(help="What the masks come from (full).")
 ]
 Constrained = Annotated[bool, typer.Option("--constrained", help="All reads and writes share one selection.")]
+Select = Annotated[
+    Literal["after-norm", "before-norm"],
+    typer.Option(
+        help="Select behind every norm; or before them, one selection for the whole stream, embedding and "
+        "head included, with --constrained."
+    ),
+]
 Launch = Annotated[
     int | None,
     typer.Option(min=1, help="Learn with so many processes on this host; they share every batch."),
@@ -165,8 +172,9 @@ PlanOut = Annotated[Path, typer.Option("--out", help="Plan file to write; it mus
 Export = Annotated[
     Literal["none", "onnx", "pt2", "dense"] | None,
     typer.Option(
-        help="What to write beside the checkpoint: an ONNX model, program.pt2, or a full-size checkpoint "
-        "with zeros (demo: onnx, otherwise: none)."
+        help="What to write beside the checkpoint: an ONNX model, program.pt2, or dense: a full-size "
+        "checkpoint with zeros, or with --select before-norm a smaller ordinary one (demo: onnx, otherwise: "
+        "none)."
     ),
 ]
 PrintAfter = Annotated[

@@ -20,6 +20,7 @@ def inspect(
     model: given.Model,
     config_only: given.ConfigOnly = False,
     skip: given.Skip = None,
+    select: given.Select = "after-norm",
     steps: given.Steps = None,
     seq_len: given.SeqLen = None,
     batch_size: given.BatchSize = None,
@@ -53,6 +54,7 @@ def inspect(
             trust_remote_code=trust_remote_code,
             config_only=config_only,
             skip=tuple(skip or ()),
+            select=select,
             print_after=tuple(print_after or ()),
             observer=observer,
         )

@@ -52,6 +52,8 @@ def pruned_twin(model: nn.Module, layout: Layout, values: Mapping[str, Tensor]) 
     tensors = chain(model.parameters(), model.buffers())
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     shape_modules(twin, layout, values)
+    if hasattr(twin, "tie_weights"):
+        twin.tie_weights()  # type: ignore[operator]
     return twin
 
 
@@ -79,12 +81,18 @@ def _shape(
         old = module._parameters.get(name)
         if old is None:
             raise PlanMismatchError("the layout names a parameter that is none", where=f"{path}.{name}")
+        if values is not None and f"{path}.{name}" not in values:
+            continue  # a tied weight, which the module that it is kept under has
         value = _empty(old, shape) if values is None else values[f"{path}.{name}"]
         module._parameters[name] = nn.Parameter(value, requires_grad=old.requires_grad)
     for name, size in layout.sizes.items():
-        if not isinstance(vars(module).get(name), int):
+        held = vars(module).get(name)
+        if isinstance(held, tuple) and len(held) == 1:
+            setattr(module, name, (size,))
+        elif isinstance(held, int):
+            setattr(module, name, size)
+        else:
             raise PlanMismatchError("the layout names a size that the module has not", where=f"{path}.{name}")
-        setattr(module, name, size)
     device = next(chain(module.parameters(), model.parameters())).device
 
     def index(name: str) -> Tensor | None:

@@ -1,5 +1,7 @@
-"""The full-size checkpoint with zeros in the pruned places: for comparison, and for tools that need the
-original shapes.  It is an ordinary folder of transformers, which nothing needs dispfx for.
+"""Ordinary folders of transformers, which nothing needs dispfx for.
+
+One is the full-size checkpoint with zeros in the pruned places: for comparison, and for tools that need the
+original shapes.  `dispfx.huggingface.ordinary` makes the other kind, a smaller decoder.
 """
 
 import copy
@@ -13,12 +15,12 @@ from transformers import PreTrainedModel
 
 from dispfx.errors import DataError, OutputError
 from dispfx.huggingface.entries import LOCK, SECTION
+from dispfx.source.location import Location
+from dispfx.source.quiet import quiet
 
 
-def write_dense(
-    model: nn.Module, zeroed: Mapping[str, Tensor], folder: Path, *, tokenizer: Any = None
-) -> None:
-    """Write a decoder with some of its tensors replaced into `folder`; it is not changed.
+def zeroed_twin(model: nn.Module, zeroed: Mapping[str, Tensor]) -> PreTrainedModel:
+    """Return a decoder with some of its tensors replaced; it is not changed, and the others are shared.
 
     Args:
         model: the dense transformers decoder.
@@ -26,7 +28,6 @@ def write_dense(
 
     Raises:
         DataError: if the decoder is not one of transformers.
-        OutputError: if the folder cannot be written.
     """
     if not isinstance(model, PreTrainedModel):
         raise DataError(
@@ -34,26 +35,37 @@ def write_dense(
             where=f"{type(model).__module__}.{type(model).__name__}",
         )
     tensors = chain(model.parameters(), model.buffers())
-    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    twin: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     for path, tensor in zeroed.items():
         owner, _, name = path.rpartition(".")
         twin.get_submodule(owner)._parameters[name] = nn.Parameter(tensor, requires_grad=False)
     twin.tie_weights()
-    _forget_format(twin)
+    for name in ("hf_quantizer", "quantization_method"):
+        if hasattr(twin, name):
+            delattr(twin, name)
+    twin.is_quantized = False
+    forget_format(twin.config)
+    return twin
+
+
+def write_ordinary(model: PreTrainedModel, folder: Path, *, tokenizer: Any = None) -> None:
+    """Write a decoder of transformers into `folder` as it is.
+
+    Raises:
+        OutputError: if the folder cannot be written.
+    """
     try:
-        twin.save_pretrained(folder)
+        with quiet(Location(str(folder))):
+            model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
     except OSError as error:
         raise OutputError(f"the dense checkpoint cannot be written: {error}", where=str(folder)) from error
 
 
-def _forget_format(model: Any) -> None:
+def forget_format(config: Any) -> Any:
     """Take off what says that the weights came from another format: they are plain by now."""
-    for name in ("hf_quantizer", "quantization_method"):
-        if hasattr(model, name):
-            delattr(model, name)
-    model.is_quantized = False
     for entry in (SECTION, LOCK):
-        if hasattr(model.config, entry):
-            delattr(model.config, entry)
+        if hasattr(config, entry):
+            delattr(config, entry)
+    return config

@@ -5,6 +5,7 @@
     inner     smaller modules, where the code between them takes any width; else its producers scatter and
               its consumers read, and everything between keeps its width
     write     the producer scatters among zeros
+    stream    every module that owns a weight of it is smaller, embedding, norms and head too
 
 Modules are known by the weights that they own.  What cannot be built this way is a `Mismatch`; what can
 is compared with the lowered graph before it is written, since the code of a module is not read here.
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from dispfx.huggingface.facts import Facts, owner_of
 from dispfx.huggingface.layout import SELECT, Layout, ModuleLayout, digest
-from dispfx.huggingface.widths import Axis, Cut, Widths, is_linear, is_stacked
+from dispfx.huggingface.widths import Axis, Cut, Widths, is_linear, is_stacked, tied_layout
 from dispfx.ir.closure import Mismatch
 from dispfx.ir.positions import kept_features, kept_positions, places, taken, zeroed
 from dispfx.ir.program import Program
@@ -114,9 +115,12 @@ class _Planner:
         self.masks = {site.name: masks[site.name] for site in self.sites}
         self.consumers: dict[str, set[str]] = {}
         self.producers: dict[str, set[str]] = {}
+        self.taken = {site.name: self.facts.consumed(site) for site in self.sites}
         for site in self.sites:
-            taken = self.facts.consumed(site)
-            cut = {piece.parameter for piece in site.slices} & self.facts.product_weights
+            taken = self.taken[site.name]
+            cut = {piece.parameter for piece in site.slices}
+            if site.kind != "stream":
+                cut &= self.facts.product_weights
             self.consumers[site.name] = {owner_of(path) for path in taken}
             self.producers[site.name] = {owner_of(path) for path in cut - taken}
 
@@ -125,12 +129,14 @@ class _Planner:
 
     def internal(self, site: Site) -> bool:
         """Whether one module produces and consumes the features, so that nobody else sees them."""
-        return self.consumers[site.name] == self.producers[site.name] and len(self.owners(site)) == 1
+        same = self.consumers[site.name] == self.producers[site.name] and len(self.owners(site)) == 1
+        return same and site.kind != "stream"
 
     def problem(self, site: Site) -> str | None:
         """Return why the site cannot be built from modules, or None."""
         owners = self.owners(site)
-        if self.consumers[site.name] & self.producers[site.name] and not self.internal(site):
+        both = self.consumers[site.name] & self.producers[site.name]
+        if both and not self.internal(site) and site.kind != "stream":
             return f"{site.name}: a module that produces its features also consumes them, and others do too"
         if not owners:
             return f"{site.name}: no module owns its weights"
@@ -138,7 +144,7 @@ class _Planner:
             owner, _, name = piece.parameter.rpartition(".")
             if owner in owners and (owner not in self.modules or name not in self.modules[owner]._parameters):
                 return f"{site.name}: no module holds {piece.parameter} as a parameter"
-            if piece.parameter in self.ties:
+            if piece.parameter in self.ties and site.kind != "stream":
                 return f"{site.name}: {piece.parameter} is tied to another weight"
             if owner not in owners and site.kind == "write" and self.facts.adds(piece.parameter):
                 return f"{site.name}: {piece.parameter} is added behind it and would fill pruned features"
@@ -146,7 +152,7 @@ class _Planner:
 
     def plan(self, narrow: bool) -> Planned | Mismatch:
         norms = self._norms() if narrow else {}
-        thin = self._thin(norms) if narrow else set()
+        thin = self._thin(norms) if narrow else self._whole()
         for site in self.sites:
             # A module gathers or scatters the same features of every token, whatever its expert.
             if site.experts > 1 and site.name not in thin and not self.internal(site):
@@ -162,10 +168,17 @@ class _Planner:
         for path in sorted({owner for site in self.sites for owner in self.owners(site)}):
             widths = self._widths(path, thin)
             layouts[path] = widths.layout()
+            for tied in self._tied_to(path):
+                layouts[tied] = tied_layout(self.modules[tied], layouts[path])
             indices |= {f"{path}.{name}": index for name, index in widths.indices().items()}
             kept |= widths.kept
             filled |= widths.zeroed
         return Planned(Layout(layouts, digest(indices)), indices, kept, filled)
+
+    def _tied_to(self, path: str) -> list[str]:
+        """Return the modules that hold a weight of this one under another path."""
+        ties = self.facts.program.ties.items()
+        return sorted({owner_of(tied) for tied, kept in ties if owner_of(kept) == path} - {path})
 
     def _norms(self) -> dict[str, str]:
         """Return the module that selects for all readers of a site, where there is one, by site."""
@@ -181,13 +194,17 @@ class _Planner:
 
     def _thin(self, norms: Mapping[str, str]) -> set[str]:
         """Return the sites whose pruned features are absent between modules, too."""
-        thin = set(norms) | {site.name for site in self.sites if self._passes(site)}
+        thin = set(norms) | self._whole() | {site.name for site in self.sites if self._passes(site)}
         while True:
             # An axis where other features keep their places keeps all of them.
             mixed = [sites & thin for sites in self._interfaces() if not sites <= thin and sites & thin]
             if not mixed:
                 return thin
             thin -= set().union(*mixed)
+
+    def _whole(self) -> set[str]:
+        """Return the site of the whole stream, whose pruned features are nowhere at all."""
+        return {site.name for site in self.sites if site.kind == "stream"}
 
     def _passes(self, site: Site) -> bool:
         owners = self.owners(site)
@@ -207,12 +224,22 @@ class _Planner:
                         meeting.setdefault((owner, side), set()).add(site.name)
         return list(meeting.values())
 
+    def _side(self, site: Site, path: str, parameter: str) -> str:
+        """Return on which side of its module a parameter has the features of a site."""
+        if self.internal(site):
+            return "internal"
+        # A module that takes features of the whole stream may give some, too.
+        takes = (
+            parameter in self.taken[site.name] if site.kind == "stream" else path in self.consumers[site.name]
+        )
+        return "in" if takes else "out"
+
     def _widths(self, path: str, thin: set[str]) -> Widths:
         cuts = []
         for site in self.sites:
-            side = "internal" if self.internal(site) else "in" if path in self.consumers[site.name] else "out"
             for piece in site.slices:
                 if owner_of(piece.parameter) == path and path in self.owners(site):
+                    side = self._side(site, path, piece.parameter)
                     mask = self.masks[site.name]
                     labels = np.arange(site.each) if piece.labels is None else np.asarray(piece.labels)
                     stays = kept_positions(labels, mask)

@@ -21,6 +21,7 @@ from dispfx.ir.positions import places
 
 Axis = tuple[str, int]
 MULTIPLE = 8
+ANY_SIDE = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,11 +140,8 @@ class Widths:
 
     def _sizes(self) -> dict[str, int]:
         """Return the whole numbers by which the module remembers widths that have changed."""
-        widths = {
-            cut.side: (cut.stays.shape[-1], self.kept[cut.axis].shape[-1])
-            for cut in self.cuts
-            if cut.axis[0] in self.weights
-        }
+        own = [cut for cut in self.cuts if cut.axis[0] in self.weights] or self.cuts
+        widths = {cut.side: (cut.stays.shape[-1], self.kept[cut.axis].shape[-1]) for cut in own}
         if "internal" in widths:
             features = _kept_features([cut for cut in self.cuts if cut.side == "internal"])
             widths["internal"] = (features.shape[-1], _multiple(_width(features), features.shape[-1]))
@@ -159,6 +157,27 @@ def is_stacked(module: nn.Module, path: str, weights: frozenset[str]) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is one matrix product whose widths it keeps as attributes."""
     return isinstance(module, nn.Linear | Conv1D)
+
+
+def tied_layout(module: nn.Module, layout: ModuleLayout) -> ModuleLayout:
+    """Return the layout of a module that shares its weight with another one, whose layout is given."""
+    shapes = {
+        name: shape for name, shape in layout.shapes.items() if module._parameters.get(name) is not None
+    }
+    axes = [
+        (old, new)
+        for name, shape in shapes.items()
+        for old, new in zip(module._parameters[name].shape, shape, strict=True)  # type: ignore[union-attr]
+        if old != new
+    ]
+    return ModuleLayout(shapes, _renumbered(module, {"in": axes[0]}) if axes else {})
+
+
+def _named_widths(module: nn.Module) -> dict[str, str]:
+    """Return the side of each attribute that holds a width, or nothing where any number may."""
+    if is_linear(module):
+        return {"in_features": "in", "nx": "in", "out_features": "out", "nf": "out"}
+    return {"embedding_dim": ANY_SIDE} if isinstance(module, nn.Embedding) else {}
 
 
 def _kept_features(cuts: Sequence[Cut]) -> np.ndarray:
@@ -196,13 +215,17 @@ def _renumbered(module: nn.Module, widths: Mapping[str, tuple[int, int]]) -> dic
     Args:
         widths: (full, new) by side.
     """
-    named = {"in_features": "in", "nx": "in", "out_features": "out", "nf": "out"} if is_linear(module) else {}
+    named = _named_widths(module)
     sizes: dict[str, int] = {}
-    for name, value in vars(module).items():
+    for name, held in vars(module).items():
+        # A norm of torch holds the shape that it normalises.
+        value = held[0] if isinstance(held, tuple) and len(held) == 1 else held
         if type(value) is not int or (named and name not in named):
             continue
         sides = [
-            side for side, (full, _) in widths.items() if full == value and named.get(name, side) == side
+            side
+            for side, (full, _) in widths.items()
+            if full == value and named.get(name, ANY_SIDE) in (side, ANY_SIDE)
         ]
         hinted = [side for side in sides if name.startswith(side)] or sides
         new = {widths[side][1] for side in hinted}

@@ -8,7 +8,9 @@ until nothing changes.  The labelled axes of parameters are the site's slices.
 2. A product that contracts a labelled dimension gets a gate on its activation, and the weight's
    axis is labelled; so a value that feeds two products gates both.  A constant that a weight is
    multiplied with, such as the zeros before the first token, is gated like an activation.
-3. A mean over a labelled dimension gets a gate on its operand, and divides by the full size.
+3. A mean over a labelled dimension gets a gate on its operand, and divides by the full size.  With
+   `statistics="kept"` it divides by the number of kept features, and a fused norm is gated likewise; with
+   "none" either refuses the site.
 4. A gate hides what follows it: labels do not cross a gated edge.
 5. What a graph returns as its cache is what it takes at the next step, so both carry the same labels.
 6. Two labels for one position say that two features are one, where the caller allows that: the walk
@@ -19,15 +21,18 @@ until nothing changes.  The labelled axes of parameters are the site's slices.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from torch import fx
 
 from dispfx.ir import ops
+from dispfx.ir.kept_statistics import problem_of
 from dispfx.ir.links import Alternatives, Connection, Contraction, Dimension, Link, Mixing, links
 from dispfx.ir.sites import UNTOUCHED
 
 Edge = tuple[fx.Node, int, fx.Node]
+Statistics = Literal["full", "kept", "none"]
 
 # One walk finds all that one value joins; a decoder where it takes more has no such features.
 _MOST_JOINS = 4
@@ -52,10 +57,15 @@ class Mismatch:
 
 @dataclass
 class Closure:
-    """A site in the making: labels by dimension, and the edges that carry its gate."""
+    """A site in the making: labels by dimension, and the edges that carry its gate.
+
+    Args:
+        statistics: of these edges, those whose user takes statistics over the kept features alone.
+    """
 
     labels: dict[Dimension, np.ndarray] = field(default_factory=dict)
     gates: dict[Edge, np.ndarray] = field(default_factory=dict)
+    statistics: set[Edge] = field(default_factory=set)
 
     @property
     def features(self) -> int:
@@ -92,6 +102,7 @@ def close(
     *,
     crosses_products: bool = True,
     joins_features: bool = False,
+    statistics: Statistics = "full",
 ) -> Closure | Mismatch:
     """Spread labels from the seeds until nothing changes.
 
@@ -101,8 +112,10 @@ def close(
         crosses_products: whether a product may consume a labelled activation; not for writes.
         joins_features: whether features that share a position become one, as long as two are left; at
             most `_MOST_JOINS` times, so that a site costs no more than a few walks.
+        statistics: whether means over the features are those of all (norms refuse the site then), or with
+            norms those of the kept ones, or refuse the site as well.
     """
-    found = _spread(seeds, surroundings, crosses_products)
+    found = _spread(seeds, surroundings, crosses_products, statistics)
     for _ in range(_MOST_JOINS if joins_features else 0):
         if isinstance(found, Closure) or found.same is None:
             break
@@ -110,14 +123,17 @@ def close(
         if not fewer.any():
             break
         seeds = [(dimension, fewer[labels]) for dimension, labels in seeds]
-        found = _spread(seeds, surroundings, crosses_products)
+        found = _spread(seeds, surroundings, crosses_products, statistics)
     return found
 
 
 def _spread(
-    seeds: list[tuple[Dimension, np.ndarray]], surroundings: Surroundings, crosses_products: bool
+    seeds: list[tuple[Dimension, np.ndarray]],
+    surroundings: Surroundings,
+    crosses_products: bool,
+    statistics: Statistics,
 ) -> Closure | Mismatch:
-    walk = _Walk(surroundings, crosses_products)
+    walk = _Walk(surroundings, crosses_products, statistics)
     try:
         for dimension, labels in seeds:
             walk.join(dimension, labels)
@@ -143,8 +159,9 @@ def _joined(features: int, same: np.ndarray) -> np.ndarray:
 class _Walk:
     """The state of one closure."""
 
-    def __init__(self, surroundings: Surroundings, crosses_products: bool):
+    def __init__(self, surroundings: Surroundings, crosses_products: bool, statistics: Statistics):
         self.closure = Closure()
+        self._statistics = statistics
         self._around = surroundings
         self._cuts: set[tuple[fx.Node, fx.Node]] = set()
         self._crosses_products = crosses_products
@@ -261,7 +278,16 @@ class _Walk:
         return node in self._around.dependent and ops.weight_of(node) is None
 
     def _mix(self, dimension: Dimension, place: fx.Node, average: bool) -> None:
-        if not average:
+        if self._statistics == "kept" and ops.packet(place) in ops.STATISTICS:
+            problem = problem_of(place, *dimension)
+            if problem is not None:
+                raise _Refused(Mismatch(problem, place))
+            # No label stops here: what a norm gives has the features that it was given.
+            edge = (*dimension, place)
+            self.closure.gates[edge] = self.closure.labels[dimension]
+            self.closure.statistics.add(edge)
+            return
+        if not average or (self._statistics == "none" and ops.packet(place) in ops.STATISTICS):
             raise _Refused(Mismatch(f"{ops.packet(place)} combines all features", place))
         self._gate(dimension, place)
 

@@ -4,6 +4,9 @@ Without a constraint every site is a group of its own.  In the paper's constrain
 (S1 = S2 = S3 = S5 everywhere, arXiv 2410.11988, table of ablations) all read and write sites are
 one group and the inner sites stay alone.  Logits and samples exist once a group; `expand` repeats
 them for the sites.
+
+Where one site holds the whole stream, inner sites of one kind and size keep equally many features, each its
+own: a decoder whose config names one width for all layers can then be built that wide.
 """
 
 from collections.abc import Sequence
@@ -25,12 +28,14 @@ class Groups:
         sizes: number of features of every group.
         experts: how many experts have features of their own in every group; 1 in most.
         names: a name for every group, for messages: that of its first site.
+        widths: a number for every group; groups with the same number keep equally many features.
     """
 
     of_site: tuple[int, ...]
     sizes: tuple[int, ...]
     experts: tuple[int, ...]
     names: tuple[str, ...]
+    widths: tuple[int, ...]
     _features: Tensor | None  # for every feature of every site the group's feature; None: the same
 
     @staticmethod
@@ -57,7 +62,8 @@ class Groups:
             ranges = torch.arange(sum(sizes)).split(list(sizes))
             features = torch.cat([ranges[group] for group in of_site])
         experts = tuple(site.experts for site in first.values())
-        return Groups(of_site, sizes, experts, tuple(site.name for site in first.values()), features)
+        names = tuple(site.name for site in first.values())
+        return Groups(of_site, sizes, experts, names, _equal_widths(list(first.values())), features)
 
     @staticmethod
     def alone(sites: Sequence[Site]) -> "Groups":
@@ -84,3 +90,12 @@ class Groups:
     def to(self, device: torch.device | str) -> "Groups":
         """Return the same groups with their table on `device`."""
         return self if self._features is None else replace(self, _features=self._features.to(device))
+
+
+def _equal_widths(sites: Sequence[Site]) -> tuple[int, ...]:
+    """Number the groups by their first sites; equal numbers keep equally many features."""
+    if all(site.kind != "stream" for site in sites):
+        return tuple(range(len(sites)))
+    numbers: dict[object, int] = {}
+    keys = [(site.branch_kind, site.kind, site.size, site.experts) for site in sites]
+    return tuple(numbers.setdefault(key, len(numbers)) for key in keys)

@@ -39,6 +39,8 @@ MIXERS = packets(
 )
 NORMS = packets("layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm")
 AVERAGES = packets("mean sum")
+# What takes its statistics over a number of features that it knows.
+STATISTICS = packets("mean layer_norm rms_norm")
 REDUCTIONS = AVERAGES | packets(
     "amax amin max min var var_mean std norm linalg_vector_norm argmax prod all any logsumexp"
 )  # fmt: skip

@@ -24,7 +24,7 @@ from torch import Tensor
 from dispfx.atomic import replacing
 from dispfx.errors import DataError, PlanMismatchError
 from dispfx.ir.costs import CostTable
-from dispfx.ir.sites import Site
+from dispfx.ir.sites import STREAM, Select, Site
 
 if TYPE_CHECKING:
     from dispfx.ir.program import Program
@@ -124,6 +124,12 @@ class Plan:
     seed: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def select(self) -> Select:
+        """Whether the plan selects behind every norm, or all of the stream at once."""
+        whole = any(selection.site == STREAM for selection in self.selections)
+        return "before-norm" if whole else "after-norm"
 
     @property
     def kept(self) -> dict[str, Tensor]:

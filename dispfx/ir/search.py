@@ -8,12 +8,16 @@ Starting from one threshold over all groups, `settled` moves widths by steps:
 3. Where no pair helps and the promise is not kept (few or wide groups): a step away of one group,
    the cheapest margin first, which then stays while the others move as in 1 and 2.
 
+Groups that keep equally many features (`Groups.widths`) move together, and begin at the mean of the widths
+that the threshold gives them.
+
 All orders are fixed, so the same logits give the same widths.  Shapes: G groups, N features of all
 groups.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -83,13 +87,26 @@ class WidthSearch:
         changes = torch.cat([self._effect(widths_G, step_G, 0.0)[0].abs() for step_G in steps])
         return float(changes[changes > 0].min()) if bool((changes > 0).any()) else 0.0
 
+    @cached_property
+    def _class_G(self) -> Tensor:
+        """For every group the number of those that move with it."""
+        return torch.tensor(self.groups.widths)
+
+    def _summed(self, values_G: Tensor) -> Tensor:
+        """Return for every group the sum over those that move with it."""
+        sums = values_G.new_zeros(len(values_G)).index_add(0, self._class_G, values_G)
+        return sums[self._class_G]
+
     @property
     def _free(self) -> Tensor:
         every_G = torch.ones(len(self.widths.sizes), dtype=torch.bool)
         return every_G if self.held_G is None else ~self.held_G
 
     def _at(self, kept: int) -> Tensor:
-        nearest_G = self.widths.nearest(self.ranking.widths(kept))
+        widths_G = self.ranking.widths(kept)
+        together_G = self._summed(torch.ones_like(widths_G))
+        mean_G = (2 * self._summed(widths_G) + together_G) // (2 * together_G)
+        nearest_G = self.widths.nearest(mean_G)
         return torch.where(self._free, nearest_G, self.widths.full)
 
     def _is_close(self, widths_G: Tensor) -> bool:
@@ -126,7 +143,7 @@ class WidthSearch:
         closer_G = ((change_G + error).abs() < abs(error)) & (next_G != widths_G)
         price_G = torch.where(closer_G, margin_G / change_G.abs().clamp_min(1.0), torch.inf)
         for group in price_G.argsort(stable=True)[: int(closer_G.sum())].tolist():
-            yield _replaced(widths_G, next_G, group)
+            yield self._moved(widths_G, next_G, group)
 
     def _pairs(
         self, up_G: Tensor, widths_G: Tensor, down_G: Tensor, threshold: float, error: float
@@ -135,13 +152,13 @@ class WidthSearch:
         lost_G, _ = self._effect(widths_G, down_G, threshold)
         error_GG = (gained_G[:, None] + lost_G[None, :] + error).abs()
         # A group cannot move up and down at once, nor past its limits.
-        error_GG.fill_diagonal_(torch.inf)
+        error_GG[self._class_G[:, None] == self._class_G[None, :]] = torch.inf
         error_GG[up_G == widths_G, :] = torch.inf
         error_GG[:, down_G == widths_G] = torch.inf
         errors, order = error_GG.flatten().sort(stable=True)
         promising = order[errors < abs(error)][:_PAIRS_TRIED].tolist()
         for up, down in (divmod(index, len(widths_G)) for index in promising):
-            yield _replaced(_replaced(widths_G, up_G, up), down_G, down)
+            yield self._moved(self._moved(widths_G, up_G, up), down_G, down)
 
     def _away(self, widths_G: Tensor, threshold: float) -> Iterator[Tensor]:
         """Yield widths with one group moved, either way, the cheapest margin a parameter first."""
@@ -152,7 +169,7 @@ class WidthSearch:
         prices, order = price_2G.flatten().sort(stable=True)
         for index in order[prices.isfinite()][:_AWAY_TRIED].tolist():
             direction, group = divmod(index, len(widths_G))
-            yield _replaced(widths_G, next_2G[direction], group)
+            yield self._moved(widths_G, next_2G[direction], group)
 
     def _effect(self, widths_G: Tensor, next_G: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
         """Return the change of the count and the logit margin given up if one group moves alone.
@@ -165,10 +182,8 @@ class WidthSearch:
         assert masks.grad is not None
         change_G = self.ranking.sums_between(masks.grad, widths_G, next_G)
         margin_G = -self.ranking.sums_between(self.ranking.logits - threshold, widths_G, next_G)
-        return change_G, margin_G
+        return self._summed(change_G), self._summed(margin_G)
 
-
-def _replaced(widths_G: Tensor, next_G: Tensor, group: int) -> Tensor:
-    moved_G = widths_G.clone()
-    moved_G[group] = next_G[group]
-    return moved_G
+    def _moved(self, widths_G: Tensor, next_G: Tensor, group: int) -> Tensor:
+        """Return the widths with a group, and those that move with it, at their next ones."""
+        return torch.where(self._class_G == self._class_G[group], next_G, widths_G)

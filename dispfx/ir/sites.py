@@ -5,6 +5,9 @@ The paper's five selections per decoder layer (arXiv 2410.11988, section 3) are 
     S1  attention read     S2  attention write
     S3  MLP read           S4  MLP inner          S5  MLP write
 
+With one selection for the whole stream (S1 = S2 = S3 = S5, before the norms) one site named "stream" takes
+the place of all reads and writes.
+
 All types are frozen and hold names (of graph values) and paths (of parameters), never nodes, so
 they can be saved, compared and carried from one capture of a decoder to another.
 """
@@ -13,8 +16,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 BranchKind = Literal["attention", "mlp", "mixer"]
-SiteKind = Literal["read", "inner", "write"]
+SiteKind = Literal["read", "inner", "write", "stream"]
 RowsKind = Literal["ids", "ends", "positions"]
+Select = Literal["after-norm", "before-norm"]
+
+# The one site of the whole residual stream, which takes the place of all reads and writes.
+STREAM = "stream"
 
 UNTOUCHED = -1
 
@@ -70,6 +77,8 @@ class GatePoint:
         users: names of the nodes that take the gated value instead of the plain one.
         labels: as in `Slice`, for the positions of the gated dimension.
         rows: whose features the positions of dimension 0 have, where each expert has its own.
+        statistics: whether the one user is a mean or a norm over the features, which takes its statistics
+            over the kept ones alone (`dispfx.ir.kept_statistics`).
     """
 
     value: str
@@ -77,6 +86,7 @@ class GatePoint:
     users: tuple[str, ...]
     labels: tuple[int, ...] | None = None
     rows: Rows | None = None
+    statistics: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,9 +98,9 @@ class Site:
 
     Args:
         name: unique in a decoder and the same in every capture of it.
-        branch: name of the branch it belongs to.
+        branch: name of the branch it belongs to; "stream" for the site of the whole stream.
         branch_kind: kind of that branch.
-        kind: read, inner or write.
+        kind: read, inner, write, or stream.
         size: number of features, of all experts together; all are kept in the dense decoder.
         slices: the parameter axes that follow the selection.
         gates: where the mask multiplies activations.
@@ -99,7 +109,7 @@ class Site:
 
     name: str
     branch: str
-    branch_kind: BranchKind
+    branch_kind: BranchKind | Literal["stream"]
     kind: SiteKind
     size: int
     slices: tuple[Slice, ...]

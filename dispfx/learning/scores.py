@@ -173,6 +173,7 @@ class _Recorder(fx.Interpreter):
             f"gate_{index}_{at}": (index, point)
             for index, site in enumerate(sites)
             for at, point in enumerate(site.gates)
+            if not point.statistics
         }
 
     def run_node(self, n: fx.Node) -> Any:

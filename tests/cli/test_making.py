@@ -49,6 +49,7 @@ def test_compile_without_options_leaves_every_default_to_the_compiler(
     assert not {"data_weights", "data_field", "data_bytes"} & set(given)
     assert given["resume"] is False and given["trust_remote_code"] is False
     assert given["ratio_of"] == "blocks" and given["skip"] == () and given["print_after"] == ()
+    assert given["select"] == "after-norm"
 
 
 def test_compile_hands_on_every_option(dispfx, replaced, report: Report, tmp_path: Path, decoder, text):
@@ -60,7 +61,7 @@ def test_compile_hands_on_every_option(dispfx, replaced, report: Report, tmp_pat
     words += ["--estimator", "gumbel", "--hypernetwork", "none", "--constrained", "--seed", 9]
     words += ["--save-every", 2, "--align", 8, "--skip", "a", "--skip", "b", "--target", "cuda"]
     words += ["--dtype", "bfloat16", "--device", "cpu", "--trust-remote-code", "--export", "onnx"]
-    words += ["--print-after", "canonicalize", "--resume"]
+    words += ["--print-after", "canonicalize", "--resume", "--select", "before-norm"]
     result = dispfx(*words)
 
     assert result.exit_code == 0, result.output
@@ -86,6 +87,18 @@ def test_compile_hands_on_every_option(dispfx, replaced, report: Report, tmp_pat
     assert given["ratio_of"] == "total" and given["tokenizer"] == "tok" and given["resume"] is True
     assert given["dtype"] == "bfloat16" and given["device"] == "cpu" and given["export"] == "onnx"
     assert given["trust_remote_code"] is True and given["print_after"] == ("canonicalize",)
+    assert given["select"] == "before-norm"
+
+
+@pytest.mark.parametrize("more", [[], ["--constrained", "--costs", "costs.json"]])
+def test_a_selection_before_the_norms_is_for_the_whole_stream(dispfx, replaced, report, tmp_path, more):
+    compile_ = replaced("compile", report)
+    words = ["compile", "demo", "--ratio", 0.3, "--select", "before-norm", "--out", tmp_path / "out", *more]
+
+    result = dispfx(*words)
+
+    assert result.exit_code == 2 and "whole" in result.stderr
+    assert not compile_.called
 
 
 def test_one_setting_of_the_demo_keeps_its_other_settings(dispfx, replaced, report: Report, tmp_path: Path):

@@ -53,6 +53,28 @@ def test_the_asked_ratio_is_met(ratio, align, of, constrained, seed):
         assert all(torch.equal(shared[0], other) for other in shared)
 
 
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.floats(0.1, 0.8), st.sampled_from([1, 8]), st.integers(0, 1000))
+def test_with_one_site_for_the_stream_inner_sites_of_one_size_keep_equally_many_features(ratio, align, seed):
+    sites, shapes = decoder_sites(4, 64, 168, key_width=32)
+    stream = site(
+        "stream", 64, *(cut for one in sites if one.kind != "inner" for cut in one.slices), kind="stream"
+    )
+    sites = [stream, *(one for one in sites if one.kind == "inner")]
+    count = ParameterCount.of_sites(sites, shapes)
+    logits = random_logits(count.features, seed)
+
+    kept = harden(logits, sites, count, Budget(ratio, "blocks", align))
+
+    inner = [set(indices.tolist()) for indices in kept[1:]]
+    assert len({len(indices) for indices in inner}) == 1
+    assert inner[0] != inner[1] or len(inner[0]) == 168
+    # Two numbers decide it: eight more features of the stream are a step of several per cent.
+    assert abs(achieved(sites, count, kept) - ratio) <= (0.01 if align == 1 else 0.06)
+    for one, best, indices in zip(sites, logits.split([one.size for one in sites]), kept, strict=True):
+        assert indices.tolist() == sorted(best.topk(len(indices)).indices.tolist()), one.name
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(decoders(), st.floats(0.0, 0.95), st.sampled_from([1, 2, 3]), st.integers(0, 1000))
 def test_a_plan_keeps_the_best_features_and_no_single_step_would_be_closer(decoder, ratio, align, seed):

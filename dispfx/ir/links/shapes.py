@@ -107,7 +107,8 @@ def sliced(node: fx.Node) -> list[Connection]:
     value = operand(node, 0)
     dim = dimension(value, argument(node, 1, "dim", 0))
     found = others(value, node, dim)
-    if ops.is_dynamic(value, dim):
+    # How many are taken may depend on the input, as of a table of positions: the table's rows then mix.
+    if ops.is_dynamic(value, dim) or ops.is_dynamic(node, dim):
         return found
     return [*found, Link((value, dim), (node, dim), slice_positions(node), np.arange(shape_of(node)[dim]))]
 

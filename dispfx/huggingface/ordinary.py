@@ -1,0 +1,77 @@
+"""A smaller decoder that is an ordinary one: its own class, a config with smaller numbers, nothing of dispfx.
+
+There is one where one selection holds for the whole stream and all layers have equal inner widths, so that
+a config can say how wide everything is.  Whether the class can be built like that is found by building it
+(`dispfx.huggingface.widths_of_config`), and whether it computes the same by comparing it with the lowered
+graph: a class may derive a number, such as the scale of its embedding, from a width that has changed.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from dispfx.huggingface.dense import forget_format
+from dispfx.huggingface.planning import site_cuts
+from dispfx.huggingface.widths import Axis
+from dispfx.huggingface.widths_of_config import resized
+from dispfx.ir.closure import Mismatch
+from dispfx.ir.positions import places, taken
+from dispfx.ir.program import Program
+
+
+def build_ordinary(
+    model: nn.Module, program: Program, kept: Mapping[str, Tensor]
+) -> PreTrainedModel | Mismatch:
+    """Return the decoder that keeps what `kept` says as one of its own class, or why there is none.
+
+    Args:
+        model: the dense decoder of transformers, which is not changed; uncut tensors are shared.
+        program: of the decoder, with one site for the whole stream.
+        kept: sorted kept indices by site.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return Mismatch("its module is not one of transformers")
+    cuts = site_cuts(program.sites, kept)
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    dense = {path: tuple(tensor.shape) for path, tensor in own.items()}
+    wanted = {path: _kept_shape(path, shape, cuts) for path, shape in dense.items()}
+    config = forget_format(copy.deepcopy(model.config))
+    found = resized(config, dense, wanted)
+    if isinstance(found, Mismatch):
+        return found
+    with no_init_weights():
+        smaller = AutoModelForCausalLM.from_config(found.config, dtype=program.dtype)
+    for path, tensor in own.items():
+        # A buffer that no cut reaches is what the config says, in whatever type the class wants it.
+        if isinstance(tensor, nn.Parameter) or path in model.state_dict():
+            _put(smaller, path, _cut(path, tensor.detach(), cuts))
+    smaller.tie_weights()
+    smaller.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
+    return smaller.eval()
+
+
+def _kept_shape(path: str, shape: tuple[int, ...], cuts: Mapping[Axis, np.ndarray]) -> tuple[int, ...]:
+    kept = {axis: places(cuts[path, axis]).shape[-1] for axis in range(len(shape)) if (path, axis) in cuts}
+    return tuple(kept.get(axis, size) for axis, size in enumerate(shape))
+
+
+def _cut(path: str, tensor: Tensor, cuts: Mapping[Axis, np.ndarray]) -> Tensor:
+    for axis in range(tensor.dim()):
+        stays = cuts.get((path, axis))
+        if stays is not None and not stays.all():
+            tensor = taken(tensor, axis, places(stays))
+    return tensor
+
+
+def _put(model: nn.Module, path: str, value: Tensor) -> None:
+    owner, _, name = path.rpartition(".")
+    module: Any = model.get_submodule(owner)
+    if name in module._parameters:
+        module._parameters[name] = nn.Parameter(value, requires_grad=False)
+    else:
+        module._buffers[name] = value

@@ -1,0 +1,159 @@
+"""Find the config of an ordinary decoder that has given shapes.
+
+    dense config, dense shapes → wanted shapes     ⇒     {hidden_size: 416, intermediate_size: 1024}
+
+No architecture is known here.  The whole numbers of the config that equal a size that changes are tried,
+and a number counts as found when the decoder that is built with it, without memory, comes closer to the
+wanted shapes; so do numbers that a config leaves open.  `head_dim` is the one name that is known: decoders
+that let it be given, and would otherwise derive it from the width of the stream, get it as it was.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from dispfx.ir.closure import Mismatch
+
+Shapes = Mapping[str, tuple[int, ...]]
+# The config that holds a number, as attributes from the outermost, and its name there.
+_Place = tuple[str, ...]
+_HEAD_DIM = "head_dim"
+_ROUNDS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Resized:
+    """A config that gives the wanted shapes.
+
+    Args:
+        config: a copy of the dense decoder's, with other numbers.
+        numbers: those that differ, by name.
+    """
+
+    config: PreTrainedConfig
+    numbers: Mapping[str, int]
+
+
+def resized(config: PreTrainedConfig, dense: Shapes, wanted: Shapes) -> Resized | Mismatch:
+    """Return a config whose decoder has the wanted shapes, or why there is none.
+
+    Args:
+        config: of the dense decoder; it is not changed.
+        dense: shape of every parameter, and buffer, of the dense decoder by path.
+        wanted: of the smaller one, for the same paths.
+    """
+    sizes = {
+        (old, new)
+        for path, shape in wanted.items()
+        for old, new in zip(dense[path], shape, strict=True)
+        if old != new
+    }
+    choices = dict(_choices(config, sizes))
+    starts = [
+        {},
+        {place: values[0] for place, values in choices.items() if _number(config, place) is not None},
+    ]
+    tries = [_descend(config, start, choices, wanted) for start in starts]
+    best = min(tries, key=lambda found: found.wrong)
+    if best.wrong:
+        return Mismatch(best.reason)
+    numbers = {".".join(place): value for place, value in best.numbers.items()}
+    return Resized(_with_numbers(config, best.numbers), numbers)
+
+
+@dataclass(frozen=True, eq=False)
+class _Try:
+    numbers: dict[_Place, int]
+    wrong: int
+    reason: str
+
+
+def _descend(
+    config: PreTrainedConfig, start: dict[_Place, int], choices: Mapping[_Place, list[int]], wanted: Shapes
+) -> _Try:
+    """Change one number at a time for as long as fewer shapes are wrong."""
+    best = _try(config, start, wanted)
+    for _ in range(_ROUNDS):
+        if not best.wrong:
+            break
+        closer = min(
+            (_try(config, numbers, wanted) for numbers in _neighbours(best.numbers, choices)),
+            key=lambda found: found.wrong,
+            default=best,
+        )
+        if closer.wrong >= best.wrong:
+            break
+        best = closer
+    return best
+
+
+def _neighbours(
+    numbers: Mapping[_Place, int], choices: Mapping[_Place, list[int]]
+) -> Iterator[dict[_Place, int]]:
+    for place, values in choices.items():
+        if place in numbers:
+            yield {other: value for other, value in numbers.items() if other != place}
+        yield from ({**numbers, place: value} for value in values if numbers.get(place) != value)
+
+
+def _try(config: PreTrainedConfig, numbers: dict[_Place, int], wanted: Shapes) -> _Try:
+    said = ", ".join(f"{'.'.join(place)}={value}" for place, value in numbers.items()) or "its own numbers"
+    try:
+        with no_init_weights(), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(_with_numbers(config, numbers))
+    except Exception as error:
+        # The decoder's own code, given numbers that it may not like.
+        return _Try(numbers, len(wanted) + 1, f"with {said} it cannot be built: {_first_line(error)}")
+    found = {path: tuple(tensor.shape) for path, tensor in model.named_parameters()}
+    found |= {path: tuple(tensor.shape) for path, tensor in model.named_buffers()}
+    wrong = [path for path, shape in wanted.items() if found.get(path) != shape]
+    reason = ""
+    if wrong:
+        path = wrong[0]
+        reason = f"{path} would have to be {wanted[path]}, and with {said} it is {found.get(path)}"
+    return _Try(numbers, len(wrong), reason)
+
+
+def _choices(config: PreTrainedConfig, sizes: set[tuple[int, int]]) -> Iterator[tuple[_Place, list[int]]]:
+    """Yield every number of the config that may have to change, with the values that it may get."""
+    for place, value in _numbers(config):
+        new = sorted({new for old, new in sizes if value in (old, None)})
+        if new:
+            yield place, new
+    heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if not hasattr(config, _HEAD_DIM) and isinstance(heads, int) and isinstance(width, int):
+        yield (_HEAD_DIM,), [width // heads]
+
+
+def _numbers(config: PreTrainedConfig, outer: _Place = ()) -> Iterator[tuple[_Place, int | None]]:
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from _numbers(value, (*outer, name))
+        elif not name.startswith("_") and (value is None or type(value) is int):
+            yield (*outer, name), value
+
+
+def _number(config: PreTrainedConfig, place: _Place) -> int | None:
+    held: Any = config
+    for name in place:
+        held = getattr(held, name, None)
+    return held
+
+
+def _with_numbers(config: PreTrainedConfig, numbers: Mapping[_Place, int]) -> PreTrainedConfig:
+    twin = copy.deepcopy(config)
+    for place, value in numbers.items():
+        held: Any = twin
+        for name in place[:-1]:
+            held = getattr(held, name)
+        setattr(held, place[-1], value)
+    return twin
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

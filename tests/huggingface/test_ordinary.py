@@ -1,0 +1,184 @@
+"""With one selection for the whole stream a smaller decoder is an ordinary one, which needs no dispfx."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+import dispfx
+from dispfx.api import apply, capture
+from dispfx.errors import UnsupportedGraphError
+from dispfx.huggingface.widths_of_config import resized
+from dispfx.ir.closure import Mismatch
+from dispfx.ir.plan import Plan
+from dispfx.learning.settings import LearnSettings
+from tests.huggingface.test_dense import WITHOUT_DISPFX
+from tests.programs import relative_error, token_ids
+from tests.tiny_transformers import VOCABULARY, tiny_transformer
+
+IDS = token_ids(2, 9, vocabulary=VOCABULARY)
+
+
+def written(name: str, path: Path, *, align: int = 8, ratio: float = 0.4) -> tuple[Plan, Any]:
+    """Write the folder of a tiny decoder, pruned at random by one selection, with its ordinary form."""
+    model = tiny_transformer(name)
+    plan = Plan.random(capture(model, select="before-norm"), ratio, 1, align=align)
+    return plan, apply(model, plan, out=path, export="dense")
+
+
+@pytest.mark.parametrize("name", ["llama", "phi", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_a_smaller_ordinary_decoder_needs_no_dispfx(name: str, tmp_path: Path) -> None:
+    plan, report = written(name, tmp_path / "out")
+    folder = tmp_path / "out" / "dense"
+    torch.save(IDS, tmp_path / "ids")
+    paths = [str(path) for path in (folder, tmp_path / "ids", tmp_path / "logits")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", WITHOUT_DISPFX, *paths], env=environment, cwd=tmp_path, check=True)
+
+    pruned: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ordinary: Any = AutoModelForCausalLM.from_pretrained(folder)
+    entries = json.loads((folder / "config.json").read_text())
+    found = torch.load(tmp_path / "logits", weights_only=True)
+    with torch.no_grad():
+        assert relative_error(found, pruned(IDS).logits) < 1e-5
+    assert [line.name for line in report.verify].count("dense = lowered") == 2
+    assert entries["hidden_size"] == len(plan.kept["stream"])
+    # Of every expert, where there are several: each keeps features of its own.
+    experts = 4 if name == "mixtral" else 1
+    assert entries["intermediate_size"] * experts == len(plan.kept["model.layers.0.mlp.inner"])
+    assert entries["intermediate_size"] < 48
+    assert "quantization_config" not in entries and "transformers_weights" not in entries
+    # Every parameter of the pruned folder, and no other: nothing is padded and nothing is added.
+    assert ordinary.num_parameters() == report.parameters.pruned == pruned.num_parameters()
+    assert type(ordinary) is type(tiny_transformer(name))
+
+
+def test_a_decoder_that_loads_with_dispfx_is_as_small(tmp_path: Path) -> None:
+    """Its heads follow its width and its layers differ, so no config fits; the folder has modules still."""
+    plan = Plan.random(capture(tiny_transformer("gpt2"), select="before-norm"), 0.4, 1)
+
+    apply(tiny_transformer("gpt2"), plan, out=tmp_path / "out", export="none")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+    width = len(plan.kept["stream"])
+    assert loaded.transformer.wte.weight.shape == (VOCABULARY, width)
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight and loaded.lm_head.in_features == width
+    assert loaded.transformer.h[0].ln_1.normalized_shape == (width,)
+    assert loaded.transformer.h[0].attn.c_attn.nf == 3 * 32, "heads are not pruned"
+    assert not any(buffer.dtype == torch.int32 for buffer in loaded.buffers()), "nothing is gathered"
+    graph = dispfx.load(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, graph(IDS).logits)
+    tied = loaded.transformer.wte.weight.detach().clone()
+    loaded(IDS, labels=IDS).loss.backward()
+    torch.optim.SGD(loaded.parameters(), lr=0.1).step()
+    assert not torch.equal(tied, loaded.lm_head.weight), "a tied weight trains as one"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        # Query, key and value are as wide as the stream, and no number of its config says otherwise.
+        ("gpt2", r"c_attn.weight would have to be \(\d+, 96\)"),
+        ("roberta", r"query.weight would have to be \(32, \d+\)"),
+        # The scale of its embedding follows from its width, and the embedding is the head, too.
+        ("gemma3", "its code derives a number from a width"),
+    ],
+)
+def test_a_class_that_cannot_be_built_so_is_refused_by_its_reason(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedGraphError, match=reason):
+        written(name, tmp_path / "out", align=4)
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_of_unlike_widths_are_refused(tmp_path: Path) -> None:
+    model = tiny_transformer("llama")
+    program = capture(model, skip=["*layers.0.mlp"], select="before-norm")
+    plan = Plan.random(program, 0.4, 1)
+
+    with pytest.raises(UnsupportedGraphError, match=r"layers\.\d\.mlp\.\w+\.weight would have to be"):
+        apply(model, plan, out=tmp_path / "out", export="dense")
+
+
+def test_what_is_not_possible_is_refused_before_anything_is_learned(tmp_path: Path) -> None:
+    tokens = torch.randint(VOCABULARY, (2048,), generator=torch.Generator().manual_seed(0))
+
+    def refuse_to_learn(*_: Any, **__: Any) -> None:
+        raise AssertionError("learning began")
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(UnsupportedGraphError, match="c_attn"):
+        patched.setattr("dispfx.api.compilation.learn", refuse_to_learn)
+        dispfx.compile(
+            tiny_transformer("gpt2"),
+            0.3,
+            out=tmp_path / "out",
+            data=tokens,
+            settings=LearnSettings(steps=3, seq_len=16, batch_size=2, constrained=True),
+            select="before-norm",
+            export="dense",
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_verify_compares_the_ordinary_form_as_it_lies_there(tmp_path: Path) -> None:
+    written("llama", tmp_path / "out")
+    folder = tmp_path / "out" / "dense"
+    lines = [line for line in dispfx.api.verify(tmp_path / "out") if line.name == "dense = checkpoint"]
+    assert len(lines) == 2 and all(line.holds for line in lines)
+
+    damaged: Any = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        damaged.model.norm.weight.mul_(1.5)
+    damaged.save_pretrained(folder)
+
+    lines = [line for line in dispfx.api.verify(tmp_path / "out") if line.name == "dense = checkpoint"]
+    assert not any(line.holds for line in lines)
+
+
+def test_numbers_of_a_config_are_found_by_the_shapes_that_they_give() -> None:
+    """Width, inner width, vocabulary and number of positions are all 64: only two of them change."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    dense = shapes_of(config)
+    smaller = LlamaConfig(**{**config.to_dict(), "hidden_size": 40, "intermediate_size": 24, "head_dim": 16})
+
+    found = resized(config, dense, shapes_of(smaller))
+
+    assert not isinstance(found, Mismatch)
+    assert shapes_of(found.config) == shapes_of(smaller)
+    assert found.numbers == {"hidden_size": 40, "intermediate_size": 24}
+    assert config.hidden_size == 64, "the config itself stays as it was"
+
+
+def test_shapes_that_no_numbers_give_are_named() -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = AutoConfig.for_model("llama", **sizes, num_attention_heads=4, num_key_value_heads=4)
+    dense = shapes_of(config)
+    wanted = {**dense, "model.norm.weight": (24,)}
+
+    found = resized(config, dense, wanted)
+
+    assert isinstance(found, Mismatch) and "model.norm.weight would have to be (24,)" in found.reason
+
+
+def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return {path: tuple(parameter.shape) for path, parameter in model.named_parameters()}
