@@ -12,19 +12,21 @@ from torch import Tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-# Masks of the comparison drop one feature in ten, so that gradients are those of a step and not of the
-# dense decoder.
-_DROPPED = 0.1
+# Masks of the comparison lie in [1 − this, 1]: all different, and the decoder works as the dense one does.
+# Dropping one feature in ten at random leaves a trained decoder with nothing but rounding: of SmolLM2-135M in
+# bfloat16 the plain gradients themselves were 62% from those in float32 then (16 sequences of 64 tokens).
+_FARTHEST = 0.05
 # Relative: other kernels sum in another order.  Where routing or rounding decides between features, single
 # gradients differ much more than the vector of all of them does.
 LOSS_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 GRADIENT_TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
 HALF_LOSS_TOLERANCE = 1e-2
-# Seen: 1.5e-2 with 30 layers of width 576, 9.6e-2 with 32 of 4096, random weights in bfloat16.
+# Seen with masks that dropped features: 1.5e-2 with 30 layers of width 576, 9.6e-2 with 32 of 4096.  With these
+# masks, gradients in bfloat16 are 7e-2 from those in float32 (SmolLM2-135M), and no site's cosine is below 0.99.
 HALF_GRADIENT_TOLERANCE = 0.25
 # A site whose gradient is wrong hardly shows in the vector of all sites, but in its own direction.
 DIRECTION = 0.99
-HALF_DIRECTION = 0.5
+HALF_DIRECTION = 0.8
 # Of the largest gradient of a site: what is smaller is rounding.
 _SMALLEST = 1e-4
 
@@ -58,9 +60,9 @@ class Comparison:
 
 
 def sample_masks(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return masks (N,) or (S, N) of zeros and ones, the same every time."""
+    """Return masks (N,) or (S, N) of numbers a little below one, the same every time."""
     noise = torch.rand(shape, generator=torch.Generator().manual_seed(0))
-    return (noise > _DROPPED).float().to(device)
+    return (1.0 - _FARTHEST * noise).to(device)
 
 
 def value_and_gradient(loss: Loss, ids_BT: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
