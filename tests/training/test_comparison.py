@@ -51,7 +51,7 @@ def test_a_site_without_any_gradient_says_nothing():
 
 
 def test_the_masks_tell_features_apart_and_leave_the_decoder_whole():
-    """Without a tenth of its features a trained decoder computes rounding, which nothing can be compared by."""
+    """Without a tenth of its features a trained decoder computes rounding, which says nothing."""
     assert MASKS.min() >= 0.95 and MASKS.max() <= 1.0
     assert len(MASKS.unique()) > 0.99 * len(MASKS)
     assert torch.equal(MASKS, sample_masks((sum(SIZES),), torch.device("cpu")))
