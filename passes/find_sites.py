@@ -12,8 +12,10 @@ Rules (each closure follows `dispfx.ir.closure`):
    of its own (`dispfx.ir.experts`); otherwise they share one selection.
 3. Write: the features of the value that is written (S2, S5).
 4. A weight that several products use, or that two branches read, belongs to one site.
-5. A site that does not fit is refused with its reason; the other sites of the branch stay.
-6. With `select="before-norm"` one site holds the features of the whole stream and takes the place of all
+5. What a branch writes must be zero where its weights are (`dispfx.ir.zeros`): a constant that it adds cannot
+   be cut with them.
+6. A site that does not fit is refused with its reason; the other sites of the branch stay.
+7. With `select="before-norm"` one site holds the features of the whole stream and takes the place of all
    reads and writes: embedding, norms, every reader and writer, and the head are cut together, and norms see
    the kept features alone (S1 = S2 = S3 = S5, selected before the norm).  Where that does not fit, the
    decoder is refused.  Inner features with a norm of their own, as latents have, are not pruned then.
@@ -45,6 +47,7 @@ from dispfx.ir.sites import (
     SiteKind,
     Slice,
 )
+from dispfx.ir.zeros import not_zero
 from dispfx.pipeline import PassResult
 
 
@@ -131,7 +134,7 @@ class _Search:
         return "none" if self.whole_stream else "full"
 
     def stream(self) -> None:
-        """Find the one site of all features of the stream (rule 6)."""
+        """Find the one site of all features of the stream (rule 7)."""
         assert self.program.stream is not None
         width = self.program.stream.width
         seeds = [
@@ -222,7 +225,7 @@ class _Search:
         if isinstance(found, Closure) and kind == "inner":
             found = self._with_producers(found)
         if isinstance(found, Closure):
-            found = self._conflict(found) or found
+            found = not_zero(found) or self._conflict(found) or found
         if isinstance(found, Mismatch):
             self._refuse(leaf, kind, found, free[0])
             return names
@@ -337,7 +340,7 @@ class _Search:
             return
         paths = ops.tensors_read(seed[0]) if seed[0].op != "get_attr" else [str(seed[0].target)]
         source = ops.source_line(mismatch.node) if mismatch.node is not None else None
-        where = paths[0] if paths else None
+        where = mismatch.parameter or (paths[0] if paths else None)
         self.refused.append(Refusal(f"{leaf.branch}.{kind}", mismatch.reason, where, source))
 
 

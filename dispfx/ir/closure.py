@@ -47,12 +47,14 @@ class Mismatch:
         node: the graph node where it was found.
         stream: whether the features are those of the residual stream.
         same: (2, N) pairs of labels that one position would follow both of.
+        parameter: path of a parameter concerned, where it is known.
     """
 
     reason: str
     node: fx.Node | None = None
     stream: bool = False
     same: np.ndarray | None = None
+    parameter: str | None = None
 
 
 @dataclass

@@ -107,17 +107,12 @@ def _owners(closure: Closure) -> dict[fx.Node, Owner] | Mismatch:
     """Return the owner of every labelled value, from the parameters on (rule 2)."""
     dims = dict(closure.labels.keys())
     owners: dict[fx.Node, Owner] = {}
-    for node in _in_order(dims):
+    for node in sorted(dims):
         found = _owner(node, dims, owners)
         if found is None or found.axis == dims[node]:
             return Mismatch("the expert of a value is not known", node)
         owners[node] = found
     return owners
-
-
-def _in_order(dims: dict[fx.Node, int]) -> list[fx.Node]:
-    graph = next(iter(dims)).graph
-    return [node for node in graph.nodes if node in dims]
 
 
 def _owner(node: fx.Node, dims: dict[fx.Node, int], owners: dict[fx.Node, Owner]) -> Owner | None:
