@@ -2,17 +2,20 @@
 """Sweep tiny models of every causal language model that transformers registers.
 
     python tools/zoo.py --builder PATH/tiny_decoders.py --out docs/zoo            every architecture
+    python tools/zoo.py --builder PATH/tiny_decoders.py --out docs/zoo --cached   with a key-value cache
     python tools/zoo.py --builder PATH/tiny_decoders.py --only llama,gpt2 --dtype bfloat16
 
 Each architecture runs in a process of its own with a time limit: it is captured, analysed, gated with
 random plans of 30 %, lowered, and compared at two shapes that were not traced.  The builder is a Python
 file with `names()` and `build(name, attn=..., experts=...) -> (module, config)`.
 
-Writes OUT.md and OUT.json.  An architecture counts as compiled when the gated graph with masks of ones
-is bit-identical to the captured one, the captured one is within 1e-6 of the module, the lowered decoder
-and the module with zeros for what was removed are within --tolerance of the gated one at every shape, and
-noise in place of what was removed changes no bit of the gated one.  A mixture of experts is captured in
-both ways, and the plan of one must lower the other.
+Writes OUT.md and OUT.json: a section for each kind of sweep, of which this one writes its own.  With
+--resume, architectures that its section already has from these libraries and this state of the compiler
+are left out, so a sweep may be done in parts.  An architecture counts as compiled when the gated graph
+with masks of ones is bit-identical to the captured one, the captured one is within 1e-6 of the module,
+the lowered decoder and the module with zeros for what was removed are within --tolerance of the gated one
+at every shape, and noise in place of what was removed changes no bit of the gated one.  A mixture of
+experts is captured in both ways, and the plan of one must lower the other.
 
 With --cached each architecture is captured with a key-value cache instead, and a prefill of 12 tokens and 20
 decode steps must give what one pass over the 32 tokens gives, dense and lowered.
@@ -20,67 +23,77 @@ decode steps must give what one pass over the 32 tokens gives, dense and lowered
 
 import argparse
 import importlib.util
-import json
 import multiprocessing
 import os
+import platform
 import sys
 import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from zoo_page import (
+    Row,
+    Section,
+    origin,
+    read_sections,
+    state_of_compiler,
+    summary,
+    with_rows,
+    write_sections,
+)
+
 RATIO = 0.3
 SEEDS = (1, 2)
 SHAPES = ((2, 9), (1, 17))
-REQUIRED_SHARE = 0.95
 PROMPT, STEPS = 12, 20
-
-
-@dataclass
-class Row:
-    """What one architecture did."""
-
-    name: str
-    status: str = "error"
-    reason: str = ""
-    identity: float | None = None
-    bit_identical: bool = False
-    lowered: float | None = None
-    gathered: float | None = None
-    zeroed: float | None = None
-    unread: bool = False
-    experts: float | None = None
-    cached: float | None = None
-    cached_lowered: float | None = None
-    branches: dict[str, int] = field(default_factory=dict)
-    sites: int = 0
-    share: float = 0.0
-    ungated: list[str] = field(default_factory=list)
-    beside: list[str] = field(default_factory=list)
-    refused: list[list[str]] = field(default_factory=list)
-    layers: int = 0
-    analysis_seconds: float = 0.0
-    seconds: float = 0.0
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2**-6}
 
 
 def main() -> None:
     args = parse_arguments()
     names = args.only.split(",") if args.only else load_builder(args.builder).names()
+    made = made_with()
+    sections = read_sections(Path(f"{args.out}.json")) if args.out else {}
+    mine = Section(args.cached, args.dtype, args.tolerance, {})
+    if args.resume and args.section in sections:
+        known = sections[args.section].rows
+        names = [name for name in names if name not in known or not is_made(known[name], made)]
     warm_up(args)
-    found: dict[str, Row] = {}
+    found: list[Row] = []
     for row in sweep(names, args):
-        found[row.name] = row
+        row.made = {"date": time.strftime("%Y-%m-%d"), **made}
+        found.append(row)
         print(line_of(row), flush=True)
         if args.out:
             # Each time, so that a sweep that is cut off leaves what it found.
-            write([found[name] for name in names if name in found], args)
-    print(summary([found[name] for name in names], args.cached))
+            sections = with_rows(sections, args.section, replace(mine, rows={row.name: row}))
+            write_sections(sections, args.out)
+    print(summary(found, args.cached))
+
+
+def made_with() -> dict[str, str]:
+    """Return the libraries and the state of the compiler that make a row what it is."""
+    import torch
+    import transformers
+
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "compiler": state_of_compiler(Path(__file__).resolve().parents[1]),
+    }
+
+
+def is_made(row: Row, made: dict[str, str]) -> bool:
+    """Whether a row need not be made again: an error may be the machine's."""
+    return row.status != "error" and origin(row) == made
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -91,13 +104,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", help="comma-separated names; all by default")
     parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="of lowered against gated")
+    parser.add_argument(
+        "--tolerance", type=float, help="of lowered against gated; 1e-4, or 2⁻⁶ in bfloat16, by default"
+    )
     parser.add_argument("--limit", type=float, default=180.0, help="seconds an architecture may take")
     parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
     parser.add_argument("--experts", help="experts_implementation of mixtures, as transformers names it")
     parser.add_argument("--cached", action="store_true", help="capture with a key-value cache")
+    parser.add_argument("--section", help="title of the rows in OUT; by dtype and cache by default")
+    parser.add_argument("--resume", action="store_true", help="leave out what OUT already has")
     parser.add_argument("--debug", action="store_true", help="print tracebacks of the compiler's own faults")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.tolerance = args.tolerance or TOLERANCES[args.dtype]
+    args.section = args.section or args.dtype + (" with a key-value cache" if args.cached else "")
+    return args
 
 
 def load_builder(path: Path) -> Any:
@@ -256,6 +276,7 @@ def compile_tiny(model: Any, row: Row, tolerance: float) -> None:
     row.analysis_seconds = round(time.perf_counter() - start, 3)
     row.branches = dict(Counter(branch.kind for branch in program.branches))
     row.sites = len(program.sites)
+    row.own_experts = sum(site.experts > 1 for site in program.sites)
     row.refused = [[refusal.name, refusal.reason] for refusal in program.refused]
     reached = coverage(program)
     row.share, row.ungated, row.beside = round(reached.share, 4), list(reached.ungated), list(reached.beside)
@@ -343,11 +364,6 @@ def relative(actual: Any, expected: Any) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-def whole(row: Row) -> bool:
-    """Compiled with no refusal and nearly every block weight gated."""
-    return row.status == "compiled" and not row.refused and row.share >= REQUIRED_SHARE
-
-
 def line_of(row: Row) -> str:
     text = f"{row.name:28s} {row.status:9s}"
     if row.cached is not None:
@@ -357,69 +373,6 @@ def line_of(row: Row) -> str:
         errors = f"lowered {row.lowered:.1e} zeroed {row.zeroed:.1e}"
         return f"{text} {errors} share {row.share:.3f} {row.branches} {row.seconds:.1f} s {refused}"
     return f"{text} {row.reason}"
-
-
-def summary(rows: list[Row], cached: bool = False) -> str:
-    counts = Counter(row.status for row in rows)
-    ends = (
-        f"{counts['refused']} refused by name, {counts['not built']} not built, {counts['wrong']} wrong, "
-        f"{counts['error']} errors"
-    )
-    if cached:
-        return f"{len(rows)} architectures: {counts['cached']} run with a cache, {ends}"
-    equal = sum(row.status == "compiled" and row.identity == 0.0 for row in rows)
-    mixtures = sum(row.status == "compiled" and row.experts is not None for row in rows)
-    return (
-        f"{len(rows)} architectures: {counts['compiled']} compiled "
-        f"({sum(map(whole, rows))} with no refusal and at least {REQUIRED_SHARE:.0%} of the block weights "
-        f"gated, {equal} captured bit-equal, {mixtures} mixtures of experts lowered by one plan in both "
-        f"captures), {ends}"
-    )
-
-
-COLUMNS = "branches | sites | weights gated | identity | lowered = gated | zeroed = gated | experts | seconds"
-CACHED_COLUMNS = "sites | identity | cached = recomputed | lowered and cached = gated | seconds"
-
-
-def write(rows: list[Row], args: argparse.Namespace) -> None:
-    import torch
-    import transformers
-
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {args.dtype}"
-    title, flag = (" with a key-value cache", " --cached") if args.cached else ("", "")
-    columns = CACHED_COLUMNS if args.cached else COLUMNS
-    head = [
-        f"# Every causal language model of transformers, tiny{title}",
-        "",
-        f"Made by `tools/zoo.py{flag}` on {time.strftime('%Y-%m-%d')} with {versions}.",
-        "",
-        summary(rows, args.cached) + ".",
-        "",
-        f"| architecture | result | {columns} |",
-        "|---|---" + "|---" * len(columns.split("|")) + "|",
-    ]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{args.out}.md").write_text("\n".join(head + [cells(row, args.cached) for row in rows]) + "\n")
-    Path(f"{args.out}.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-
-
-def cells(row: Row, cached: bool = False) -> str:
-    empty = (CACHED_COLUMNS if cached else COLUMNS).count("|")
-    if row.status not in ("compiled", "cached", "wrong"):
-        reason = row.reason.replace("|", "/").replace("\n", " ").split(" [")[0]
-        return f"| {row.name} | {row.status}: {reason} |{' |' * empty} {row.seconds:.1f} |"
-    if cached:
-        return (
-            f"| {row.name} | {row.status} | {row.sites} | {row.identity:.0e} | {row.cached:.0e} | "
-            f"{row.cached_lowered:.0e} | {row.seconds:.1f} |"
-        )
-    branches = ", ".join(f"{count} {kind}" for kind, count in row.branches.items())
-    refused = f", {len(row.refused)} refused ({row.refused[0][1]})" if row.refused else ""
-    experts = "" if row.experts is None else f"{row.experts:.0e}"
-    return (
-        f"| {row.name} | {row.status}{refused} | {branches} | {row.sites} | {row.share:.1%} | "
-        f"{row.identity:.0e} | {row.lowered:.0e} | {row.zeroed:.0e} | {experts} | {row.seconds:.1f} |"
-    )
 
 
 if __name__ == "__main__":
