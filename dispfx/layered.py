@@ -7,7 +7,7 @@ one kind call the same body, so replacing a body (by a compiled one, say) replac
 What several parts read, a tied embedding for example, they share.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -64,8 +64,17 @@ class PartModule(nn.Module):
         return self.call(*values, *self.tensors())
 
 
-class Stack(nn.ModuleList):
+class Stack(nn.Module):
     """The layers, and one call for all of them, for whoever has work before the first or after the last."""
+
+    def __init__(self, layers: Iterable[PartModule]):
+        super().__init__()
+        for index, layer in enumerate(layers):
+            self.add_module(str(index), layer)
+
+    def __iter__(self) -> Iterator[PartModule]:
+        """Yield the layers in order."""
+        yield from self.children()  # type: ignore[misc]
 
     def forward(self, run: Callable[[], Any]) -> Any:
         """Return what `run` returns, which calls the layers."""
@@ -107,7 +116,7 @@ class LayeredDecoder(nn.Module):
     @property
     def parts(self) -> Sequence[PartModule]:
         """All parts, in order."""
-        return [self.prologue, *self.layers, self.epilogue]  # type: ignore[list-item]
+        return [self.prologue, *self.layers, self.epilogue]
 
     def places(self) -> dict[str, list[tuple[nn.Module, str]]]:
         """Return for every path all places, as owner and name there, that have its tensor."""
