@@ -29,6 +29,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dispfx.documents import ApartDocuments, refuse_mixing
 from dispfx.errors import CaptureError
 from dispfx.ir.program import Program
 from dispfx.unlifting import program_of, straight_line, user_inputs, user_outputs
@@ -36,36 +37,58 @@ from dispfx.unlifting import program_of, straight_line, user_inputs, user_output
 TRACED_SHAPE = (3, 13)
 OTHER_SHAPE = (2, 17)
 IDENTITY_TOLERANCE = 1e-6
+# Attention sums over more places, most of them hidden, than for a document alone.
+_APART_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
+_HALF_APART_TOLERANCE = 0.05
 
 
-def capture(model: nn.Module, *, vocabulary_size: int | None = None) -> Program:
+def capture(model: nn.Module, *, vocabulary_size: int | None = None, separator: int | None = None) -> Program:
     """Return the graph of a decoder; the decoder itself is not changed.
 
     Args:
         model: takes token ids (B, T) int64 first and returns logits (B, T, V), or an output that
             holds them; on the meta device, or with all its values.
         vocabulary_size: ids are drawn below it; by default taken from the input embedding.
+        separator: token that ends a document; those of a sequence are kept apart then (`dispfx.documents`).
 
     Raises:
         CaptureError: if the module cannot be exported, works at one shape only, or the graph
-            differs from the module by more than `IDENTITY_TOLERANCE`.
+            differs from the module by more than `IDENTITY_TOLERANCE`; or if documents cannot be kept apart.
     """
     require_decoder(model)
     vocabulary = vocabulary_size or embedding_rows(model)
     with evaluation(model), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         arguments = _fixed_arguments(model)
+        called = model
+        if separator is not None:
+            called, arguments = ApartDocuments(model, separator, arguments).eval(), {}
         ids = token_ids(model, vocabulary, TRACED_SHAPE)
         shapes = (TRACED_SHAPE, OTHER_SHAPE) if _has_values(model) else ()
         if shapes:
             # What torch.export says of a module that cannot run at all is hard to read.
-            logits_of(_run(model, ids, arguments), ids)
-        program = _program_of(straight_line(_export(model, ids)), model)
+            logits_of(_run(called, ids, arguments), ids)
+        program = _program_of(straight_line(_export(called, ids)), model, called)
+        program.separator = separator
         program.identity = {
-            shape: _identity(program, model, token_ids(model, vocabulary, shape), arguments)
+            shape: _identity(program, called, token_ids(model, vocabulary, shape), arguments)
             for shape in shapes
         }
+        if separator is not None and shapes:
+            _check_apart(program, model, token_ids(model, vocabulary, OTHER_SHAPE), separator)
     return program
+
+
+def _check_apart(program: Program, model: nn.Module, ids: Tensor, separator: int) -> None:
+    """Pass if two documents of a sequence have the logits that the module gives to each alone."""
+    arguments = _fixed_arguments(model)
+    ids[ids == separator] = (separator + 1) % int(ids.max() + 1)
+    middle = ids.shape[1] // 2
+    ids[:, middle - 1] = separator
+    alone = [logits_of(_run(model, part, arguments), part) for part in (ids[:, :middle], ids[:, middle:])]
+    found = difference(program.graph_module(ids), torch.cat(alone, 1))
+    if not found.relative <= _APART_TOLERANCE.get(program.dtype, _HALF_APART_TOLERANCE):
+        raise refuse_mixing(type(model).__name__, found.relative)
 
 
 def export_program(module: fx.GraphModule, ids: Tensor) -> ExportedProgram:
@@ -233,9 +256,11 @@ def _export(model: nn.Module, ids: Tensor) -> ExportedProgram:
         ) from error
 
 
-def _program_of(exported: ExportedProgram, model: nn.Module) -> Program:
+def _program_of(exported: ExportedProgram, model: nn.Module, called: nn.Module) -> Program:
+    """Return the program of a module; `called` is the module itself, or holds it as `decoder`."""
     ids, logits = user_inputs(exported)[0], user_outputs(exported)[0]
-    return program_of(exported, model, {"input_ids": ids}, {"logits": logits}, prefix="decoder.")
+    prefix = "decoder." if called is model else "decoder.decoder."
+    return program_of(exported, model, {"input_ids": ids}, {"logits": logits}, prefix=prefix)
 
 
 def _identity(program: Program, model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> Difference:

@@ -21,6 +21,7 @@ TextForm = Literal["text", "json-lines", "parquet", "tokens", "dataset"]
 
 DATASET = "datasets:"
 TEXT_FIELD = "text"
+LINE_BREAK = "\n"
 # About 32 million tokens of English; the method's own recipe reads 20.5 million.
 TEXT_BYTES = 128 * 2**20
 
@@ -72,10 +73,12 @@ class Reading:
     Args:
         field: of JSON lines, parquet and data sets, that holds the text.
         most_bytes: of all texts together; of longer ones, evenly spaced pieces are read.
+        between: what stands between two texts or records.
     """
 
     field: str = TEXT_FIELD
     most_bytes: int = TEXT_BYTES
+    between: str = LINE_BREAK
 
     def __post_init__(self) -> None:
         """Refuse to read nothing.

@@ -6,12 +6,12 @@ from dispfx.api.commands import evaluate, export, generate, inspect, learn_plan,
 from dispfx.api.compilation import apply, compile, follow_command
 from dispfx.api.folders import load
 from dispfx.api.opening import learn_settings
-from dispfx.api.programs import PASSES, analyse, capture, gate, gated, learn, lower
+from dispfx.api.programs import PASSES, analyse, apart, capture, gate, gated, learn, lower
 from dispfx.measure.estimate import estimate
 from dispfx.training.preparation import Compute
 
 __all__ = [
-    "PASSES", "CachedDecoder", "Compute", "analyse", "apply", "bench", "capture", "capture_cached",
+    "PASSES", "CachedDecoder", "Compute", "analyse", "apart", "apply", "bench", "capture", "capture_cached",
     "compile", "estimate", "evaluate", "export", "follow_command", "gate", "gated", "generate", "inspect",
     "learn",
     "learn_plan", "learn_settings", "load", "lower", "lower_cached", "verify",

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from dispfx.api.opening import Opening, learn_settings
 from dispfx.api.ordinary import require_ordinary
-from dispfx.api.programs import analyse, follow, learn, only_planned, require_same_decoder
+from dispfx.api.programs import analyse, apart, follow, learn, only_planned, require_same_decoder
 from dispfx.api.stages import Stages
-from dispfx.api.text import Text, TextChoice, open_text, require_tokens
+from dispfx.api.text import Text, TextChoice, open_text, require_tokens, separator_of
 from dispfx.api.training import device_of_learning
 from dispfx.api.writing import Task, check_export, require_decoder_for, write_output
 from dispfx.deploy.checkpoint import PLAN_FILE
@@ -255,7 +255,7 @@ def learn_from(
         stages.observer.note(_resumption(state))
     with stages("learn"):
         plan = learn(
-            program,
+            ready.learned_on,
             ready.batches,
             how.ratio,
             of=how.ratio_of,
@@ -338,17 +338,18 @@ def follow_plan(opening: Opening, chosen: TextChoice, how: Learning) -> None:
     assert how.ranks is not None
     ready = _ready(opening, chosen, how, Stages(NullObserver()))
     budget = Budget(how.ratio, how.ratio_of, how.alignment(ready.program), ready.costs)
-    follow(ready.program, ready.batches, budget, ready.settings, how.ranks, how.compute)
+    follow(ready.learned_on, ready.batches, budget, ready.settings, how.ranks, how.compute)
 
 
 @dataclass(frozen=True, eq=False)
 class _Ready:
-    """What learning starts from."""
+    """What learning starts from; it may need another capture of the decoder than the rest."""
 
     source: Source
     text: Text
     batches: Batches
     program: Program
+    learned_on: Program
     settings: LearnSettings
     costs: CostTable | None
 
@@ -361,7 +362,8 @@ def _ready(opening: Opening, chosen: TextChoice, how: Learning, stages: Stages) 
         chosen.check()
         source = opening.open()
         require_decoder_for(how.export, source)
-        text = open_text(source, chosen)
+        separator = separator_of(source) if settings.packing == "documents" else None
+        text = open_text(source, chosen if separator is None else chosen.of_documents(source))
     batches = text.batches(settings)
     text.require_measurable()
     program = _analyse(source, stages, how.skip, how.select, how.print_after)
@@ -369,7 +371,11 @@ def _ready(opening: Opening, chosen: TextChoice, how: Learning, stages: Stages) 
         with stages("verify"):
             require_ordinary(source, program, how.ratio, how.ratio_of, how.alignment(program))
     require_tokens(source, text, program.vocabulary_size)
-    return _Ready(source, text, batches, program, settings, costs)
+    learned_on = program
+    if separator is not None:
+        with stages("capture documents"):
+            learned_on = apart(source.model, program, separator, skip=how.skip, select=how.select)
+    return _Ready(source, text, batches, program, learned_on, settings, costs)
 
 
 def _resumption(state: Path) -> str:

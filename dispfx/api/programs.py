@@ -108,14 +108,18 @@ def analyse(
     select: Select = "after-norm",
     vocabulary_size: int | None = None,
     experts: Experts = "grouped",
+    separator: int | None = None,
     print_after: Sequence[str] = (),
     show: Show | None = None,
 ) -> Program:
-    """As `capture`; `show` receives the printed graph after each pass named in `print_after`."""
+    """As `capture`; `show` receives the printed graph after each pass named in `print_after`.
+
+    With a `separator`, the documents of a sequence are kept apart.
+    """
 
     def attempt(experts: Experts) -> Program:
         with experts_as(model, experts):
-            program = capture_module(model, vocabulary_size=vocabulary_size)
+            program = capture_module(model, vocabulary_size=vocabulary_size, separator=separator)
         return Pipeline(analysis(skip, select), print_after=print_after, show=show).run(program)
 
     try:
@@ -127,6 +131,38 @@ def analyse(
             return attempt("batched" if experts == "grouped" else "grouped")
         except (CaptureError, UnsupportedGraphError):
             raise error from None
+
+
+def apart(
+    model: nn.Module,
+    program: Program,
+    separator: int,
+    *,
+    skip: Sequence[str] = (),
+    select: Select = "after-norm",
+) -> Program:
+    """Return a program of the same decoder in which the documents of a sequence do not see each other.
+
+    A plan that is learned on it is one for `program`.
+
+    Args:
+        model: the decoder that `program` was captured from.
+        separator: token that ends a document.
+        skip, select: as for `program`.
+
+    Raises:
+        CaptureError: if the decoder cannot keep documents apart.
+        UnsupportedGraphError: if other sites are found in it then.
+    """
+    twin = analyse(model, skip=skip, select=select, separator=separator)
+    found, expected = ([(site.name, site_keys(site)) for site in one.sites] for one in (twin, program))
+    if found != expected:
+        raise UnsupportedGraphError(
+            "documents cannot be kept apart: other dimensions can be pruned then",
+            where=program.model_class,
+            hint="leave out --packing documents",
+        )
+    return twin
 
 
 def exportable(model: nn.Module, program: Program, plan: Plan) -> Program:
@@ -272,6 +308,7 @@ def learn(
     chosen = replace(settings or LearnSettings(), **changes)
     text = batches_of(data, chosen) if isinstance(data, Tensor) else data
     budget = Budget(ratio, of, align, costs)
+    _check_packing(program, chosen)
     if chosen.method != "learned":
         if compute is not None and compute.shard_on is not None:
             raise DispfxError(
@@ -322,6 +359,21 @@ def follow(
         ranks=ranks,
         device=device_of_learning(program, compute),
     )
+
+
+def _check_packing(program: Program, settings: LearnSettings) -> None:
+    if settings.packing != "documents":
+        return
+    if program.separator is None:
+        raise DispfxError(
+            "documents are kept apart by the program, and this one does not do so",
+            hint="learn on the program that `dispfx.api.apart` returns",
+        )
+    if settings.method != "learned":
+        raise DispfxError(
+            f"--packing documents is for learning, and --method {settings.method} scores features once",
+            hint="leave out --packing",
+        )
 
 
 def _scored(program: Program, text: Batches, budget: Budget, settings: LearnSettings) -> list[Tensor]:

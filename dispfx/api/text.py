@@ -1,7 +1,7 @@
 """The text of a command: what is learned from, and what is measured on and never learned from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from dispfx.source.text import (
     read_apart,
     read_text,
 )
-from dispfx.text_origin import Reading, check_texts
+from dispfx.text_origin import LINE_BREAK, Reading, check_texts
 
 _DEMO_CHARACTERS = 1_500_000
 _DEMO_SEED = 2024
@@ -47,6 +47,11 @@ class TextChoice:
     eval_data: Words | None = None
     weights: Sequence[float] | None = None
     reading: Reading = field(default_factory=Reading)
+
+    def of_documents(self, source: Source) -> "TextChoice":
+        """Return the same with a token between documents that ends one, where there is a tokenizer."""
+        end = getattr(source.tokenizer, "eos_token", None)
+        return self if end is None else replace(self, reading=replace(self.reading, between=str(end)))
 
     def check(self) -> None:
         """Check all texts before a decoder is loaded.
@@ -134,7 +139,8 @@ def open_text(source: Source, chosen: TextChoice) -> Text:
     name = ", ".join(part.name for part in parts)
     other = None
     if chosen.eval_data is not None:
-        other = read_text(chosen.eval_data, source.tokenizer, chosen.reading)
+        # What is measured on stays the text it is, however it is learned.
+        other = read_text(chosen.eval_data, source.tokenizer, replace(chosen.reading, between=LINE_BREAK))
     largest = max((part.largest for part in [*parts, *([other] if other else [])]), default=0)
     require_known(largest, vocabulary_of(source.config), source.name)
     tokens = tuple(part.tokens for part in parts)
@@ -145,6 +151,24 @@ def open_text(source: Source, chosen: TextChoice) -> Text:
         return Text()
     learn, held_out = zip(*map(split_held_out, tokens), strict=True)
     return Text(learn, held_out, weights, _measured(held_out), name, name, HELD_OUT_SHARE, largest)
+
+
+def separator_of(source: Source) -> int:
+    """Return the token that ends a document.
+
+    Raises:
+        DataError: if nothing says which that is.
+    """
+    for known in (source.tokenizer, source.config):
+        token = getattr(known, "eos_token_id", None)
+        token = token[0] if isinstance(token, list) and token else token
+        if isinstance(token, int):
+            return token
+    raise DataError(
+        "to keep documents apart, a token that ends one is needed, and neither tokenizer nor config names it",
+        where=source.name,
+        hint="leave out --packing documents",
+    )
 
 
 def require_tokens(source: Source, text: Text, vocabulary_size: int) -> None:

@@ -115,6 +115,13 @@ Recipe = Annotated[
     typer.Option(help="Settings to start from (paper; demo: informed); each has an option of its own."),
 ]
 Samples = Annotated[int | None, typer.Option(help="Masks drawn a step; a divisor of the batch size (1).")]
+Packing = Annotated[
+    Literal["joined", "documents"] | None,
+    typer.Option(
+        help="What a sequence is: one text, or documents that do not see each other, each ended by the "
+        "tokenizer's own token for that (joined)."
+    ),
+]
 Start = Annotated[
     Literal["uniform", "sensitivity"] | None,
     typer.Option(help="First logits: all alike, or by how sensitive the loss is (uniform)."),

@@ -67,6 +67,7 @@ class Program:
         ties: path of every tied parameter -> the path under which its tensor is kept.
         outline: the graph in parts, once found; rewriting the graph makes it stale.
         unused: tensors of the decoder that the graph does not read, by path.
+        separator: token that ends a document, where the graph keeps the documents of a sequence apart.
         computes_on: device of the graph where the parameters are on another (`dispfx.ir.placing`).
     """
 
@@ -86,6 +87,7 @@ class Program:
     ties: Mapping[str, str] = field(default_factory=dict)
     outline: Outline | None = None
     unused: Mapping[str, Tensor] = field(default_factory=dict)
+    separator: int | None = None
     computes_on: torch.device | None = None
 
     @property

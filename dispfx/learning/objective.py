@@ -7,10 +7,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+NO_TARGET = -100
 
-def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
-    """Return the mean cross entropy of every token given those before it, in nats, as float32."""
-    return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), ids_BT[:, 1:].flatten())
+
+def next_tokens(ids_BT: Tensor, separator: int | None = None) -> Tensor:
+    """Return for every token the one behind it, and NO_TARGET for the last of a sequence.
+
+    With a `separator`, which ends a document, the first token of the next one is no target either.
+    """
+    targets_BT = torch.full_like(ids_BT, NO_TARGET)
+    targets_BT[:, :-1] = ids_BT[:, 1:]
+    return targets_BT if separator is None else targets_BT.masked_fill(ids_BT == separator, NO_TARGET)
+
+
+def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor, separator: int | None = None) -> Tensor:
+    """Return the mean cross entropy of every token given those before it, in nats, as float32.
+
+    With a `separator`, which ends a document, only tokens of the same document are meant.
+    """
+    if separator is None:
+        return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), ids_BT[:, 1:].flatten())
+    targets_BT = next_tokens(ids_BT, separator)[:, :-1]
+    total = F.cross_entropy(
+        logits_BTV[:, :-1].flatten(0, 1).float(),
+        targets_BT.flatten(),
+        ignore_index=NO_TARGET,
+        reduction="sum",
+    )
+    return total / (targets_BT != NO_TARGET).sum().clamp_min(1)
 
 
 def budget_loss(left: Tensor, target: float) -> Tensor:

@@ -16,6 +16,7 @@ EstimatorName = Literal["reinmax", "gumbel", "straight-through"]
 HypernetworkName = Literal["full", "linear", "none"]
 Schedule = Literal["constant", "cosine"]
 Start = Literal["uniform", "sensitivity"]
+Packing = Literal["joined", "documents"]
 Method = Literal["learned", "magnitude", "activation", "fluctuation", "sensitivity", "random"]
 
 
@@ -55,6 +56,7 @@ class LearnSettings:
         steps: optimizer steps.
         seq_len: tokens a sequence.
         batch_size: sequences a forward pass.
+        packing: what a sequence is to the decoder: one text, or documents that do not see each other.
         accumulate: forward passes a step; they share one sample of the masks.
         lr: learning rate of AdamW.
         weight_decay: of AdamW.
@@ -79,6 +81,7 @@ class LearnSettings:
     seq_len: int = 2048
     batch_size: int = 1
     accumulate: int = 1
+    packing: Packing = "joined"
     lr: float = 1e-3
     weight_decay: float = 0.05
     lambda_: float = 6.0
@@ -114,7 +117,7 @@ class LearnSettings:
             _require(0.0 <= value < math.inf, name, "zero or a positive number", value)
         _require(math.isfinite(self.bias), "bias", "a finite number", self.bias)
         choices = {"estimator": EstimatorName, "hypernetwork": HypernetworkName, "schedule": Schedule}
-        choices |= {"method": Method, "start": Start}
+        choices |= {"method": Method, "start": Start, "packing": Packing}
         for name, allowed in choices.items():
             one_of = " or ".join(get_args(allowed))
             _require(getattr(self, name) in get_args(allowed), name, one_of, getattr(self, name))

@@ -16,9 +16,9 @@ from dispfx.ir import ops
 from dispfx.ir.outline import Body
 from dispfx.ir.program import Program
 from dispfx.layered import BodyCall, LayeredDecoder
-from dispfx.learning.objective import next_token_loss
+from dispfx.learning.objective import next_token_loss, next_tokens
 from dispfx.training.bodies import compiled_call, compiled_function
-from dispfx.training.head_loss import ChunkLoss, chunk_rows, chunked_loss, loss_and_gradient, next_tokens
+from dispfx.training.head_loss import ChunkLoss, chunk_rows, chunked_loss, loss_and_gradient
 from dispfx.training.shards import Sharding, Shards, hollow
 
 # Chunks through the epilogue may run in other kernels than the whole.
@@ -53,6 +53,7 @@ class TrainingDecoder(nn.Module):
         self.layered.first_needs_gradient = True
         self.sizes = [site.size for site in program.sites]
         self.rows = chunk_rows(program.vocabulary_size)
+        self.separator = program.separator
         self.compiled = False
         self._plain = dict(self.layered.bodies)
         self._compiled: dict[Body, BodyCall] = {}
@@ -107,11 +108,12 @@ class TrainingDecoder(nn.Module):
         self._choose(ids_BT, masks)
         split = masks.split(self.sizes, -1)
         if not self.in_chunks:
-            return next_token_loss(self(ids_BT, split), ids_BT)
+            return next_token_loss(self(ids_BT, split), ids_BT, self.separator)
         (x_BTD,), _ = self.layered.stream(ids_BT, *split)
         chunk_loss = self._compiled_chunk if self._runs_compiled else None
         with self.layered.epilogue.lend():  # once for all chunks
-            return chunked_loss(self._head, x_BTD, next_tokens(ids_BT), self.rows, chunk_loss)
+            targets_BT = next_tokens(ids_BT, self.separator)
+            return chunked_loss(self._head, x_BTD, targets_BT, self.rows, chunk_loss)
 
     def _head(self, x_1RD: Tensor) -> Tensor:
         return self.layered.epilogue(x_1RD)[0]

@@ -31,7 +31,7 @@ class GatheredDecoder:
     def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
         """Return the mean next-token loss of a batch under masks (N,) or (S, N)."""
         logits_BTV = _Gathering(self._program, self._shards).run(ids_BT, *masks.split(self._sizes, -1))
-        return next_token_loss(logits_BTV, ids_BT)
+        return next_token_loss(logits_BTV, ids_BT, self._program.separator)
 
 
 class _Gathering(fx.Interpreter):

@@ -17,19 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dispfx.learning.objective import NO_TARGET
+
 # Logits of a chunk: 64 Mi numbers are 128 MiB in bfloat16, rows enough for fast products.
 LARGEST_CHUNK = 64 * 2**20
-NO_TARGET = -100
 
 Head = Callable[[Tensor], Tensor]
 ChunkLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def next_tokens(ids_BT: Tensor) -> Tensor:
-    """Return for every token the one behind it, and NO_TARGET for the last."""
-    targets_BT = torch.full_like(ids_BT, NO_TARGET)
-    targets_BT[:, :-1] = ids_BT[:, 1:]
-    return targets_BT
 
 
 def chunk_rows(vocabulary: int) -> int:

@@ -52,6 +52,7 @@ class PlainDecoder(nn.Module):
         super().__init__()
         self.graph = program.graph_module
         self.sizes = [site.size for site in program.sites]
+        self.separator = program.separator
 
     def forward(self, ids_BT: Tensor, masks: Sequence[Tensor]) -> Tensor:
         """Return logits (B, T, V)."""
@@ -59,7 +60,7 @@ class PlainDecoder(nn.Module):
 
     def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
         """Return the mean next-token loss of a batch under masks (N,) or (S, N)."""
-        return next_token_loss(self(ids_BT, masks.split(self.sizes, -1)), ids_BT)
+        return next_token_loss(self(ids_BT, masks.split(self.sizes, -1)), ids_BT, self.separator)
 
 
 class PreparedLoss:

@@ -55,7 +55,7 @@ class Shards:
         sharding: of all ranks.
 
     Raises:
-        UnsupportedGraphError: if several layers share a weight.
+        UnsupportedGraphError: if several layers share a weight, or a gate acts before the first.
     """
 
     def __init__(self, layered: LayeredDecoder, sharding: Sharding):
@@ -162,6 +162,20 @@ def rows_of(tensors: Mapping[str, Tensor]) -> Fetch:
         return tensor[rows] if tensor.dim() else tensor
 
     return fetch
+
+
+def check_gradients(outline: Outline) -> None:
+    """Pass if no gate acts before the first layer, where no gradient is computed.
+
+    Raises:
+        UnsupportedGraphError: if one does.
+    """
+    if len(outline.prologue.values) > 1:
+        raise UnsupportedGraphError(
+            "the weights cannot lie in parts: a gate acts before the first layer",
+            where=outline.prologue.values[1],
+            hint="leave out --shard",
+        )
 
 
 def check_shareable(outline: Outline, weights: set[str]) -> None:

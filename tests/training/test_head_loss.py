@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dispfx.learning.objective import next_token_loss
-from dispfx.training.head_loss import NO_TARGET, _even_rows, chunked_loss, next_tokens
+from dispfx.learning.objective import NO_TARGET, next_token_loss, next_tokens
+from dispfx.training.head_loss import _even_rows, chunked_loss
 
 BATCH, TOKENS, WIDTH, VOCABULARY = 3, 7, 8, 11
 HEAD = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(3))

@@ -14,7 +14,7 @@ from dispfx.ir.placing import placed
 from dispfx.learning.state import saved_step
 from dispfx.ranks import ALONE, Ranks
 from dispfx.training import bodies
-from dispfx.training.shards import check_shareable
+from dispfx.training.shards import check_gradients, check_shareable
 from tests.programs import program_of
 from tests.tiny_transformers import tiny_transformer
 from tests.training.gated import plain_and_fast
@@ -115,6 +115,16 @@ def test_a_weight_that_two_layers_read_is_refused_by_its_name():
     at_the_end = replace(outline.epilogue, tensors=(*outline.epilogue.tensors, path))
     with pytest.raises(UnsupportedGraphError, match="several layers read one"):
         check_shareable(Outline(outline.prologue, outline.layers, at_the_end), weights)
+
+
+def test_a_gate_before_the_first_layer_is_refused():
+    _, fast = plain_and_fast()
+    outline = fast.outline
+    assert outline is not None
+    check_gradients(outline)
+    gated = replace(outline.prologue, values=(*outline.prologue.values, "mask_0"))
+    with pytest.raises(UnsupportedGraphError, match="before the first layer"):
+        check_gradients(Outline(gated, outline.layers, outline.epilogue))
 
 
 def test_a_placed_program_computes_elsewhere_and_its_weights_stay():

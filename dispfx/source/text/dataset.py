@@ -17,7 +17,7 @@ from dispfx.errors import DataError
 from dispfx.source.quiet import short
 from dispfx.source.text.documents import joined, missing_field, text_of, until_full
 from dispfx.source.text.extras import library
-from dispfx.text_origin import DATASET, TextOrigin
+from dispfx.text_origin import DATASET, LINE_BREAK, TextOrigin
 
 _MOST_GROUPS = 16
 _HUB_SECONDS = 10.0
@@ -28,17 +28,18 @@ _SAVED = ("dataset_dict.json", "dataset_info.json")
 class NamedDataset:
     """A split of a data set."""
 
-    def __init__(self, origin: TextOrigin, field: str):
+    def __init__(self, origin: TextOrigin, field: str, between: str = LINE_BREAK):
         self.where = DATASET + origin.place
         self._origin = origin
         self._field = field
+        self._between = between
 
     def size(self) -> None:
         """Return None: only reading tells."""
         return None
 
     def texts(self, most_bytes: int) -> Iterator[str]:
-        """Yield the texts in order, with line breaks between them.
+        """Yield the texts in order, with line breaks between them, or what else is to be there.
 
         Raises:
             DataError: if there is no such data set, configuration, split or field, it cannot be reached, or
@@ -47,9 +48,9 @@ class NamedDataset:
         try:
             groups = self._groups()
             if len(groups) == 1:
-                yield from joined(until_full(groups[0], most_bytes))
+                yield from joined(until_full(groups[0], most_bytes), self._between)
             else:
-                yield from joined(_shared_out(groups, most_bytes))
+                yield from joined(_shared_out(groups, most_bytes), self._between)
         except DataError:
             raise
         except Exception as error:

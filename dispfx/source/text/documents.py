@@ -7,14 +7,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dispfx.errors import DataError
+from dispfx.text_origin import LINE_BREAK
 
 
-def joined(documents: Iterable[str]) -> Iterator[str]:
-    """Yield texts whose concatenation is the documents in order, each on lines of its own."""
+def joined(documents: Iterable[str], between: str = LINE_BREAK) -> Iterator[str]:
+    """Yield texts that make all documents in order, each on lines of its own or separated by `between`."""
     separator = ""
     for document in documents:
         yield separator + document
-        separator = "" if document.endswith("\n") else "\n"
+        separator = "" if between == LINE_BREAK and document.endswith(between) else between
 
 
 def until_full(documents: Iterable[str], most_bytes: int) -> Iterator[str]:

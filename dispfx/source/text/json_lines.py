@@ -10,6 +10,7 @@ from typing import BinaryIO, cast
 from dispfx.errors import DataError
 from dispfx.source.text.documents import joined, text_of, until_full
 from dispfx.source.text.line_pieces import Span, file_size, spans, unreadable
+from dispfx.text_origin import LINE_BREAK
 
 # A file without line breaks, as one JSON document, must not be read into memory whole.
 _LONGEST_LINE_BYTES = 64 * 2**20
@@ -23,10 +24,11 @@ class JsonLines:
        its start.
     """
 
-    def __init__(self, path: Path, field: str):
+    def __init__(self, path: Path, field: str, between: str = LINE_BREAK):
         self.where = str(path)
         self._path = path
         self._field = field
+        self._between = between
         self._packed = path.suffix == ".gz"
 
     def size(self) -> int | None:
@@ -39,13 +41,13 @@ class JsonLines:
         return None if self._packed else size
 
     def texts(self, most_bytes: int) -> Iterator[str]:
-        """Yield the texts in order, with line breaks between them.
+        """Yield the texts in order, with line breaks between them, or what else is to be there.
 
         Raises:
             DataError: naming the first line that is broken, has no such field, or holds no text in it.
         """
         try:
-            yield from joined(self._documents(most_bytes))
+            yield from joined(self._documents(most_bytes), self._between)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(f"this is no whole gzip file: {error}", where=self.where) from error
         except OSError as error:

@@ -9,6 +9,7 @@ from dispfx.errors import DataError
 from dispfx.source.text.documents import joined, missing_field, text_of, until_full
 from dispfx.source.text.extras import library
 from dispfx.source.text.line_pieces import file_size, unreadable
+from dispfx.text_origin import LINE_BREAK
 
 _BATCH_ROWS = 256
 _BUFFER_BYTES = 2**20
@@ -18,10 +19,11 @@ _MOST_GROUPS = 256
 class Parquet:
     """A `.parquet` file; of a longer one, the beginnings of evenly spaced row groups are read."""
 
-    def __init__(self, path: Path, field: str):
+    def __init__(self, path: Path, field: str, between: str = LINE_BREAK):
         self.where = str(path)
         self._path = path
         self._field = field
+        self._between = between
 
     def size(self) -> int:
         """Return the bytes of the column.
@@ -33,13 +35,13 @@ class Parquet:
             return sum(self._group_bytes(file))
 
     def texts(self, most_bytes: int) -> Iterator[str]:
-        """Yield the texts in order, with line breaks between them.
+        """Yield the texts in order, with line breaks between them, or what else is to be there.
 
         Raises:
             DataError: as for `size`, and naming the first row that holds no text.
         """
         with self._opened() as file:
-            yield from joined(self._documents(file, most_bytes))
+            yield from joined(self._documents(file, most_bytes), self._between)
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:

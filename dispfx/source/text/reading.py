@@ -21,7 +21,7 @@ from dispfx.source.text.parquet import Parquet
 from dispfx.source.text.plain import PlainText
 from dispfx.source.text.token_file import joined_tokens, largest_id, stored_tokens
 from dispfx.source.text.tokenizing import encode_stream
-from dispfx.text_origin import Reading, TextOrigin, text_origin
+from dispfx.text_origin import LINE_BREAK, Reading, TextOrigin, text_origin
 
 Words = str | PurePath | Sequence[str | PurePath]
 
@@ -72,12 +72,13 @@ def read_text(words: Words, tokenizer: Any | None, reading: Reading | None = Non
         DataError: if a text is missing, empty, not UTF-8, broken or without the field, or there is no
             tokenizer for it.
     """
-    return _read(_opened(words, reading), tokenizer)
+    return _read(_opened(words, reading), tokenizer, (reading or Reading()).between)
 
 
 def read_apart(words: Words, tokenizer: Any | None, reading: Reading | None = None) -> list[ReadText]:
     """As `read_text`, but return every text by itself."""
-    return [_read([one], tokenizer) for one in _opened(words, reading)]
+    between = (reading or Reading()).between
+    return [_read([one], tokenizer, between) for one in _opened(words, reading)]
 
 
 def read_tokens(words: Words, tokenizer: Any | None, reading: Reading | None = None) -> Tensor:
@@ -108,13 +109,13 @@ def listed(words: Words) -> list[str | PurePath]:
     return [words] if isinstance(words, str | PurePath) else list(words)
 
 
-def text_stream(origin: TextOrigin, field: str) -> TextStream:
+def text_stream(origin: TextOrigin, field: str, between: str = LINE_BREAK) -> TextStream:
     """Return what reads a text that is no token file."""
     if origin.form == "dataset":
-        return NamedDataset(origin, field)
+        return NamedDataset(origin, field, between)
     if origin.form == "json-lines":
-        return JsonLines(origin.path, field)
-    return Parquet(origin.path, field) if origin.form == "parquet" else PlainText(origin.path)
+        return JsonLines(origin.path, field, between)
+    return Parquet(origin.path, field, between) if origin.form == "parquet" else PlainText(origin.path)
 
 
 def shares(sizes: Sequence[int | None], most_bytes: int) -> list[int]:
@@ -176,28 +177,28 @@ def _opened(words: Words, reading: Reading | None) -> list[_Opened]:
     origins = [text_origin(word) for word in listed(words)]
     if not origins:
         raise DataError("a text file is needed and none was given")
-    streams = [None if o.form == "tokens" else text_stream(o, chosen.field) for o in origins]
+    streams = [None if o.form == "tokens" else text_stream(o, chosen.field, chosen.between) for o in origins]
     sizes = [0 if stream is None else stream.size() for stream in streams]
     rooms = shares(sizes, chosen.most_bytes)
     return [_Opened(*of) for of in zip(origins, streams, rooms, strict=True)]
 
 
-def _read(opened: Sequence[_Opened], tokenizer: Any | None) -> ReadText:
+def _read(opened: Sequence[_Opened], tokenizer: Any | None, between: str) -> ReadText:
     parts = []
     for stored, group in groupby(opened, key=lambda one: one.stream is None):
         members = list(group)
         if stored:
             parts += [stored_tokens(one.origin.path) for one in members]
         else:
-            parts.append(encode_stream(_joined(members), tokenizer, where=members[0].origin.place))
+            parts.append(encode_stream(_joined(members, between), tokenizer, where=members[0].origin.place))
     name = ", ".join(one.name for one in opened)
     return ReadText(joined_tokens(parts), name, max(largest_id(part, where=name) for part in parts))
 
 
-def _joined(opened: Sequence[_Opened]) -> Iterator[str]:
+def _joined(opened: Sequence[_Opened], between: str) -> Iterator[str]:
     for index, one in enumerate(opened):
         if index:
-            yield "\n"
+            yield between
         yield from one.texts()
 
 

@@ -103,6 +103,19 @@ def test_records_and_files_are_joined_in_the_order_they_are_named(text: Path, tm
     assert tokenizer.decode(ids).encode() == b"one\ntwo\n" + text.read_bytes()
 
 
+def test_documents_are_separated_by_what_ends_one(text: Path, tmp_path: Path):
+    records = tmp_path / "records.jsonl"
+    records.write_text('{"text": "one\\n"}\n{"text": "two"}\n')
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|end|>"})
+    found = read_text([records, text], tokenizer, Reading(between="<|end|>")).tokens
+    expected = "one\n<|end|>two<|end|>" + text.read_bytes().decode()
+    assert tokenizer.decode(found) == expected
+    assert int((found == tokenizer.eos_token_id).sum()) == 2
+    (apart,) = read_apart(records, tokenizer, Reading(between="<|end|>"))
+    assert tokenizer.decode(apart.tokens) == "one\n<|end|>two"
+
+
 def test_texts_read_apart_are_the_texts_by_themselves(text: Path, tmp_path: Path):
     (tmp_path / "more.txt").write_text("more")
     tokenizer = byte_tokenizer()
