@@ -63,9 +63,9 @@ class Shards:
         self._mesh = init_device_mesh(sharding.device.type, (sharding.size,))
         self._lent: list[_Lent] = []
         self._places = layered.places()
-        check_shareable(
-            layered.outline, {path for path, places in self._places.items() if _is_weight(places)}
-        )
+        check_gradients(layered.outline)
+        weights = {path for path, places in self._places.items() if _is_weight(places)}
+        check_shareable(layered.outline, weights)
         for layer in layered.layers:
             self._cut(layer)
         fully_shard(layered.layers, mesh=self._mesh)
