@@ -59,6 +59,7 @@ from dispfx.report import (
     model_card,
     save_report,
 )
+from dispfx.report.page import write_page
 from dispfx.source import Source
 
 EXPORTS = ("none", "onnx", "pt2", "dense")
@@ -367,7 +368,7 @@ def _skills(task: Task, reloaded: nn.Module) -> dict[str, SkillChange]:
 
 
 def _write_words(task: Task, folder: Path, report: Report, *, as_modules: bool) -> None:
-    """Write the report, the model card and the log of learning."""
+    """Write the report, the model card, the log of learning and the page that shows them."""
     save_report(report, folder / "report.json")
     card = model_card(
         report,
@@ -383,6 +384,7 @@ def _write_words(task: Task, folder: Path, report: Report, *, as_modules: bool) 
     log = task.state / "metrics.jsonl" if task.state is not None else None
     if log is not None and log.is_file():
         shutil.copyfile(log, folder / "metrics.jsonl")
+    write_page(folder, task.path.name)
 
 
 def versions() -> dict[str, str]:

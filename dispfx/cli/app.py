@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from dispfx import __version__
-from dispfx.cli import making, measuring, using
+from dispfx.cli import making, measuring, showing, using
 
 app = typer.Typer(
     name="dispfx",
@@ -20,6 +20,8 @@ for verb in (making.compile, using.inspect, making.learn, making.apply):
     app.command()(verb)
 for verb in (using.verify, using.evaluate, using.export, using.generate, measuring.bench):
     app.command(name="eval" if verb is using.evaluate else None)(verb)
+
+app.command()(showing.report)
 
 
 def _print_version(wanted: bool) -> None:

@@ -65,6 +65,7 @@ class Selection:
         kept: sorted, distinct int32 indices in [0, size), shape (K,) with K >= 1.
         keys: "parameter.path:axis" of every slice, by which a plan finds its site in another capture.
         experts: how many experts the features belong to, side by side; each keeps equally many.
+        symbol: the paper's name, S1 … S5, or "" where it has none or the plan is older; nothing hangs on it.
     """
 
     site: str
@@ -72,6 +73,7 @@ class Selection:
     kept: Tensor
     keys: tuple[str, ...]
     experts: int = 1
+    symbol: str = ""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Selection):
@@ -170,7 +172,14 @@ class Plan:
         count = ParameterCount.of_sites(program.sites, program.shapes, budget.of)
         left = count.count_kept(hard_masks(program.sites, kept))
         selections = tuple(
-            Selection(site.name, site.size, indices.to(torch.int32).cpu(), site_keys(site), site.experts)
+            Selection(
+                site.name,
+                site.size,
+                indices.to(torch.int32).cpu(),
+                site_keys(site),
+                site.experts,
+                site.symbol,
+            )
             for site, indices in zip(program.sites, kept, strict=True)
         )
         versions = {"torch": torch.__version__}
@@ -227,6 +236,7 @@ class Plan:
             "sites": [
                 {"name": selection.site, "size": selection.size, "keys": list(selection.keys)}
                 | ({"experts": selection.experts} if selection.experts > 1 else {})
+                | ({"symbol": selection.symbol} if selection.symbol else {})
                 for selection in self.selections
             ],
         }
@@ -297,7 +307,7 @@ def _checked_selection(entry: dict[str, Any], kept: Tensor) -> Selection:
     counts = torch.bincount(kept // (size // experts), minlength=experts)
     if bool((counts != counts[0]).any()):
         raise ValueError(f"site {name}: experts must keep equally many features, and keep {counts.tolist()}")
-    return Selection(name, size, kept, tuple(keys), experts)
+    return Selection(name, size, kept, tuple(keys), experts, str(entry.get("symbol", "")))
 
 
 def _checked_kept(name: str, size: int, kept: Tensor) -> Tensor:

@@ -5,6 +5,10 @@ json_form  report.json
 table      the report in a terminal
 sites      what a decoder offers to prune
 card       DIR/README.md
+run        a folder, read back
+layers     a plan as layers × features
+pictures   what matplotlib draws of them
+page       DIR/report.html
 observer   stages and progress while a compilation runs
 """
 

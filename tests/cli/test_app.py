@@ -7,7 +7,7 @@ import pytest
 
 from dispfx import __version__
 
-VERBS = ["compile", "inspect", "learn", "apply", "verify", "eval", "export", "generate"]
+VERBS = ["compile", "inspect", "learn", "apply", "verify", "eval", "export", "generate", "report"]
 
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:

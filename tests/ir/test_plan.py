@@ -339,3 +339,16 @@ def test_gated_by_a_loaded_plan_equals_gated_by_the_plan(program: Program, tmp_p
         )
         == 0
     )
+
+
+def test_a_plan_names_the_papers_selections_and_an_older_file_need_not(tmp_path: Path, program: Program):
+    plan = Plan.random(program, 0.3, seed=0)
+    path = tmp_path / "plan.safetensors"
+    plan.save(path)
+    symbols = [site.symbol for site in program.sites]
+    assert set(symbols) >= {"S3", "S4", "S5"}
+    assert [one.symbol for one in Plan.load(path).selections] == symbols
+
+    small_plan().save(path)
+    assert "symbol" not in header_of(path)["sites"][0], "as in files that were written before there was one"
+    assert Plan.load(path).selections[0].symbol == ""

@@ -1,0 +1,99 @@
+"""One compilation, read back from its folder: the report, the plan, the log of learning, measured speed."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dispfx.errors import DataError, OutputError
+from dispfx.ir.plan import Plan
+from dispfx.learning.records import METRICS_FILE, StepRecord
+from dispfx.report.json_form import load_report
+from dispfx.report.schema import Report
+
+REPORT_FILE, PLAN_FILE, SPEED_FILE = "report.json", "plan.safetensors", "speed.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What a folder says about how it was made.
+
+    Args:
+        name: of the folder.
+        report: report.json.
+        plan: what every site keeps.
+        steps: of learning, in order; empty where nothing was learned.
+        speed: speed.json as `dispfx bench DIR --out DIR` writes it, or None.
+    """
+
+    name: str
+    report: Report
+    plan: Plan
+    steps: tuple[StepRecord, ...] = ()
+    speed: Mapping[str, Any] | None = None
+
+
+def read_run(folder: str | Path, name: str | None = None) -> Run:
+    """Read a folder; its weights are left alone.
+
+    Args:
+        name: to show; that of the folder by default.
+
+    Raises:
+        OutputError: if dispfx did not write the folder.
+        DataError: if a file in it is damaged.
+    """
+    path = Path(folder).expanduser()
+    for file in (REPORT_FILE, PLAN_FILE):
+        if not (path / file).is_file():
+            raise OutputError(
+                f"a folder that dispfx wrote is needed, and this one has no {file}",
+                where=str(path),
+                hint="pass the --out of a compile",
+            )
+    return Run(
+        name or path.resolve().name,
+        load_report(path / REPORT_FILE),
+        Plan.load(path / PLAN_FILE),
+        read_steps(path / METRICS_FILE),
+        _read_speed(path / SPEED_FILE),
+    )
+
+
+def read_steps(path: Path) -> tuple[StepRecord, ...]:
+    """Read metrics.jsonl; no file is no step, and null is NaN.
+
+    Raises:
+        DataError: naming the line that is none of ours.
+    """
+    if not path.is_file():
+        return ()
+    steps = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            steps.append(_step(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"this line is no step of learning: {error}", where=f"{path}:{number}") from error
+    return tuple(steps)
+
+
+def _step(values: dict[str, Any]) -> StepRecord:
+    known = {field.name for field in fields(StepRecord)}
+    kept = {name: value for name, value in values.items() if name in known}
+    for name in ("loss", "budget_loss", "achieved_ratio"):
+        kept[name] = math.nan if kept[name] is None else float(kept[name])
+    return StepRecord(**kept)
+
+
+def _read_speed(path: Path) -> Mapping[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        speed = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"this file is no table of speeds: {error}", where=str(path)) from error
+    if not isinstance(speed, dict) or not isinstance(speed.get("rows"), list):
+        raise DataError("this file is no table of speeds: it has no rows", where=str(path))
+    return speed
