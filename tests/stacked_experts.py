@@ -64,6 +64,26 @@ def in_runs(m: Experts, rows: Tensor, ids: Tensor) -> Tensor:
     return _unsorted(grouped_product(h.relu(), m.down, ends), order)
 
 
+def in_bounded_runs(m: Experts, rows: Tensor, ids: Tensor) -> Tensor:
+    """The same with numbers that are brought into range before the bias is gathered."""
+    taken, number, order = _sorted(rows, ids)
+    ends = torch.histc(number.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+    h = grouped_product(taken, m.up, ends)
+    if m.up_bias is not None:
+        h = h + m.up_bias[number.clamp(0, EXPERTS - 1)]
+    return _unsorted(grouped_product(h.relu(), m.down, ends), order)
+
+
+def in_wrongly_bounded_runs(m: Experts, rows: Tensor, ids: Tensor) -> Tensor:
+    """A near miss: the last expert's tokens get the bias of the one before."""
+    taken, number, order = _sorted(rows, ids)
+    ends = torch.histc(number.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+    h = grouped_product(taken, m.up, ends)
+    assert m.up_bias is not None
+    h = h + m.up_bias[number.clamp(max=EXPERTS - 2)]
+    return _unsorted(grouped_product(h.relu(), m.down, ends), order)
+
+
 def in_gathered_runs(m: Experts, rows: Tensor, ids: Tensor) -> Tensor:
     """The same with numbers that are gathered by the order of a sort."""
     order = torch.argsort(ids.reshape(-1))

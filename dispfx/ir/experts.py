@@ -17,7 +17,8 @@ for features of each expert where:
    a slice or split takes then depends on how many features are kept and not on which.
 
 A vector of expert numbers and the ends of runs are the same where the numbers are sorted and the ends are the
-running sum of their counts.
+running sum of their counts.  Numbers that are no expert's are not counted and are sorted behind all runs,
+where no product takes them; bringing them into range for a gather changes nothing.
 """
 
 import operator
@@ -141,7 +142,7 @@ def _gather(node: fx.Node, owners: dict[fx.Node, Owner]) -> Owner | None:
         index = argument(node, 2, "index")
     if not isinstance(index, fx.Node) or rank(index) != 1 or ops.is_boolean(index):
         return None
-    return Owner(0, _same_values(index))
+    return Owner(0, _numbers(index, shape_of(node.args[0])[0]))  # type: ignore[arg-type]
 
 
 def _common(node: fx.Node, dims: dict[fx.Node, int], owners: dict[fx.Node, Owner]) -> Owner | None:
@@ -214,7 +215,7 @@ def _numbers_behind(ends: fx.Node) -> fx.Node | None:
     )
     if not counted_all:
         return None
-    numbers = _same_values(counts.args[0])  # type: ignore[arg-type]
+    numbers = _numbers(counts.args[0], size)  # type: ignore[arg-type]
     return numbers if _is_sorted(numbers) else None
 
 
@@ -255,6 +256,20 @@ def _sort_behind(node: fx.Node, result: int) -> fx.Node | None:
 def _rises(sort: fx.Node) -> bool:
     # The overload with `stable` takes it, and all that follows, by name.
     return not argument(sort, 2, "descending", False) and argument(sort, 1, "dim", -1) in (0, -1)
+
+
+def _numbers(node: fx.Node, experts: int) -> fx.Node:
+    """Strip casts, and bounds that the number of an expert lies in: what lies outside belongs to none."""
+    while True:
+        node = _same_values(node)
+        low, high = argument(node, 1, "min"), argument(node, 2, "max")
+        if packet(node) is not aten.clamp or not isinstance(node.args[0], fx.Node):
+            return node
+        if not (low is None or (isinstance(low, int) and low <= 0)):
+            return node
+        if not (high is None or (isinstance(high, int) and high >= experts - 1)):
+            return node
+        node = node.args[0]
 
 
 def _same_values(node: fx.Node) -> fx.Node:

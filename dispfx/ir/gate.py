@@ -12,8 +12,8 @@ With S masks, dimension 0 of `x` is S runs of equal length, and each run has a m
 dimension 0 is the batch, or batch and tokens in one, the sequences of a batch so have different masks.
 
 With experts, position r of dimension 0 is multiplied by the part of the mask that belongs to expert
-`experts[r]`: features `experts[r] · N` and on.  A number beyond the last expert, which some kernels take for
-"none", counts as the last one.
+`experts[r]`: features `experts[r] · N` and on.  A number that is no expert's, which some kernels take for
+"none", counts as the nearest one.
 """
 
 import torch
@@ -77,7 +77,7 @@ def _aligned(runs: Tensor, mask: Tensor, dim: int, experts: Tensor | None) -> Te
 def _row_of_mask(x: Tensor, mask: Tensor, dim: int, experts: Tensor) -> Tensor:
     """Return for each position of dimension 0 its row of the mask (S E, N)."""
     number = mask.shape[-1] // x.shape[dim]
-    row = experts.long().clamp(max=number - 1)
+    row = experts.long().clamp(0, number - 1)
     if mask.dim() == 1:
         return row
     sample = torch.arange(x.shape[0], device=x.device) // (x.shape[0] // mask.shape[0])

@@ -17,10 +17,12 @@ from tests.stacked_experts import (
     by_two_routers,
     decoder,
     gathered,
+    in_bounded_runs,
     in_falling_runs,
     in_gathered_runs,
     in_runs,
     in_runs_of_unknown_numbers,
+    in_wrongly_bounded_runs,
     merged,
 )
 
@@ -31,11 +33,13 @@ OWN = {
     (in_runs, False): "ids",
     (in_runs, True): "ids",
     (in_gathered_runs, True): "ids",
+    (in_bounded_runs, True): "ids",
     (in_runs_of_unknown_numbers, False): "ends",
     (all_of_them, False): "positions",
 }
 SHARED = {
     (by_two_routers, False): "two products take matrices of different experts",
+    (in_wrongly_bounded_runs, True): "the bias is another expert's",
     (in_falling_runs, True): "the numbers are not sorted as the runs are",
     (in_runs_of_unknown_numbers, True): "nothing says that the numbers are those of the runs",
 }
