@@ -101,6 +101,11 @@ class Opened:
         """The folder's tokenizer, or None."""
         return load_folder_tokenizer(self.path)
 
+    def release(self) -> None:
+        """Let go of the decoder and the program; they are read again when they are asked for."""
+        for name in ("decoder", "program"):
+            self.__dict__.pop(name, None)
+
     def fast(self) -> torch.fx.GraphModule:
         """Return the decoder with gather-add writes.
 

@@ -1,5 +1,6 @@
 """DIR/onnx: the ONNX model of an output folder, verified before it appears."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from dispfx.api.folders import Opened
-from dispfx.api.onnx_verification import Reference, onnx_lines
+from dispfx.api.onnx_verification import Answers, Reference, answers_of, onnx_lines
 from dispfx.api.programs import WriteSpelling
 from dispfx.deploy.checkpoint import own_generation_config
 from dispfx.deploy.folder import new_folder
@@ -62,10 +63,16 @@ def write_onnx(
         UnsupportedGraphError: if the exporter cannot translate the decoder.
     """
     cached = cached_twin(opened)
+    answers = answers_of(_reference(opened, cached), padding=flavor.padding)
+    if cached is not None:
+        opened.release()
 
     def model(flavor: Flavor) -> Any:
-        if cached is not None:
-            return cached_model(_spelled(cached, write), opset=opset, flavor=flavor)
+        nonlocal cached
+        if answers.cached:
+            # One decoder at a time: it is gone when its weights are on disk, and made anew if need be.
+            program, cached = cached or opened.cached(), None
+            return cached_model(_spelled(program, write), opset=opset, flavor=flavor)
         sample = random_token_ids(opened.vocabulary_size, (2, 8), device=opened.device)
         return full_sequence_model((plain or opened.fast)(), sample, opset=opset)
 
@@ -75,23 +82,21 @@ def write_onnx(
         elif opened.config is not None:
             _write_own_files(opened, partial)
         try:
-            return _write_model(opened, cached, partial, model, flavor)
+            return _write_model(partial, model, flavor, answers)
         except VerificationError:
             if not flavor.ort_fusions:
                 raise
-        return _write_model(opened, cached, partial, model, replace(flavor, ort_fusions=False))
+        return _write_model(partial, model, replace(flavor, ort_fusions=False), answers)
 
 
 def _write_model(
-    opened: Opened,
-    cached: Program | None,
-    folder: Path,
-    model: Callable[[Flavor], Any],
-    flavor: Flavor,
+    folder: Path, model: Callable[[Flavor], Any], flavor: Flavor, answers: Answers
 ) -> list[Verification]:
     # The weights are on disk then; what is compared is read from there.
     save_model(model(flavor), folder / MODEL_FILE)
-    lines = onnx_lines(folder / MODEL_FILE, _reference(opened, cached), padding=flavor.padding)
+    # Graphs are cycles: without this their weights would stay while ONNX Runtime reads its own.
+    gc.collect()
+    lines = onnx_lines(folder / MODEL_FILE, answers)
     require(*lines)
     return lines
 
@@ -119,7 +124,7 @@ def folder_onnx_lines(opened: Opened) -> list[Verification]:
     """
     path = opened.path / FOLDER / MODEL_FILE
     cached = cached_twin(opened) if takes_cache(path) else None
-    return onnx_lines(path, _reference(opened, cached), padding=takes_padding(path))
+    return onnx_lines(path, answers_of(_reference(opened, cached), padding=takes_padding(path)))
 
 
 def onnx_runner(folder: Path) -> Callable[[Tensor], Tensor]:
@@ -193,5 +198,9 @@ def _write_own_files(opened: Opened, folder: Path) -> Any:
 
 
 def _reference(opened: Opened, cached: Program | None) -> Reference:
-    dtype = next(opened.decoder.parameters()).dtype if cached is None else cached.dtype
-    return Reference(opened.decoder, lambda: opened.graph_module, cached, opened.vocabulary_size, dtype)
+    decoder = opened.decoder
+    first = next(decoder.parameters())
+    dtype = first.dtype if cached is None else cached.dtype
+    return Reference(
+        decoder, lambda: opened.graph_module, cached, opened.vocabulary_size, dtype, first.device
+    )

@@ -26,10 +26,10 @@ from dispfx.deploy.onnx.files import load_model, save_model
 from dispfx.deploy.onnx.session import CachedSession, OnnxCachedDecoder, OnnxDecoder
 from dispfx.deploy.onnx.twin import differences_beyond_types, float32_twin
 from dispfx.errors import VerificationError
-from dispfx.ir.cached_inputs import CachedShape, positions_of, sample_inputs
+from dispfx.ir.cached_inputs import CachedShape, CacheTensor, cache_tensors, positions_of, sample_inputs
 from dispfx.ir.program import Program
 from dispfx.ir.retype import retyped
-from dispfx.measure.equivalence import Verification, compare, compare_decoders
+from dispfx.measure.equivalence import SHAPES_BT, Verification, compare, random_token_ids
 
 NAME, CACHED_NAME = "onnx = checkpoint", "onnx with cache = checkpoint"
 # ONNX Runtime has kernels of its own: softmax, norms and products sum in other orders.
@@ -49,6 +49,7 @@ class Reference:
         cached: the program with a cache; None where the model has none.
         vocabulary_size: width of the logits.
         dtype: of the weights.
+        device: where `whole` computes; the program with a cache is on the CPU.
     """
 
     whole: Callable[[Tensor], Any]
@@ -56,75 +57,133 @@ class Reference:
     cached: Program | None
     vocabulary_size: int
     dtype: torch.dtype
+    device: torch.device | str = "cpu"
 
     def logits(self, ids: Tensor) -> Tensor:
-        """Return the logits (B, T, V) of token ids (B, T)."""
-        output = self.whole(ids)
-        return getattr(output, "logits", output)
+        """Return the logits (B, T, V) of token ids (B, T), both on the CPU."""
+        output = self.whole(ids.to(self.device))
+        return getattr(output, "logits", output).cpu()
 
 
-def onnx_lines(path: Path, reference: Reference, *, padding: bool = True) -> list[Verification]:
-    """Compare an ONNX model with the decoder it was made from.
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """What an ONNX model must give, computed before it runs, so that two decoders are never held at once.
+
+    Args:
+        questions: each with the outputs that are expected, on the CPU.
+        dtype: of the decoder that gave them.
+        cached: whether the model has a cache.
+        padding: whether the model's texts may be padded.
+    """
+
+    questions: "Sequence[tuple[_Question, Sequence[Tensor]]]"
+    dtype: torch.dtype
+    cached: bool
+    padding: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Question:
+    """One comparison.
+
+    Args:
+        name: which two forms are compared.
+        shape: as it is shown.
+        of_whole: whether it is asked of the decoder without a cache.
+        ask: gives the outputs of a decoder, which is given as a run.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    of_whole: bool
+    ask: "Callable[[_Run], Sequence[Tensor]]"
+
+
+def answers_of(reference: Reference, *, padding: bool = True) -> Answers:
+    """Ask the decoder that an ONNX model was made from; bfloat16 is asked in float32.
 
     Args:
         padding: whether the model's texts may be padded.
+    """
+    asked = _in_float32(reference) if reference.dtype == torch.bfloat16 else reference
+    questions = _questions(asked, padding)
+    whole, cached = _whole_run(asked.logits), None if asked.cached is None else _torch_run(asked.cached)
+    found = []
+    with torch.no_grad():
+        for question in questions:
+            run = whole if question.of_whole or cached is None else cached
+            found.append((question, list(question.ask(run))))
+    return Answers(found, reference.dtype, reference.cached is not None, padding)
+
+
+def onnx_lines(path: Path, answers: Answers) -> list[Verification]:
+    """Compare an ONNX model with what the decoder it was made from has answered.
 
     Raises:
         DataError: if the model is missing or damaged.
         VerificationError: if it has other outputs, or its twin is another graph.
     """
-    if reference.dtype == torch.bfloat16:
+    if answers.dtype == torch.bfloat16:
         with _twin(path) as twin:
-            return _lines(twin, _in_float32(reference), padding)
-    return _lines(path, reference, padding)
+            return _lines(twin, answers)
+    return _lines(path, answers)
 
 
-def _lines(path: Path, reference: Reference, padding: bool) -> list[Verification]:
-    tolerance = TOLERANCES.get(reference.dtype, 1e-4)
+def _lines(path: Path, answers: Answers) -> list[Verification]:
+    tolerance = TOLERANCES.get(answers.dtype, 1e-4)
+    if not answers.cached:
+        whole, cached = _whole_run(OnnxDecoder(path)), None
+    else:
+        session = CachedSession(path)
+        whole, cached = _whole_run(lambda ids: OnnxCachedDecoder(session)(ids)), _onnx_run(session)
+    lines = []
+    for question, expected in answers.questions:
+        run = whole if question.of_whole or cached is None else cached
+        pairs = zip(expected, question.ask(run), strict=True)
+        lines.append(_worst([compare(question.name, *pair, tolerance, shape=question.shape) for pair in pairs]))
+    return lines
+
+
+def _questions(reference: Reference, padding: bool) -> list[_Question]:
     size = reference.vocabulary_size
+    found = [_of_whole_texts(shape, size) for shape in SHAPES_BT]
     if reference.cached is None:
-        decoder = OnnxDecoder(path)
-        return compare_decoders(NAME, reference.logits, decoder, tolerance, vocabulary_size=size)
-    session = CachedSession(path)
-
-    def whole(ids: Tensor) -> Tensor:
-        return OnnxCachedDecoder(session)(ids)
-
-    lines = compare_decoders(NAME, reference.logits, whole, tolerance, vocabulary_size=size)
-    for shape in CACHED_SHAPES:
-        lines.append(_compare_cached(session, reference.cached, shape, tolerance, padding))
-    return [*lines, _compare_padded(session, reference.cached, tolerance)] if padding else lines
+        return found
+    caches = cache_tensors(reference.cached.graph)
+    found += [_of_cached(caches, shape, size, padding) for shape in CACHED_SHAPES]
+    return [*found, _of_padded(caches, size)] if padding else found
 
 
-def _compare_cached(
-    session: CachedSession, program: Program, shape: CachedShape, tolerance: float, padding: bool
-) -> Verification:
-    """Compare every output for new tokens after cached ones; the line shows the worst."""
-    inputs = sample_inputs(session.caches, shape, session.vocabulary_size, session.device)
+def _of_whole_texts(shape: tuple[int, int], size: int) -> _Question:
+    ids = random_token_ids(size, shape)
+    return _Question(NAME, shape, True, lambda run: run((ids,)))
+
+
+def _of_cached(caches: Sequence[CacheTensor], shape: CachedShape, size: int, padding: bool) -> _Question:
+    """Ask for every output for new tokens after cached ones; the line shows the worst."""
+    inputs = sample_inputs(caches, shape, size, torch.device("cpu"))
     if not padding:
         inputs[1].fill_(1)
-    pairs = zip(_torch_run(program)(inputs), _onnx_run(session)(inputs), strict=True)
-    return _worst([compare(CACHED_NAME, *pair, tolerance, shape=shape) for pair in pairs])
+    return _Question(CACHED_NAME, shape, False, lambda run: run(inputs))
 
 
-def _compare_padded(session: CachedSession, program: Program, tolerance: float) -> Verification:
-    """Compare the logits of a batch of two, one padded on the left, and of one more token after it."""
+def _of_padded(caches: Sequence[CacheTensor], size: int) -> _Question:
+    """Ask for the logits of a batch of two, one padded on the left, and of one more token after it."""
     batch, tokens, padding = PADDED
-    ids = sample_inputs((), CachedShape(batch, tokens + 1, 0), session.vocabulary_size, session.device)[0]
+    ids = sample_inputs((), CachedShape(batch, tokens + 1, 0), size, torch.device("cpu"))[0]
     mask = torch.ones_like(ids)
     mask[-1, :padding] = 0
 
-    def logits_of(run: _Run) -> Tensor:
-        past = [cache.empty(batch, ids.device) for cache in session.caches]
+    def ask(run: _Run) -> Sequence[Tensor]:
+        past = [cache.empty(batch, ids.device) for cache in caches]
         first, second = ids[:, :tokens].contiguous(), ids[:, tokens:].contiguous()
         seen = mask[:, :tokens].contiguous()
         logits, *past = run((first, seen, positions_of(seen, tokens), *past))
         after, *_ = run((second, mask, positions_of(mask, 1), *past))
         # What stands at padding is nobody's business, so it may be anything.
-        return torch.cat([logits[seen.bool()], after[:, 0]])
+        return [torch.cat([logits[seen.bool()], after[:, 0]])]
 
-    expected, actual = logits_of(_torch_run(program)), logits_of(_onnx_run(session))
-    return compare(CACHED_NAME, expected, actual, tolerance, shape=(batch, tokens, padding))
+    return _Question(CACHED_NAME, (batch, tokens, padding), False, ask)
 
 
 _Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -132,6 +191,10 @@ _Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 def _onnx_run(session: CachedSession) -> _Run:
     return lambda inputs: list(session(inputs).values())
+
+
+def _whole_run(logits_of: Callable[[Tensor], Tensor]) -> _Run:
+    return lambda inputs: [logits_of(inputs[0])]
 
 
 def _torch_run(program: Program) -> _Run:
@@ -165,4 +228,5 @@ def _in_float32(reference: Reference) -> Reference:
     if cached is not None:
         cached = replace(cached, graph_module=retyped(cached.graph_module, *types))
     graph = retyped(reference.graph(), *types)
-    return Reference(graph, lambda: graph, cached, reference.vocabulary_size, torch.float32)
+    size, device = reference.vocabulary_size, reference.device
+    return Reference(graph, lambda: graph, cached, size, torch.float32, device)

@@ -5,9 +5,9 @@ Entry points: `cached_model` for a program with a cache, `full_sequence_model` f
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
 
 import onnx_ir as ir
 import torch
@@ -17,8 +17,10 @@ from torch.export import ExportedProgram
 from dispfx.cached_capture import export_cached_program
 from dispfx.capturing import export_program
 from dispfx.deploy.onnx.legalize import PLAIN, Flavor, legalize
+from dispfx.deploy.onnx.tidying import tidy
 from dispfx.errors import UnsupportedGraphError
 from dispfx.ir.program import Program
+from dispfx.lifting import lifted
 
 OPSET = 23
 # What the converter of torch can write: older sets lack operators that it uses.
@@ -43,10 +45,11 @@ def cached_model(program: Program, *, opset: int = OPSET, flavor: Flavor = PLAIN
     Raises:
         UnsupportedGraphError: if the exporter has no ONNX form for an operation, or does not know the set.
     """
+    module = program.graph_module
+    dims = (_ROWS, _MASK, _ROWS, *[_PAST] * (len(program.inputs) - 3))
+    signature = _Signature(program.inputs, program.outputs, dims)
     with silence():
-        exported = export_cached_program(program.graph_module)
-        dims = (_ROWS, _MASK, _ROWS, *[_PAST] * (len(program.inputs) - 3))
-        model = _exported(exported, program.inputs, program.outputs, dims, opset)
+        model = _translated(module, lambda: export_cached_program(module), signature, opset)
         legalize(model, flavor)
     for value in model.graph.outputs[1:]:
         assert value.shape is not None
@@ -64,35 +67,60 @@ def full_sequence_model(lowered: fx.GraphModule, sample_ids: Tensor, *, opset: i
     Raises:
         UnsupportedGraphError: as `cached_model`.
     """
+    signature = _Signature(("input_ids",), ("logits",), (_ROWS,))
     with silence():
-        exported = export_program(lowered, sample_ids)
-        model = _exported(exported, ("input_ids",), ("logits",), (_ROWS,), opset)
+        model = _translated(lowered, lambda: export_program(lowered, sample_ids), signature, opset)
         legalize(model)
     return model
 
 
-def _exported(
-    exported: ExportedProgram,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    dims: tuple[dict[int, str], ...],
-    opset: int,
+@dataclass(frozen=True)
+class _Signature:
+    """Names of a model's inputs and outputs, and of the free sizes of each input."""
+
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    dims: tuple[dict[int, str], ...]
+
+
+def _translated(
+    module: fx.GraphModule, traced: Callable[[], ExportedProgram], signature: _Signature, opset: int
 ) -> ir.Model:
+    """Translate a graph as it is; one with operations that are unknown in ONNX is decomposed first.
+
+    Args:
+        traced: returns the graph traced again, which can be decomposed; both take most of an export's time.
+    """
     if opset not in OPSETS:
         raise UnsupportedGraphError(
             f"--opset must lie between {OPSETS[0]} and {OPSETS[-1]}, {opset} was given"
         )
-    options: dict[str, Any] = {"input_names": list(inputs), "output_names": list(outputs)}
     try:
-        program = torch.onnx.export(
-            exported, dynamo=True, opset_version=opset, dynamic_shapes=dims, verbose=False, **options
-        )
+        return _converted(lifted(module), signature, opset)
+    except torch.onnx.errors.OnnxExporterError:
+        pass
+    try:
+        return _converted(traced(), signature, opset)
     except torch.onnx.errors.OnnxExporterError as error:
         raise UnsupportedGraphError(
             f"the ONNX exporter cannot translate this decoder: {str(error).splitlines()[0]}",
             hint="compile with --export none, or --export pt2",
         ) from error
+
+
+def _converted(exported: ExportedProgram, signature: _Signature, opset: int) -> ir.Model:
+    program = torch.onnx.export(
+        exported,
+        dynamo=True,
+        opset_version=opset,
+        dynamic_shapes=signature.dims,
+        input_names=list(signature.inputs),
+        output_names=list(signature.outputs),
+        optimize=False,
+        verbose=False,
+    )
     assert program is not None
+    tidy(program.model)
     return program.model
 
 
