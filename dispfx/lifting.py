@@ -31,14 +31,14 @@ from torch.export.graph_signature import (
 from dispfx.errors import PassError
 
 aten = torch.ops.aten
-_LOGICAL = {
+_LOGICAL: dict[Any, Any] = {
     aten.__and__.Tensor: aten.bitwise_and.Tensor,
     aten.__or__.Tensor: aten.bitwise_or.Tensor,
     aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
 }
 # Where each spelling of a cast has its dtype.
 _RESHAPES = (aten.view.default, aten.reshape.default)
-_CASTS = {aten.to.dtype: 1, aten.to.device: 2, aten.to.dtype_layout: None}
+_CASTS: dict[Any, int | None] = {aten.to.dtype: 1, aten.to.device: 2, aten.to.dtype_layout: None}
 
 
 class LiftedProgram(ExportedProgram):

@@ -1,5 +1,6 @@
 """An output folder, opened: its pruned decoder and what lies beside it."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -102,9 +103,8 @@ class Opened:
         return load_folder_tokenizer(self.path)
 
     def release(self) -> None:
-        """Let go of the decoder and the program; they are read again when they are asked for."""
-        for name in ("decoder", "program"):
-            self.__dict__.pop(name, None)
+        """Let go of the decoder; it is read again when it is asked for."""
+        self.__dict__.pop("decoder", None)
 
     def fast(self) -> torch.fx.GraphModule:
         """Return the decoder with gather-add writes.
@@ -140,6 +140,8 @@ class Opened:
             convert = partial(planned.lowered, stays=site_cuts(program.sites, kept))
             reload.fill(lowered.graph_module, self.path, convert)
         lowered.graph_module.requires_grad_(False)
+        # Graphs are cycles: without this the zeros of the skeleton's slices would stay.
+        gc.collect()
         return lowered
 
 

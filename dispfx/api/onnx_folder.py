@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from dispfx.api.folders import Opened
-from dispfx.api.onnx_verification import Answers, Reference, answers_of, onnx_lines
+from dispfx.api.onnx_verification import Answers, Reference, onnx_lines, whole_answers, with_cached_answers
 from dispfx.api.programs import WriteSpelling
-from dispfx.deploy.checkpoint import own_generation_config
+from dispfx.deploy.checkpoint import main_dtype, own_generation_config
 from dispfx.deploy.folder import new_folder
 from dispfx.deploy.genai import write_genai_config
 from dispfx.deploy.onnx.exporting import OPSET, cached_model, full_sequence_model
@@ -62,14 +62,15 @@ def write_onnx(
         VerificationError: if a comparison does not hold; nothing is left behind.
         UnsupportedGraphError: if the exporter cannot translate the decoder.
     """
+    answers = whole_answers(_reference(opened))
+    opened.release()
     cached = cached_twin(opened)
-    answers = answers_of(_reference(opened, cached), padding=flavor.padding)
     if cached is not None:
-        opened.release()
+        answers = with_cached_answers(answers, cached, padding=flavor.padding)
 
     def model(flavor: Flavor) -> Any:
         nonlocal cached
-        if answers.cached:
+        if answers.cached is not None:
             # One decoder at a time: it is gone when its weights are on disk, and made anew if need be.
             program, cached = cached or opened.cached(), None
             return cached_model(_spelled(program, write), opset=opset, flavor=flavor)
@@ -123,8 +124,11 @@ def folder_onnx_lines(opened: Opened) -> list[Verification]:
         DataError: if the model is damaged.
     """
     path = opened.path / FOLDER / MODEL_FILE
+    answers = whole_answers(_reference(opened))
     cached = cached_twin(opened) if takes_cache(path) else None
-    return onnx_lines(path, answers_of(_reference(opened, cached), padding=takes_padding(path)))
+    if cached is not None:
+        answers = with_cached_answers(answers, cached, padding=takes_padding(path))
+    return onnx_lines(path, answers)
 
 
 def onnx_runner(folder: Path) -> Callable[[Tensor], Tensor]:
@@ -197,10 +201,8 @@ def _write_own_files(opened: Opened, folder: Path) -> Any:
     return generation
 
 
-def _reference(opened: Opened, cached: Program | None) -> Reference:
+def _reference(opened: Opened) -> Reference:
     decoder = opened.decoder
-    first = next(decoder.parameters())
-    dtype = first.dtype if cached is None else cached.dtype
-    return Reference(
-        decoder, lambda: opened.graph_module, cached, opened.vocabulary_size, dtype, first.device
-    )
+    dtype = main_dtype(dict(decoder.named_parameters()))
+    device = next(decoder.parameters()).device
+    return Reference(decoder, lambda: opened.graph_module, opened.vocabulary_size, dtype, device)

@@ -46,15 +46,13 @@ class Reference:
     Args:
         whole: token ids (B, T) to logits (B, T, V), or to an output with `.logits`, without a cache.
         graph: returns the same as a graph.
-        cached: the program with a cache; None where the model has none.
         vocabulary_size: width of the logits.
         dtype: of the weights.
-        device: where `whole` computes; the program with a cache is on the CPU.
+        device: where `whole` computes.
     """
 
     whole: Callable[[Tensor], Any]
     graph: Callable[[], fx.GraphModule]
-    cached: Program | None
     vocabulary_size: int
     dtype: torch.dtype
     device: torch.device | str = "cpu"
@@ -65,21 +63,7 @@ class Reference:
         return getattr(output, "logits", output).cpu()
 
 
-@dataclass(frozen=True, eq=False)
-class Answers:
-    """What an ONNX model must give, computed before it runs, so that two decoders are never held at once.
-
-    Args:
-        questions: each with the outputs that are expected, on the CPU.
-        dtype: of the decoder that gave them.
-        cached: whether the model has a cache.
-        padding: whether the model's texts may be padded.
-    """
-
-    questions: "Sequence[tuple[_Question, Sequence[Tensor]]]"
-    dtype: torch.dtype
-    cached: bool
-    padding: bool
+_Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,31 +73,62 @@ class _Question:
     Args:
         name: which two forms are compared.
         shape: as it is shown.
-        of_whole: whether it is asked of the decoder without a cache.
         ask: gives the outputs of a decoder, which is given as a run.
     """
 
     name: str
     shape: tuple[int, ...]
-    of_whole: bool
-    ask: "Callable[[_Run], Sequence[Tensor]]"
+    ask: Callable[[_Run], Sequence[Tensor]]
 
 
-def answers_of(reference: Reference, *, padding: bool = True) -> Answers:
-    """Ask the decoder that an ONNX model was made from; bfloat16 is asked in float32.
+_Asked = tuple[tuple[_Question, Sequence[Tensor]], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """What an ONNX model must give, computed before it runs, so that few decoders are held at once.
 
     Args:
+        dtype: of the decoder that gave them.
+        whole: questions of whole texts, each with the outputs that are expected.
+        cached: questions of a decoder with a cache; None where the model has none.
+    """
+
+    dtype: torch.dtype
+    whole: _Asked
+    cached: _Asked | None = None
+
+
+def whole_answers(reference: Reference) -> Answers:
+    """Ask the decoder that an ONNX model was made from; bfloat16 is asked in float32."""
+    logits_of = reference.logits
+    if reference.dtype == torch.bfloat16:
+        graph = retyped(reference.graph(), torch.bfloat16, torch.float32)
+        logits_of = replace(reference, whole=graph).logits
+    questions = [_of_whole_texts(shape, reference.vocabulary_size) for shape in SHAPES_BT]
+    return Answers(reference.dtype, _asked(questions, _whole_run(logits_of)))
+
+
+def with_cached_answers(answers: Answers, program: Program, *, padding: bool = True) -> Answers:
+    """Ask the decoder's program with a cache too.
+
+    Args:
+        program: on the CPU.
         padding: whether the model's texts may be padded.
     """
-    asked = _in_float32(reference) if reference.dtype == torch.bfloat16 else reference
-    questions = _questions(asked, padding)
-    whole, cached = _whole_run(asked.logits), None if asked.cached is None else _torch_run(asked.cached)
-    found = []
+    module = program.graph_module
+    if answers.dtype == torch.bfloat16:
+        module = retyped(module, torch.bfloat16, torch.float32)
+    caches, size = cache_tensors(module.graph), program.vocabulary_size
+    questions = [_of_cached(caches, shape, size, padding) for shape in CACHED_SHAPES]
+    if padding:
+        questions.append(_of_padded(caches, size))
+    return replace(answers, cached=_asked(questions, lambda inputs: module(*inputs)))
+
+
+def _asked(questions: Sequence[_Question], run: _Run) -> _Asked:
     with torch.no_grad():
-        for question in questions:
-            run = whole if question.of_whole or cached is None else cached
-            found.append((question, list(question.ask(run))))
-    return Answers(found, reference.dtype, reference.cached is not None, padding)
+        return tuple((question, list(question.ask(run))) for question in questions)
 
 
 def onnx_lines(path: Path, answers: Answers) -> list[Verification]:
@@ -131,32 +146,30 @@ def onnx_lines(path: Path, answers: Answers) -> list[Verification]:
 
 def _lines(path: Path, answers: Answers) -> list[Verification]:
     tolerance = TOLERANCES.get(answers.dtype, 1e-4)
-    if not answers.cached:
-        whole, cached = _whole_run(OnnxDecoder(path)), None
-    else:
-        session = CachedSession(path)
-        whole, cached = _whole_run(lambda ids: OnnxCachedDecoder(session)(ids)), _onnx_run(session)
-    lines = []
-    for question, expected in answers.questions:
-        run = whole if question.of_whole or cached is None else cached
-        pairs = zip(expected, question.ask(run), strict=True)
-        lines.append(_worst([compare(question.name, *pair, tolerance, shape=question.shape) for pair in pairs]))
-    return lines
+    if answers.cached is None:
+        return _compared(answers.whole, _whole_run(OnnxDecoder(path)), tolerance)
+    session = CachedSession(path)
+    whole = _whole_run(lambda ids: OnnxCachedDecoder(session)(ids))
+    lines = _compared(answers.whole, whole, tolerance)
+    return lines + _compared(answers.cached, lambda inputs: list(session(inputs).values()), tolerance)
 
 
-def _questions(reference: Reference, padding: bool) -> list[_Question]:
-    size = reference.vocabulary_size
-    found = [_of_whole_texts(shape, size) for shape in SHAPES_BT]
-    if reference.cached is None:
-        return found
-    caches = cache_tensors(reference.cached.graph)
-    found += [_of_cached(caches, shape, size, padding) for shape in CACHED_SHAPES]
-    return [*found, _of_padded(caches, size)] if padding else found
+def _compared(asked: _Asked, run: _Run, tolerance: float) -> list[Verification]:
+    """Ask the model the same; each line shows the worst of its outputs."""
+    return [
+        _worst(
+            [
+                compare(question.name, *pair, tolerance, shape=question.shape)
+                for pair in zip(expected, question.ask(run), strict=True)
+            ]
+        )
+        for question, expected in asked
+    ]
 
 
 def _of_whole_texts(shape: tuple[int, int], size: int) -> _Question:
     ids = random_token_ids(size, shape)
-    return _Question(NAME, shape, True, lambda run: run((ids,)))
+    return _Question(NAME, shape, lambda run: run((ids,)))
 
 
 def _of_cached(caches: Sequence[CacheTensor], shape: CachedShape, size: int, padding: bool) -> _Question:
@@ -164,7 +177,7 @@ def _of_cached(caches: Sequence[CacheTensor], shape: CachedShape, size: int, pad
     inputs = sample_inputs(caches, shape, size, torch.device("cpu"))
     if not padding:
         inputs[1].fill_(1)
-    return _Question(CACHED_NAME, shape, False, lambda run: run(inputs))
+    return _Question(CACHED_NAME, shape, lambda run: run(inputs))
 
 
 def _of_padded(caches: Sequence[CacheTensor], size: int) -> _Question:
@@ -183,26 +196,11 @@ def _of_padded(caches: Sequence[CacheTensor], size: int) -> _Question:
         # What stands at padding is nobody's business, so it may be anything.
         return [torch.cat([logits[seen.bool()], after[:, 0]])]
 
-    return _Question(CACHED_NAME, (batch, tokens, padding), False, ask)
-
-
-_Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-
-
-def _onnx_run(session: CachedSession) -> _Run:
-    return lambda inputs: list(session(inputs).values())
+    return _Question(CACHED_NAME, (batch, tokens, padding), ask)
 
 
 def _whole_run(logits_of: Callable[[Tensor], Tensor]) -> _Run:
     return lambda inputs: [logits_of(inputs[0])]
-
-
-def _torch_run(program: Program) -> _Run:
-    def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        with torch.no_grad():
-            return program.graph_module(*inputs)
-
-    return run
 
 
 def _worst(found: Sequence[Verification]) -> Verification:
@@ -219,14 +217,3 @@ def _twin(path: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="dispfx-twin-") as folder:
         save_model(twin, Path(folder, path.name))
         yield Path(folder, path.name)
-
-
-def _in_float32(reference: Reference) -> Reference:
-    """Return the reference with the same weights in float32."""
-    types = torch.bfloat16, torch.float32
-    cached = reference.cached
-    if cached is not None:
-        cached = replace(cached, graph_module=retyped(cached.graph_module, *types))
-    graph = retyped(reference.graph(), *types)
-    size, device = reference.vocabulary_size, reference.device
-    return Reference(graph, lambda: graph, cached, size, torch.float32, device)
