@@ -38,6 +38,7 @@ def write_genai_config(
     eos = _token("eos_token_id", generation_config, config)
     # genai needs one that the vocabulary has (0.18 refuses any other): a text then ends at token 0.
     eos = 0 if eos is None else eos
+    pad = _token("pad_token_id", generation_config, config)
     entries = {
         "model": {
             "type": "decoder",
@@ -45,7 +46,7 @@ def write_genai_config(
             "vocab_size": vocabulary_size,
             "bos_token_id": _first(_token("bos_token_id", generation_config, config)),
             "eos_token_id": eos,
-            "pad_token_id": _first(_token("pad_token_id", generation_config, config) or eos),
+            "pad_token_id": _first(eos if pad is None else pad),
             "decoder": {
                 "filename": model_file,
                 "head_size": keys[0].size,
