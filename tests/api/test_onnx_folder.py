@@ -1,0 +1,126 @@
+"""`dispfx export DIR --onnx` with each of its options, and what it refuses."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+
+import dispfx
+from dispfx import api
+from dispfx.api import onnx_folder
+from dispfx.deploy.onnx import legalize
+from dispfx.errors import UnsupportedGraphError, VerificationError
+from tests.tiny_transformers import tiny_transformer
+
+
+def made(folder: Path, dtype: torch.dtype) -> Path:
+    """Write a pruned folder of a tiny decoder, without an ONNX model."""
+    model = tiny_transformer("llama").to(dtype)
+    plan = dispfx.Plan.random(dispfx.capture(model), 0.4, seed=1, align=4)
+    api.apply(model, plan, out=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("single") / "out", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("half") / "out", torch.bfloat16)
+
+
+def exported(folder: Path, tmp_path: Path, **options: Any) -> onnx.ModelProto:
+    """Export a copy of a folder and return the model."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (written,) = api.export(copy, onnx=True, **options)
+    return onnx.load(str(written / "model.onnx"))
+
+
+def domains(model: onnx.ModelProto) -> set[str]:
+    return {node.domain for node in model.graph.node}
+
+
+def test_no_padding_and_fusions_go_together(single: Path, tmp_path: Path):
+    model = exported(single, tmp_path, padding=False, ort_fusions=True)
+
+    masks = [node.input[3] for node in model.graph.node if node.op_type == "Attention"]
+    assert masks and not any(masks)
+    assert "com.microsoft" in domains(model)
+    # The folder's own verification sees that the mask is not read, and asks nothing about padding.
+    lines = [line for line in api.verify(tmp_path / "copy") if line.name.startswith("onnx")]
+    assert len(lines) == 5 and all(line.holds for line in lines)
+
+
+def test_fusions_that_do_not_verify_are_left_out(
+    single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    right = legalize.fuse_skip_norms
+
+    def wrong(model: Any) -> int:
+        fused = right(model)
+        for node in model.graph:
+            if node.domain == "com.microsoft":
+                node.replace_input_with(1, node.inputs[0])
+        return fused
+
+    monkeypatch.setattr(legalize, "fuse_skip_norms", wrong)
+    model = exported(single, tmp_path, ort_fusions=True)
+
+    assert domains(model) == {""}
+
+
+def test_a_model_that_computes_something_else_is_not_written(
+    single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    right = onnx_folder.cached_model
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        model = right(*args, **options)
+        node = next(node for node in model.graph if node.op_type == "Sigmoid")
+        node.op_type = "Tanh"
+        return model
+
+    monkeypatch.setattr(onnx_folder, "cached_model", wrong)
+    with pytest.raises(VerificationError, match="onnx"):
+        exported(single, tmp_path)
+
+    assert not (tmp_path / "copy" / "onnx").exists()
+    assert not [path for path in (tmp_path / "copy").iterdir() if "partial" in path.name]
+
+
+def test_index_add_scatters_with_an_older_operator_set(single: Path, tmp_path: Path):
+    model = exported(single, tmp_path, write="index-add", opset=18)
+
+    assert {entry.domain: entry.version for entry in model.opset_import}[""] == 18
+    operators = {node.op_type for node in model.graph.node}
+    assert "ScatterND" in operators or "ScatterElements" in operators
+    assert "RMSNormalization" not in operators
+
+
+def test_index_add_is_refused_in_half_precision(half: Path, tmp_path: Path):
+    with pytest.raises(UnsupportedGraphError, match="no adding scatter for bfloat16"):
+        exported(half, tmp_path, write="index-add")
+    assert not (tmp_path / "copy" / "onnx").exists()
+
+
+@pytest.mark.parametrize("opset", [17, 25])
+def test_an_operator_set_that_cannot_be_written_is_refused(single: Path, tmp_path: Path, opset: int):
+    with pytest.raises(UnsupportedGraphError, match=f"between 18 and 24, {opset} was given"):
+        exported(single, tmp_path, opset=opset)
+    assert not (tmp_path / "copy" / "onnx").exists()
+
+
+def test_a_bfloat16_model_is_verified_as_its_float32_twin(half: Path, tmp_path: Path):
+    model = exported(half, tmp_path)
+
+    types = {tensor.data_type for tensor in model.graph.initializer}
+    assert onnx.TensorProto.BFLOAT16 in types
+    lines = [line for line in api.verify(tmp_path / "copy") if line.name.startswith("onnx")]
+    # Two whole texts, three with a cache, one padded; at the tolerance of float32.
+    assert len(lines) == 6 and all(line.holds and line.tolerance == 1e-4 for line in lines)
