@@ -12,7 +12,10 @@ from dispfx.atomic import replacing
 from dispfx.learning.tensorboard import TensorBoardLog
 
 METRICS_FILE = "metrics.jsonl"
-_PACE_STEPS = 20
+# So many that a step which saves or measures the held-out loss hardly shows.
+_PACE_STEPS = 100
+# They compile, and fill caches.
+_SLOW_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -43,15 +46,20 @@ class StepRecord:
 
 
 class Pace:
-    """Measures speed over the last steps, so that a slow first step is soon forgotten."""
+    """Measures speed over the last steps, without the slow first ones as soon as there are others."""
 
     def __init__(self, tokens_per_step: int):
         self._tokens_per_step = tokens_per_step
         self._ends = deque([perf_counter()], maxlen=_PACE_STEPS + 1)
+        self._slow_left = _SLOW_STEPS
 
     def tick(self, steps_left: int) -> tuple[float, float]:
         """Note the end of a step; return tokens a second and seconds left."""
         self._ends.append(perf_counter())
+        if len(self._ends) == _SLOW_STEPS + 2:
+            while self._slow_left:
+                self._ends.popleft()
+                self._slow_left -= 1
         seconds = max((self._ends[-1] - self._ends[0]) / (len(self._ends) - 1), 1e-9)
         return self._tokens_per_step / seconds, steps_left * seconds
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 
 from dispfx.learning.records import METRICS_FILE, MetricsLog, Pace, StepRecord
 
@@ -49,6 +50,26 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     with MetricsLog(None, 0) as log:
         log.append(record(1))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_time_left_is_within_a_tenth_after_the_first_hundred_steps(monkeypatch):
+    noise = random.Random(0)
+    steps = 1_000
+    seconds = [
+        noise.uniform(0.7, 1.3) + 3 * (step % 50 == 0) + 4 * (step % 100 == 0) for step in range(steps)
+    ]
+    seconds[:2] = [90.0, 30.0]  # compiles
+    ends = [sum(seconds[: step + 1]) for step in range(steps)]
+    clock = iter([0.0, *ends])
+    monkeypatch.setattr("dispfx.learning.records.perf_counter", lambda: next(clock))
+    pace = Pace(tokens_per_step=50)
+    errors = []
+    for step in range(steps):
+        _, seconds_left = pace.tick(steps - step - 1)
+        truth = ends[-1] - ends[step]
+        if 100 <= step < steps - 100:
+            errors.append(abs(seconds_left - truth) / truth)
+    assert max(errors) < 0.1
 
 
 def test_pace_gives_speed_and_time_left_of_the_last_steps(monkeypatch):

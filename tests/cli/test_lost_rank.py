@@ -1,0 +1,71 @@
+"""A rank that is killed ends the run of several with its name, and the run goes on with --resume."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dispfx.learning.state import saved_step
+
+WORDS = (
+    "learn demo --ratio 0.3 --seq-len 16 --batch-size 2 --samples 1 --start uniform --save-every 2 "
+    "--launch 2 --shard"
+)
+LONGEST_SECONDS = 60
+
+
+def start(out: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "dispfx", *WORDS.split(), *words, "--out", str(out)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["OMP_NUM_THREADS"] = "1"
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def process_of_rank(rank: int, launcher: int) -> int:
+    """Return the process that the launcher started as that rank."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int(re.findall(r"PPid:\t(\d+)", (folder / "status").read_text())[0])
+            own = (folder / "environ").read_bytes().split(b"\0")
+        except (OSError, IndexError):
+            continue
+        if parent == launcher and f"RANK={rank}".encode() in own:
+            return int(folder.name)
+    raise AssertionError(f"no process is rank {rank}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="needs to see which process is which rank"
+)
+def test_a_killed_rank_ends_the_run_with_its_name_and_the_run_goes_on(tmp_path: Path):
+    plan = tmp_path / "plan.safetensors"
+    state = tmp_path / "plan.safetensors.state"
+    run = start(plan, "--steps", "100000")
+    try:
+        deadline = time.monotonic() + 180
+        while not (state.is_dir() and (saved_step(state) or 0) >= 2):
+            assert run.poll() is None and time.monotonic() < deadline, run.communicate()
+            time.sleep(0.2)
+        killed = process_of_rank(1, run.pid)
+        os.kill(killed, signal.SIGKILL)
+        began = time.monotonic()
+        _, said = run.communicate(timeout=LONGEST_SECONDS)
+    finally:
+        run.kill()
+    assert time.monotonic() - began < LONGEST_SECONDS
+    assert run.returncode == 2 and not plan.exists()
+    assert f"rank 1 (process {killed}) was ended by SIGKILL" in said and "--resume" in said
+    step = saved_step(state)
+    assert step is not None
+    again = start(plan, "--steps", str(step + 2), "--resume")
+    said, wrong = again.communicate(timeout=180)
+    assert again.returncode == 0, wrong
+    assert f"going on at step {step}" in said and plan.exists()
