@@ -4,6 +4,7 @@ from dispfx.api.bench import bench
 from dispfx.api.cached import CachedDecoder, capture_cached, lower_cached
 from dispfx.api.commands import evaluate, export, generate, inspect, learn_plan, verify
 from dispfx.api.compilation import apply, compile, follow_command
+from dispfx.api.doctor import doctor
 from dispfx.api.folders import load
 from dispfx.api.opening import learn_settings
 from dispfx.api.programs import PASSES, analyse, apart, capture, gate, gated, learn, lower
@@ -12,7 +13,8 @@ from dispfx.training.preparation import Compute
 
 __all__ = [
     "PASSES", "CachedDecoder", "Compute", "analyse", "apart", "apply", "bench", "capture", "capture_cached",
-    "compile", "estimate", "evaluate", "export", "follow_command", "gate", "gated", "generate", "inspect",
+    "compile", "doctor", "estimate",
+    "evaluate", "export", "follow_command", "gate", "gated", "generate", "inspect",
     "learn",
     "learn_plan", "learn_settings", "load", "lower", "lower_cached", "verify",
 ]  # fmt: skip

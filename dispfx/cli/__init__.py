@@ -3,7 +3,7 @@
     app      the verbs and the entry point
     making   compile, learn, apply
     using    inspect, verify, eval, export, generate
-    showing  report
+    showing  report, compare, doctor
     options  every option, once
     faults   errors → message and exit code
     screen   where progress and results go

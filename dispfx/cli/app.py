@@ -11,7 +11,7 @@ app = typer.Typer(
     name="dispfx",
     help="A compiler that makes a decoder language model smaller, without knowing its architecture.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -21,7 +21,8 @@ for verb in (making.compile, using.inspect, making.learn, making.apply):
 for verb in (using.verify, using.evaluate, using.export, using.generate, measuring.bench):
     app.command(name="eval" if verb is using.evaluate else None)(verb)
 
-app.command()(showing.report)
+for verb in (showing.report, showing.compare, showing.doctor):
+    app.command()(verb)
 
 
 def _print_version(wanted: bool) -> None:

@@ -34,8 +34,14 @@ def inspect(
     quiet: given.Quiet = False,
     debug: given.Debug = False,
 ) -> None:
-    """Show what can be pruned, what is left dense and why, and what learning would take."""
+    """Show what can be pruned, what is left dense and why, and what learning would take.
+
+    Of a plan.safetensors, show what it keeps.
+    """
     chosen = {"steps": steps, "seq_len": seq_len, "batch_size": batch_size, "hypernetwork": hypernetwork}
+    if _is_plan(model):
+        _show_plan(model, Screen(json, quiet))
+        return
     origin_of(model)
     from dispfx import api
     from dispfx.report.estimate import estimate_plain, print_estimate
@@ -63,6 +69,24 @@ def inspect(
     if not json:
         print_sites(program, screen.console)
         print_estimate(needed, screen.console)
+
+
+def _is_plan(word: str) -> bool:
+    """Whether the word names a file as plans have; MODEL is never a .safetensors file."""
+    return word.endswith(".safetensors") and Path(word).expanduser().is_file()
+
+
+def _show_plan(word: str, screen: Screen) -> None:
+    from dispfx.ir.plan import Plan
+    from dispfx.report.plans import plan_lines, plan_plain, plan_rows
+    from dispfx.report.table import print_rows
+
+    plan = Plan.load(Path(word).expanduser())
+    screen.print_json(plan_plain(plan))
+    for line in plan_lines(plan):
+        screen.print_text(line)
+    if not screen.json:
+        print_rows([plan_rows(plan)], screen.console, ("selection", "kept", "share", "widths"))
 
 
 @reports_faults

@@ -51,32 +51,32 @@ def page(run: Run, layers: Layers, pictures: Sequence[Picture]) -> str:
     report = run.report
     sections = [
         _header(run),
-        _section(
+        section(
             "Before and after",
-            _table(("", "before", "after", "change"), _figures(report)) + _protocol(report),
+            table(("", "before", "after", "change"), _figures(report)) + _protocol(report),
         ),
-        _section(
+        section(
             "What each branch reads and writes",
-            f'<div class="pair">{"".join(map(_figure, heat_maps))}</div>'
+            f'<div class="pair">{"".join(map(figure_of, heat_maps))}</div>'
             + _numbers("Widths by layer", *_width_table(layers)),
         ),
-        _section("Widths", _figure(by_name["widths"])),
+        section("Widths", figure_of(by_name["widths"])),
     ]
     if "feature-use" in by_name:
-        use = _figure(by_name["feature-use"]) + _numbers("Features by use", *_use_table(layers))
-        sections.append(_section("Use of the embedding's features", use))
+        use = figure_of(by_name["feature-use"]) + _numbers("Features by use", *_use_table(layers))
+        sections.append(section("Use of the embedding's features", use))
     if run.steps:
-        drawn = _figure(by_name["losses"]) + _figure(by_name["ratio"])
+        drawn = figure_of(by_name["losses"]) + figure_of(by_name["ratio"])
         learning = f'<div class="pair">{drawn}</div>' + _numbers("Steps", *_step_table(run))
-        sections.append(_section("Learning", learning))
-    sections.append(_section("Verified", _verified(report)))
+        sections.append(section("Learning", learning))
+    sections.append(section("Verified", _verified(report)))
     if run.speed is not None:
-        sections.append(_section("Speed", _speed(run)))
+        sections.append(section("Speed", _speed(run)))
     if report.refused:
         rows = [(one.name, one.reason) for one in report.refused]
-        sections.append(_section("Left dense", _table(("branch or site", "reason"), rows)))
-    sections.append(_section("How to get it again", _origin(report)))
-    return _document(f"{run.name}: dispfx report", "\n".join(sections))
+        sections.append(section("Left dense", table(("branch or site", "reason"), rows)))
+    sections.append(section("How to get it again", _origin(report)))
+    return document(f"{run.name}: dispfx report", "\n".join(sections))
 
 
 def _header(run: Run) -> str:
@@ -158,14 +158,14 @@ def _step_table(run: Run) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
 def _verified(report: Report) -> str:
     if not report.verify:
         return "<p>Nothing was verified.</p>"
-    return _table(("comparison", "batch × tokens", "error", "tolerance"), verification_rows(report.verify))
+    return table(("comparison", "batch × tokens", "error", "tolerance"), verification_rows(report.verify))
 
 
 def _speed(run: Run) -> str:
     speed = run.speed or {}
     header = ("step", "batch", "tokens", "past", "mode", "dense", "pruned", "×", "bound")
     facts = "".join(f"<li>{escape(str(k))}: {escape(str(v))}</li>" for k, v in speed.get("facts", {}).items())
-    return f"<ul>{facts}</ul>" + _table(header, [_speed_row(row) for row in speed["rows"]])
+    return f"<ul>{facts}</ul>" + table(header, [_speed_row(row) for row in speed["rows"]])
 
 
 def _speed_row(row: dict[str, Any]) -> Sequence[str]:
@@ -193,26 +193,29 @@ def _origin(report: Report) -> str:
     return (
         f"<pre><code>{escape(report.command)}</code></pre>"
         f"<p>Seed {report.seed}, on {escape(report.device)}.</p>"
-        f'<div class="pair">{_table(("made with", "version"), versions)}'
-        f"{_table(('stage', 'time'), seconds)}</div>"
+        f'<div class="pair">{table(("made with", "version"), versions)}'
+        f"{table(('stage', 'time'), seconds)}</div>"
     )
 
 
-def _section(title: str, content: str) -> str:
+def section(title: str, content: str) -> str:
+    """Return a part of the page; `content` is markup."""
     return f"<section><h2>{escape(title)}</h2>{content}</section>"
 
 
-def _figure(picture: Picture) -> str:
+def figure_of(picture: Picture) -> str:
+    """Return a picture with its caption."""
     # role and label make the drawing one image to a screen reader, instead of its hundred parts.
     svg = picture.svg.replace("<svg", f'<svg role="img" aria-label="{escape(picture.alt)}"', 1)
     return f"<figure>{svg}<figcaption>{escape(picture.caption)}</figcaption></figure>"
 
 
 def _numbers(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return f"<details><summary>{escape(title)}, as a table</summary>{_table(header, rows)}</details>"
+    return f"<details><summary>{escape(title)}, as a table</summary>{table(header, rows)}</details>"
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of plain texts; the first cell of a row is its name."""
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
     body = "".join(
         f'<tr><th scope="row">{escape(first)}</th>'
@@ -225,7 +228,8 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="wide" tabindex="0">{whole}</div>'
 
 
-def _document(title: str, body: str) -> str:
+def document(title: str, body: str) -> str:
+    """Return a whole page around `body`, which loads nothing."""
     light, dark = (
         " ".join(f"--{name}: {colours[side]};" for name, colours in COLOURS.items()) for side in (0, 1)
     )

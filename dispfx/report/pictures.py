@@ -34,9 +34,9 @@ COLOURS = {
     "c4": ("#a87400", "#e6b13c"),
 }
 _INK, _GRID = COLOURS["ink"][0], COLOURS["grid"][0]
-_CYCLE = [COLOURS[f"c{number}"][0] for number in range(5)]
-_MARKERS = "os^Dv"
-_STYLE: dict[Any, Any] = {
+CYCLE = [COLOURS[f"c{number}"][0] for number in range(5)]
+MARKERS = "os^Dv"
+_STYLE = {
     "font.size": 11.0,
     "font.family": "sans-serif",
     "text.color": _INK,
@@ -109,15 +109,15 @@ def heat_map(layers: Layers, series: Series) -> Picture:
         shown.set(xlabel="feature of the residual stream", ylabel="layer")
         _label_layers(shown, layers.names)
         edges = np.arange(layers.width + 1)
-        top.stairs(used_F, edges, fill=True, color=_CYCLE[0])
+        top.stairs(used_F, edges, fill=True, color=CYCLE[0])
         top.set(ylabel="layers", ylim=(0, max(1, int(present_L.sum()))), title=series.title)
         top.tick_params(labelbottom=False)
-        side.barh(np.arange(len(layers.names)), np.nan_to_num(width_L), height=0.8, color=_CYCLE[0])
+        side.barh(np.arange(len(layers.names)), np.nan_to_num(width_L), height=0.8, color=CYCLE[0])
         side.set(xlabel="features", xlim=(0, layers.width))
         side.tick_params(labelleft=False)
 
     least, most = np.nanmin(width_L), np.nanmax(width_L)
-    return _picture(
+    return draw_picture(
         f"features-{_file_name(series.name)}",
         f"{series.title}. Coloured: kept. Above, in how many layers each feature is; right, how many "
         "features each layer keeps.",
@@ -136,7 +136,7 @@ def width_picture(layers: Layers) -> Picture:
         rows = np.arange(len(layers.names))
         for number, series in enumerate(layers.series):
             shares = [np.nan if width is None else width[0] / width[1] for width in series.widths()]
-            colour, marker = _CYCLE[number % 5], _MARKERS[number % 5]
+            colour, marker = CYCLE[number % 5], MARKERS[number % 5]
             line = "-" if number < 5 else "--"
             axes.plot(
                 rows, shares, color=colour, marker=marker, markersize=4, linestyle=line, label=series.title
@@ -147,7 +147,7 @@ def width_picture(layers: Layers) -> Picture:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=9)
 
     means = ", ".join(f"{one.title} {_mean_share(one):.0%}" for one in layers.series)
-    return _picture(
+    return draw_picture(
         "widths",
         "Share of its features that each selection keeps, by layer.",
         f"Lines over {len(layers.names)} layers. Mean share kept: {means}.",
@@ -163,7 +163,7 @@ def use_picture(layers: Layers) -> Picture:
 
     def draw(figure: "Figure") -> None:
         axes = figure.add_subplot()
-        axes.stairs(ordered_F, np.arange(len(ordered_F) + 1), fill=True, color=_CYCLE[0])
+        axes.stairs(ordered_F, np.arange(len(ordered_F) + 1), fill=True, color=CYCLE[0])
         axes.set(
             xlabel="features of the residual stream, most used first",
             ylabel="reads and writes that keep it",
@@ -173,7 +173,7 @@ def use_picture(layers: Layers) -> Picture:
         axes.axhline(sites, color=_INK, linewidth=0.8, linestyle=":")
         axes.grid(axis="y")
 
-    return _picture(
+    return draw_picture(
         "feature-use",
         f"How often each feature of the embedding is used: of {sites} reads and writes in all layers "
         "(dotted).",
@@ -192,20 +192,20 @@ def loss_picture(steps: Sequence[StepRecord]) -> Picture:
 
     def draw(figure: "Figure") -> None:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        upper.plot(at, loss, color=_CYCLE[0], linewidth=1.3, label="next token, sampled masks")
+        upper.plot(at, loss, color=CYCLE[0], linewidth=1.3, label="next token, sampled masks")
         if held_out:
             where, values = zip(*held_out, strict=True)
             upper.plot(
-                where, values, color=_CYCLE[1], marker="s", markersize=4, label="held out, hardened masks"
+                where, values, color=CYCLE[1], marker="s", markersize=4, label="held out, hardened masks"
             )
         upper.set(ylabel="loss (nats)")
         upper.legend(fontsize=9)
-        lower.plot(at, budget, color=_CYCLE[2], linewidth=1.3)
+        lower.plot(at, budget, color=CYCLE[2], linewidth=1.3)
         lower.set(xlabel="step", ylabel="budget loss R")
         for axes in (upper, lower):
             axes.grid(axis="y")
 
-    return _picture(
+    return draw_picture(
         "losses",
         "Language-model loss and budget loss while the masks were learned.",
         f"Two curves over {steps[-1].step} steps: loss from {steps[0].loss:.3f} to {steps[-1].loss:.3f} "
@@ -221,15 +221,15 @@ def ratio_picture(steps: Sequence[StepRecord], requested: float) -> Picture:
 
     def draw(figure: "Figure") -> None:
         axes = figure.add_subplot()
-        axes.plot(at, achieved, color=_CYCLE[0], linewidth=1.3, label="sampled masks")
+        axes.plot(at, achieved, color=CYCLE[0], linewidth=1.3, label="sampled masks")
         axes.axhline(
-            requested, color=_CYCLE[1], linestyle="--", linewidth=1.2, label=f"asked: {requested:.0%}"
+            requested, color=CYCLE[1], linestyle="--", linewidth=1.2, label=f"asked: {requested:.0%}"
         )
         axes.set(xlabel="step", ylabel="share removed", ylim=(0, None))
         axes.grid(axis="y")
         axes.legend(fontsize=9)
 
-    return _picture(
+    return draw_picture(
         "ratio",
         "Share of the counted parameters that the sampled masks remove, and what was asked.",
         f"A curve over {steps[-1].step} steps that ends at {steps[-1].achieved_ratio:.1%}; "
@@ -269,11 +269,15 @@ def _file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
 
 
-def _picture(name: str, caption: str, alt: str, draw: "Callable[[Figure], None]", height: float) -> Picture:
+def draw_picture(
+    name: str, caption: str, alt: str, draw: "Callable[[Figure], None]", height: float
+) -> Picture:
+    """Draw a picture and write it in both forms; `height` is in inches."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
+    style: dict[Any, Any] = {**_STYLE, "svg.hashsalt": name}
+    with matplotlib.rc_context(style):
         figure = Figure(figsize=(_INCHES, height), layout="constrained")
         draw(figure)
         png, svg = io.BytesIO(), io.StringIO()

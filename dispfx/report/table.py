@@ -47,7 +47,7 @@ def verification_rows(verifications: Sequence[Verification]) -> list[Row]:
     ]
 
 
-def print_rows(sections: Sequence[Sequence[Row]], console: Console, header: Row) -> None:
+def print_rows(sections: Sequence[Sequence[Sequence[str]]], console: Console, header: Sequence[str]) -> None:
     """Print sections of rows: a rich table on a terminal, plain aligned lines elsewhere."""
     shown = [section for section in sections if section]
     if not console.is_terminal:

@@ -37,6 +37,7 @@ def compile_(out: Path, tokens: Path, **changes):
 def test_a_folder_is_whole_and_nothing_is_left_beside_it(compiled: Compiled):
     assert {path.name for path in compiled.path.iterdir()} == {
         "program.pt2", "plan.safetensors", "report.json", "metrics.jsonl", "README.md",
+        "report.html", "pictures",
     }  # fmt: skip
     assert [path.name for path in compiled.path.parent.iterdir()] == ["out"], "DIR.state is removed"
 

@@ -1,5 +1,6 @@
 """The verbs, and how fast the command answers."""
 
+import os
 import subprocess
 import sys
 
@@ -7,7 +8,19 @@ import pytest
 
 from dispfx import __version__
 
-VERBS = ["compile", "inspect", "learn", "apply", "verify", "eval", "export", "generate", "report"]
+VERBS = [
+    "compile",
+    "inspect",
+    "learn",
+    "apply",
+    "verify",
+    "eval",
+    "export",
+    "generate",
+    "report",
+    "compare",
+    "doctor",
+]
 
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:
@@ -54,3 +67,30 @@ def test_the_module_is_the_command():
     result = python("-m", "dispfx", "compile", "demo", "--ratio", "7", "--out", "absent")
     assert result.returncode == 2
     assert result.stderr.startswith("error: the ratio is the share to remove")
+
+
+def test_a_shell_is_told_the_verbs():
+    words = {"_DISPFX_COMPLETE": "complete_bash", "COMP_WORDS": "dispfx comp", "COMP_CWORD": "1"}
+    code = "import os, sys; sys.argv = ['dispfx']; from dispfx.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | words,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.split() == ["compile", "compare"], done
+
+
+@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}])
+def test_what_goes_into_a_pipe_has_no_colours(variables: dict[str, str]):
+    plain = {
+        name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "CLICOLOR_FORCE")
+    }
+    for words in (["--help"], ["doctor"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "dispfx", *words],
+            capture_output=True, text=True, env=plain | variables, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.stdout and "\x1b" not in done.stdout + done.stderr

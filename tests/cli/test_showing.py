@@ -1,9 +1,12 @@
-"""report."""
+"""report, compare, doctor, and inspect of a plan."""
 
 import json
 from pathlib import Path
 
-from tests.report.runs import write_run
+import pytest
+
+from dispfx.api.doctor import Finding
+from tests.report.runs import plan_of, write_run
 
 
 def test_report_writes_the_page_and_names_the_files(dispfx, tmp_path: Path):
@@ -16,7 +19,57 @@ def test_report_writes_the_page_and_names_the_files(dispfx, tmp_path: Path):
     assert dispfx("report", folder, "--quiet").output == ""
 
 
-def test_report_refuses_what_dispfx_did_not_write(dispfx, tmp_path: Path):
-    result = dispfx("report", tmp_path)
+@pytest.mark.parametrize("verb", ["report", "compare"])
+def test_a_folder_that_dispfx_did_not_write_is_refused(dispfx, tmp_path: Path, verb: str):
+    result = dispfx(verb, tmp_path)
     assert result.exit_code == 2 and "did not write it" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_compare_puts_runs_side_by_side(dispfx, tmp_path: Path):
+    folders = [write_run(tmp_path / "first"), write_run(tmp_path / "second", pruned_perplexity=6.4)]
+    result = dispfx("compare", *folders, "--out", tmp_path / "both.html")
+    assert result.exit_code == 0, result.output
+    assert "2.000" in result.stdout and "1.025" in result.stdout
+    assert (tmp_path / "both.png").is_file() and "second" in (tmp_path / "both.html").read_text()
+    shown = json.loads(dispfx("compare", *folders, "--json").stdout)
+    assert [run["perplexity"] for run in shown["runs"]] == [3.28, 6.4]
+    assert dispfx("compare", *folders, "--quiet").output == ""
+    assert dispfx("compare", *folders, "--out", tmp_path / "both.pdf").exit_code == 2
+
+
+def test_compare_shows_what_two_plans_keep_alike(dispfx, tmp_path: Path):
+    paths = [tmp_path / f"{seed}.safetensors" for seed in (0, 1)]
+    for seed, path in enumerate(paths):
+        plan_of(seed).save(path)
+    result = dispfx("compare", *paths)
+    assert result.exit_code == 0 and "S4: MLP inner (3 sites)" in result.stdout
+    shown = json.loads(dispfx("compare", *paths, "--json").stdout)
+    assert len(shown["sites"]) == 15 and shown["same_decoder"]
+    assert dispfx("compare", paths[0], "--quiet").exit_code == 2
+    assert dispfx("compare", *paths, "--out", "x.html").exit_code == 2
+
+
+def test_inspect_of_a_plan_shows_what_it_keeps(dispfx, tmp_path: Path):
+    path = tmp_path / "plan.safetensors"
+    plan_of().save(path)
+    result = dispfx("inspect", path)
+    assert result.exit_code == 0, result.output
+    assert "30.04% of blocks removed" in result.stdout and "21 of 36" in result.stdout
+    shown = json.loads(dispfx("inspect", path, "--json").stdout)
+    assert shown["sites"][0]["kept"] == plan_of().selections[0].kept.tolist()
+    path.write_bytes(b"none")
+    assert dispfx("inspect", path).exit_code == 2
+
+
+def test_doctor_shows_what_is_there(dispfx, replaced):
+    replaced("doctor", [Finding("torch", "ok", "2.13.0"), Finding("cuda", "optional", "no card")])
+    result = dispfx("doctor")
+    assert result.exit_code == 0 and "2.13.0" in result.stdout
+    assert json.loads(dispfx("doctor", "--json").stdout)["findings"][1]["state"] == "optional"
+
+
+def test_doctor_fails_where_something_needed_is_missing(dispfx, replaced):
+    replaced("doctor", [Finding("torch", "missing", "not installed: pip install 'torch>=2.11'")])
+    result = dispfx("doctor")
+    assert result.exit_code == 2 and "torch" in result.stderr and "pip install" in result.stdout
