@@ -84,18 +84,17 @@ def size(args: argparse.Namespace) -> dict[str, Any]:
     """Compare the tensors' bytes with what the plan says must be left of the dense decoder."""
     from dispfx.deploy import weights
     from dispfx.deploy.checkpoint import skeleton
-    from dispfx.deploy.section import read_section
     from dispfx.ir.plan import Plan
 
     headers = weights.read_headers(args.folder)
     dense = {name: tuple(tensor.shape) for name, tensor in skeleton(args.folder).named_parameters()}
-    kept = Plan.load(args.folder / "plan.safetensors").kept
+    plan = Plan.load(args.folder / "plan.safetensors")
     left = {name: list(shape) for name, shape in dense.items()}
-    for site in read_section(args.folder)["sites"]:
-        for key in site["slices"]:
+    for selection in plan.selections:
+        for key in selection.keys:
             path, _, axis = key.rpartition(":")
-            removed = site["size"] - len(kept[site["name"]])
-            left[path][int(axis)] -= removed * dense[path][int(axis)] // site["size"]
+            removed = selection.size - len(selection.kept)
+            left[path][int(axis)] -= removed * dense[path][int(axis)] // selection.size
     index_bytes = sum(h.size * h.dtype.itemsize for name, h in headers.items() if weights.is_index(name))
     expected = (
         sum(product(shape) * headers[name].dtype.itemsize for name, shape in left.items()) + index_bytes

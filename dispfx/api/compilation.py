@@ -269,6 +269,8 @@ def learn_from(
             resume=how.resume,
             on_step=stages.observer.learning,
         )
+    # Scores leave no state behind, and a plan has to lie somewhere while the folder is made.
+    state.mkdir(parents=True, exist_ok=True)
     plan.save(state / PLAN_FILE)
     return Learned(ready.source, ready.text, program, plan, state, settings.seq_len)
 

@@ -38,6 +38,7 @@ from dispfx.deploy.checkpoint import site_indices, underived_buffers, write_chec
 from dispfx.deploy.folder import new_folder
 from dispfx.errors import DispfxError
 from dispfx.huggingface.dense import write_ordinary, zeroed_twin
+from dispfx.huggingface.layout import MARK
 from dispfx.huggingface.loading import load_model
 from dispfx.huggingface.saving import PrunedModel, build_pruned
 from dispfx.ir.closure import Mismatch
@@ -265,7 +266,7 @@ def _stored(
         return pruned.stored_parameters(), pruned.stored_buffers()
     underived = underived_buffers(task.source.model, task.source.config)
     buffers = {name: tensor for name, tensor in lowered.named_buffers() if name in underived}
-    indices = site_indices(task.plan, task.program.sites)
+    indices = site_indices(task.plan, task.program.sites) or {MARK: torch.zeros(1, dtype=torch.int32)}
     return dict(lowered.named_parameters()), {**buffers, **indices}
 
 

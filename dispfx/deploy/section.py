@@ -16,7 +16,7 @@ import torch
 from dispfx.errors import DataError
 from dispfx.huggingface.entries import LOCK, METHOD, REFUSAL, SCHEMA_VERSION, SECTION, checked_section
 from dispfx.huggingface.layout import Layout
-from dispfx.ir.plan import Plan, site_keys
+from dispfx.ir.plan import Plan
 from dispfx.ir.sites import Site
 
 CONFIG_FILE = "config.json"
@@ -137,7 +137,6 @@ def _section(plan: Plan, sites: Sequence[Site], config: Any) -> dict[str, Any]:
                 "kind": site.kind,
                 "size": selection.size,
                 "kept": len(selection.kept),
-                "slices": list(site_keys(site)),
             }
             for site, selection in zip(sites, plan.selections, strict=True)
         ],

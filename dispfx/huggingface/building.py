@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.errors import PlanMismatchError
-from dispfx.huggingface.layout import READ, SELECT, WRITE, Layout, ModuleLayout
+from dispfx.huggingface.layout import MARK, READ, SELECT, WRITE, Layout, ModuleLayout
 from dispfx.huggingface.modules import PrunedModule, empty_index, selecting
 
 Values = Callable[[str], Tensor]
@@ -37,6 +37,9 @@ def shape_modules(model: nn.Module, layout: Layout, values: Mapping[str, Tensor]
         _shape(model, found, path, module_layout, values)
     for path in layout.buffers:
         _keep_buffer(model, path)
+    if layout.marked:
+        device = "cpu" if values is not None else next(model.parameters()).device
+        model.register_buffer(MARK, torch.zeros(1, dtype=torch.int32, device=device))
 
 
 def own_path(model: nn.Module, path: str) -> str:

@@ -8,6 +8,11 @@
    that entry it warns of the unknown method and stops at the first mismatched shape, except with
    `ignore_mismatched_sizes=True`: then it runs with random weights.
 
+Who hands transformers a config made by hand takes both entries away.  Shapes then mismatch, and with
+`ignore_mismatched_sizes=True` it makes weights up, as it was told to; its report names every one of them, and
+names dispfx, for the file always holds a tensor whose name says so: an index, or the mark of a decoder
+without indices.
+
 Nothing here imports transformers.
 """
 
@@ -16,7 +21,7 @@ from typing import Any
 from dispfx.errors import OutputError
 
 METHOD = "dispfx"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 SECTION, LOCK = "quantization_config", "transformers_weights"
 REFUSAL = "this decoder was pruned by dispfx; install dispfx and `import dispfx` before the folder is loaded"
 

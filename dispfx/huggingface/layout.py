@@ -10,6 +10,7 @@ lie with the weights, as int32 buffers of the modules that use them:
 """
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ SELECT, READ, WRITE = "dispfx_select", "dispfx_read", "dispfx_write"
 INDEX_NAMES = (SELECT, READ, WRITE)
 # The smaller module inside one that reads or writes; on disk its tensors keep the dense decoder's names.
 INNER = "linear"
+# A tensor of a decoder without indices, so that what lists unknown tensors names dispfx for it, too.
+MARK = "dispfx_pruned"
 
 _ONE_COMPILATION = "config.json and the weights must come from one compilation"
 
@@ -109,8 +112,12 @@ class Layout:
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the layout as the config holds it."""
-        modules = {path: module.to_json() for path, module in self.modules.items()}
+        """Return the layout as the config holds it.
+
+        A module is one text: transformers copies a config some twenty times while it loads a model, and
+        thousands of nested entries took longer to copy than the weights to read.
+        """
+        modules = {path: json.dumps(module.to_json()) for path, module in self.modules.items()}
         entries = {"modules": modules, "indices": self.indices}
         return {**entries, "buffers": list(self.buffers), "dtypes": dict(self.dtypes)}
 
@@ -122,7 +129,8 @@ class Layout:
             PlanMismatchError: if it is something else.
         """
         try:
-            modules = {path: ModuleLayout.from_json(module) for path, module in entries["modules"].items()}
+            texts = entries["modules"].items()
+            modules = {path: ModuleLayout.from_json(json.loads(text)) for path, text in texts}
             buffers = tuple(str(path) for path in entries["buffers"])
             dtypes = {str(path): _dtype_name(dtype) for path, dtype in entries["dtypes"].items()}
             return Layout(modules, str(entries["indices"]), buffers, dtypes)
@@ -130,6 +138,11 @@ class Layout:
             raise PlanMismatchError(
                 f"the config's dispfx section holds no usable layout: {error!r}", hint=_ONE_COMPILATION
             ) from error
+
+    @property
+    def marked(self) -> bool:
+        """Whether the decoder holds the mark, for want of indices."""
+        return not any(module.indices for module in self.modules.values())
 
     def stored_name(self, path: str) -> str:
         """Return the name on disk of a tensor at `path` in the pruned decoder."""
@@ -178,7 +191,8 @@ def _problem(index: Tensor, name: str, features: int, kept: int, padded: bool) -
     length = features if name == WRITE else kept
     if index.dtype != torch.int32 or tuple(index.shape) != (length,):
         return f"{length} int32 indices were expected, {tuple(index.shape)} {index.dtype} is stored"
-    values = index.cpu()
+    # Of numpy, whose operations begin sooner: there may be hundreds of indices.
+    values = index.cpu().numpy()
     limit = kept if name == WRITE else features - (not padded)
     if int(values.min()) < 0 or int(values.max()) > limit:
         return f"the indices must lie between 0 and {limit}"

@@ -50,7 +50,7 @@ class PrunedModule(nn.Module):
         self.training = inner.training
         # What a decoder may ask of the module.  What is put around it later (an adapter) stays its own.
         own = {INNER, READ, WRITE}
-        self._given = frozenset(name for name in _public_names(inner) - own if not hasattr(nn.Module, name))
+        self._given = (_names_of_class(type(inner)) | _own_names(inner)) - own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the dense module would, with zeros for pruned features of the output."""
@@ -101,9 +101,14 @@ def selecting(norm: nn.Module, kept: Tensor) -> None:
     norm.register_buffer(SELECT, kept)
 
 
-def _public_names(module: nn.Module) -> set[str]:
-    names = {*dir(type(module)), *vars(module), *module._parameters, *module._buffers, *module._modules}
-    return {name for name in names if not name.startswith("_")}
+@cache
+def _names_of_class(of: type[nn.Module]) -> frozenset[str]:
+    return frozenset(name for name in dir(of) if not name.startswith("_") and not hasattr(nn.Module, name))
+
+
+def _own_names(module: nn.Module) -> set[str]:
+    names = {*vars(module), *module._parameters, *module._buffers, *module._modules}
+    return {name for name in names if not name.startswith("_") and not hasattr(nn.Module, name)}
 
 
 def _gathered(x: Tensor, read: Tensor, padded: bool) -> Tensor:

@@ -14,7 +14,7 @@ then is imported where it is used.
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,8 @@ class DispfxQuantizer(HfQuantizer):
 
     def get_weight_conversions(self) -> list[Any]:
         """Rename the tensors of wrapped modules, which have the dense decoder's names on disk."""
-        return [_renaming(path) for path, module in self.layout.modules.items() if module.wraps]
+        wrapped = [path for path, module in self.layout.modules.items() if module.wraps]
+        return [_renaming(wrapped)] if wrapped else []
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         for path, dtype in self.layout.dtypes.items():
@@ -121,11 +122,15 @@ def _unlock(config: Any) -> Any:
     return config
 
 
-def _renaming(path: str) -> Any:
-    """Let the stored name be that of the dense decoder; index buffers keep theirs."""
+def _renaming(paths: Sequence[str]) -> Any:
+    """Let the stored names be those of the dense decoder; index buffers keep theirs.
+
+    All modules are in one pattern: each one is tried on every tensor.
+    """
     from transformers.core_model_loading import WeightRenaming
 
-    return WeightRenaming(rf"{re.escape(path)}\.(?!dispfx_|{INNER}\.)", f"{path}.{INNER}.")
+    any_of = "|".join(re.escape(path) for path in paths)
+    return WeightRenaming(rf"({any_of})\.(?!dispfx_|{INNER}\.)", rf"\1.{INNER}.")
 
 
 def _expect_dtype(model: Any, path: str, dtype: torch.dtype, asked: torch.dtype | None) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,12 @@ def test_a_folder_is_whole_and_nothing_is_left_beside_it(compiled: Compiled):
         "report.html", "pictures",
     }  # fmt: skip
     assert [path.name for path in compiled.path.parent.iterdir()] == ["out"], "DIR.state is removed"
+
+
+def test_features_that_are_scored_once_give_a_whole_folder_too(tmp_path: Path, tokens: Path):
+    report = compile_(tmp_path / "out", tokens, settings=replace(SETTINGS, method="magnitude"))
+    assert abs(report.ratio.achieved - RATIO) <= 0.001
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_report_has_the_fields_of_the_contract(compiled: Compiled):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from dispfx.deploy import checkpoint, reload, weights
 from dispfx.deploy.section import read_section, write_model_files
 from dispfx.errors import DataError, OutputError
+from dispfx.huggingface.entries import SCHEMA_VERSION
 from tests.deploy.conftest import Written, inner_plan, mlp_sites, plan_of, slice_in_place, tiny_llama, write
 
 STOCK = """
@@ -83,7 +84,7 @@ def test_the_config_is_the_decoders_own_with_two_entries_more(written: Written, 
     assert entries == {**plain, "dtype": "float32"}
     assert plain["architectures"] == ["LlamaForCausalLM"]
     assert plain["hidden_size"] == 16 and plain["intermediate_size"] == 24
-    assert section["quant_method"] == "dispfx" and section["schema_version"] == 2
+    assert section["quant_method"] == "dispfx" and section["schema_version"] == SCHEMA_VERSION
     assert (section["ratio"], section["of"], section["fingerprint"]) == (0.3, "blocks", "0123abcd")
     assert [(s["name"], s["kind"], s["size"], s["kept"]) for s in section["sites"]][:2] == [
         ("layer0.mlp.read", "read", 16, 16),
@@ -171,7 +172,7 @@ def test_a_skeleton_touches_no_memory_for_its_weights(tmp_path: Path) -> None:
     )
     write_model_files(tmp_path, config=config)
     entries = json.loads((tmp_path / "config.json").read_text())
-    entries["quantization_config"] = {"quant_method": "dispfx", "schema_version": 2, "sites": []}
+    entries["quantization_config"] = {"quant_method": "dispfx", "schema_version": SCHEMA_VERSION, "sites": []}
     (tmp_path / "config.json").write_text(json.dumps(entries))
     weights.write_tensors(tmp_path, {"one": torch.zeros(1)}, {})
     before = resident_bytes()
@@ -225,10 +226,12 @@ def test_a_config_that_is_not_ours_is_refused(written: Written, text: str) -> No
 def test_a_folder_of_a_later_format_names_both_versions(written: Written) -> None:
     path = written.folder / "config.json"
     entries = json.loads(path.read_text())
-    entries["quantization_config"]["schema_version"] = 3
+    entries["quantization_config"]["schema_version"] = SCHEMA_VERSION + 1
     path.write_text(json.dumps(entries))
 
-    with pytest.raises(OutputError, match="format 3, this program reads 2"):
+    with pytest.raises(
+        OutputError, match=f"format {SCHEMA_VERSION + 1}, this program reads {SCHEMA_VERSION}"
+    ):
         read_section(written.folder)
 
 

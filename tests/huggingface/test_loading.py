@@ -12,13 +12,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
 
 import dispfx
+from dispfx.api import apply
 from dispfx.api.verification import ZeroedDecoder, zeroed_tensors
 from dispfx.deploy import weights
 from dispfx.errors import OutputError, PlanMismatchError
 from dispfx.huggingface.modules import PrunedModule, index_buffers
 from tests.huggingface.conftest import Folder
 from tests.programs import relative_error, token_ids
-from tests.tiny_transformers import VOCABULARY
+from tests.tiny_transformers import VOCABULARY, tiny_transformer
 
 IDS = token_ids(2, 11, vocabulary=VOCABULARY)
 
@@ -171,17 +172,21 @@ def test_indices_outside_of_the_features_are_refused(llama: Folder, tmp_path: Pa
         AutoModelForCausalLM.from_pretrained(tmp_path / "other")
 
 
+DOWN = "model.layers.0.mlp.down_proj"
+
+
 @pytest.mark.parametrize(
     "change",
     [
         lambda layout: layout.pop("modules"),
         lambda layout: layout.update(modules=3),
-        lambda layout: layout["modules"].update({"model.layers.9.mlp": {"sizes": {"a": 1}}}),
-        lambda layout: layout["modules"]["model.layers.0.mlp.down_proj"]["sizes"].update(forward=1),
-        lambda layout: layout["modules"]["model.layers.0.mlp.down_proj"]["shapes"].update(other=[1]),
+        lambda layout: layout["modules"].update({DOWN: "{"}),
+        lambda layout: layout["modules"].update({"model.layers.9.mlp": '{"sizes": {"a": 1}}'}),
+        lambda layout: layout["modules"].update({DOWN: '{"sizes": {"forward": 1}}'}),
+        lambda layout: layout["modules"].update({DOWN: '{"shapes": {"other": [1]}}'}),
         lambda layout: layout.update(dtypes={"model.norm.weight": "save"}),
     ],
-    ids=["no modules", "a number", "no such module", "no such size", "no such parameter", "no dtype"],
+    ids=["no modules", "a number", "no text", "no module", "no size", "no parameter", "no dtype"],
 )
 def test_a_layout_that_is_not_the_decoders_is_refused(llama: Folder, tmp_path: Path, change: Any) -> None:
     shutil.copytree(llama.path, tmp_path / "other")
@@ -198,3 +203,63 @@ def test_every_index_buffer_is_stored(llama: Folder) -> None:
     stored = {name for name in weights.read_headers(llama.path) if weights.is_index(name)}
 
     assert stored == set(index_buffers(model)) and len(stored) == 8
+
+
+BY_HAND = """
+import json, sys
+from transformers import AutoConfig, AutoModelForCausalLM
+entries = json.load(open(sys.argv[1] + "/config.json"))
+for name in ("quantization_config", "transformers_weights"):
+    del entries[name]
+config = AutoConfig.for_model(**entries)
+for options in ({}, {"use_safetensors": True}, {"use_safetensors": False}, {"ignore_mismatched_sizes": True}):
+    try:
+        AutoModelForCausalLM.from_pretrained(sys.argv[1], config=config, **options)
+        print("LOADED", options)
+    except Exception as error:
+        print("refused", type(error).__name__)
+assert "dispfx" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("select", ["after-norm", "before-norm"])
+def test_a_config_made_by_hand_never_loads_wrong_weights_without_a_word_of_dispfx(
+    tmp_path: Path, select: Any
+) -> None:
+    dense = tiny_transformer("llama")
+    plan = dispfx.Plan.random(dispfx.capture(dense, select=select), 0.4, 1, align=8)
+    apply(dense, plan, out=tmp_path / "out", export="none")
+
+    ran = subprocess.run(
+        [sys.executable, "-c", BY_HAND, str(tmp_path / "out")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    lines = ran.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["refused"] * 3 + ["LOADED"], ran.stdout
+    # What was asked for by name is reported with every weight that was made up, and names dispfx.
+    assert "MISMATCH" in ran.stderr and "dispfx_" in ran.stderr, ran.stderr
+
+
+def test_a_decoder_without_indices_keeps_its_mark_when_it_is_saved_again(tmp_path: Path) -> None:
+    dense = tiny_transformer("llama")
+    plan = dispfx.Plan.random(dispfx.capture(dense, select="before-norm"), 0.4, 1)
+    apply(dense, plan, out=tmp_path / "out", export="none")
+
+    read: Any = AutoModelForCausalLM.from_pretrained
+    loaded, report = read(tmp_path / "out", output_loading_info=True)
+    loaded.save_pretrained(tmp_path / "again")
+    again, report_again = read(tmp_path / "again", output_loading_info=True)
+
+    for found in (report, report_again):
+        assert not found["missing_keys"] and not found["unexpected_keys"] and not found["mismatched_keys"]
+    body: Any = AutoModel.from_pretrained(tmp_path / "out")
+    ids = token_ids(2, 5, vocabulary=VOCABULARY)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, loaded(ids).logits)
+        assert body(ids).last_hidden_state.shape[-1] == len(plan.kept["stream"])
+    again.half()

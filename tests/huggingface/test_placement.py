@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dispfx.deploy import section, weights
+from dispfx.huggingface.entries import SCHEMA_VERSION
 from dispfx.huggingface.layout import Layout, ModuleLayout, digest
 from tests.huggingface.conftest import Folder
 from tests.programs import token_ids
@@ -130,7 +131,11 @@ def write_wide_decoder(folder: Path) -> None:
             tensors[f"{path}.{writer}.weight"] = torch.zeros(64, columns)
             indices[f"{path}.{writer}.dispfx_write"] = torch.arange(WIDTH, dtype=torch.int32).clamp(max=64)
     layout = Layout(modules, digest(indices)).to_json()
-    entries["quantization_config"] = {"quant_method": "dispfx", "schema_version": 2, "layout": layout}
+    entries["quantization_config"] = {
+        "quant_method": "dispfx",
+        "schema_version": SCHEMA_VERSION,
+        "layout": layout,
+    }
     (folder / "config.json").write_text(json.dumps(entries))
     weights.write_tensors(folder, tensors, indices)
 

@@ -5,7 +5,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from dispfx.huggingface.modules import PrunedModule
 from tests.huggingface.conftest import Folder
 
 CHECKOUT = Path(__file__).parents[2]
@@ -53,6 +55,54 @@ def test_a_program_that_does_not_know_dispfx_loads_a_folder_only_where_the_envir
     assert ran.stdout.splitlines()[0] == f"before {asked}"
     assert ran.stdout.splitlines()[1].startswith("LlamaForCausalLM" if asked else "refused:"), ran.stdout
     assert asked or "pruned by dispfx" in ran.stdout
+
+
+TRAIN = """
+import sys
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+accelerator = Accelerator(cpu=True)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+ids = torch.arange(64).reshape(4, 16)[2 * accelerator.process_index :][:2]
+losses = []
+for _ in range(4):
+    loss = model(ids, labels=ids).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(accelerator.gather(loss.detach()).mean().item())
+if accelerator.is_main_process:
+    accelerator.unwrap_model(model).save_pretrained(sys.argv[2])
+    print("trained", accelerator.num_processes, losses[0], losses[-1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1])
+def test_accelerate_launch_trains_a_folder_with_a_script_that_does_not_know_dispfx(
+    llama: Folder, installed: dict[str, str], tmp_path: Path, processes: int
+) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "train.py").write_text(TRAIN)
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
+    launch += ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
+    launch += ["--dynamo_backend", "no", "--main_process_port", "0"]
+
+    ran = subprocess.run(
+        [*launch, "train.py", str(llama.path), str(tmp_path / "tuned")],
+        env=installed | {"DISPFX_AUTOLOAD": "1", "HF_HOME": str(tmp_path / "home")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    said = next(line for line in ran.stdout.splitlines() if line.startswith("trained")).split()
+    assert int(said[1]) == processes and float(said[3]) < float(said[2])
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    assert any(isinstance(module, PrunedModule) for module in tuned.modules())
 
 
 def test_a_finder_that_waits_finds_nothing_else() -> None:
