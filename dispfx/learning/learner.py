@@ -36,6 +36,9 @@ from dispfx.ranks import ALONE, Ranks
 
 # Kernels round otherwise for a batch than for one sequence, bfloat16 ones by about 1e-2 of a logit.
 _SAMPLE_TOLERANCE = 2e-3
+# Gradients of one site, from the same kernels: 1 but for rounding, and far less behind a sort.
+_SAMPLE_AGREEMENT = 0.8
+_NOTICED = 1e-3
 
 Gated = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
@@ -244,6 +247,10 @@ def check_gates(problem: Problem) -> None:
 def check_samples(problem: Problem) -> None:
     """Check that sequences of one batch keep to their own masks.
 
+    The loss of a batch is the mean of its sequences' losses, and so is its gradient for each mask.  Where a
+    gate takes the mask of another sequence, as behind a sort of tokens, the loss may hardly differ; the
+    gradient does.
+
     Raises:
         DispfxError: if a gate stands where a batch is not S runs of rows (see `dispfx.ir.gate`).
     """
@@ -258,7 +265,7 @@ def check_samples(problem: Problem) -> None:
         ids_BT = ids_BT[:: len(ids_BT) // samples]
     runs = ids_BT.split(len(ids_BT) // samples)
     try:
-        together = _loss_of(problem, ids_BT, masks)
+        together, gradient = _loss_of(problem, ids_BT, masks)
         # Alone: the sequence and its mask in every place, so that shapes are those of a step.
         alone = [
             _loss_of(problem, run_BT.repeat(samples, 1), mask_N.expand(samples, -1).contiguous())
@@ -266,15 +273,37 @@ def check_samples(problem: Problem) -> None:
         ]
     except (RuntimeError, ValueError) as error:
         raise _no_samples(samples, str(error)) from error
-    expected = sum(alone) / samples
+    expected = sum(loss for loss, _ in alone) / samples
     difference = abs(together - expected)
     if not difference <= _SAMPLE_TOLERANCE * abs(expected):
         raise _no_samples(samples, f"the loss differs by {difference:.2e} from that of each alone")
+    of_each = torch.stack([of_masks.sum(0) / samples for _, of_masks in alone])
+    agreement = _agreement(problem, gradient, of_each)
+    if not agreement >= _SAMPLE_AGREEMENT:
+        raise _no_samples(
+            samples, f"gradients of the masks agree by {agreement:.2f} with those of each alone"
+        )
 
 
-def _loss_of(problem: Problem, ids_BT: Tensor, masks: Tensor) -> float:
+def _loss_of(problem: Problem, ids_BT: Tensor, masks: Tensor) -> tuple[float, Tensor]:
+    """Return the loss and its gradient for masks (S, N)."""
     # With gradients, as in a step: a decoder may be compiled for that alone.
-    return float(problem.loss(ids_BT, masks.requires_grad_()).detach())
+    leaf = masks.clone().requires_grad_()
+    loss = problem.loss(ids_BT, leaf)
+    loss.backward()
+    assert leaf.grad is not None
+    return float(loss.detach()), leaf.grad.double()
+
+
+def _agreement(problem: Problem, found: Tensor, expected: Tensor) -> float:
+    """Return the smallest cosine between two gradients (S, N) of the sites that have a part in them."""
+    sizes = [site.size for site in problem.sites]
+    cosines = [
+        float((a * b).sum() / (a.norm() * b.norm()).clamp_min(1e-300))
+        for a, b in zip(found.split(sizes, -1), expected.split(sizes, -1), strict=True)
+        if float(b.norm()) > _NOTICED * float(expected.norm())
+    ]
+    return min(cosines, default=1.0)
 
 
 def _as_drawn(mask_N: Tensor, settings: LearnSettings) -> Tensor:

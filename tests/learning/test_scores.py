@@ -8,10 +8,12 @@ from torch import Tensor, fx, nn
 
 from dispfx.api.programs import analyse, batches_of, gate, learn
 from dispfx.demo.text import generate_text
+from dispfx.errors import DispfxError
+from dispfx.ir import ops
 from dispfx.ir.budget import hard_masks
 from dispfx.ir.plan import Budget, Plan
 from dispfx.ir.program import Program
-from dispfx.learning.learner import Problem
+from dispfx.learning.learner import Problem, check_samples
 from dispfx.learning.objective import next_token_loss
 from dispfx.learning.scores import score, select_by_score, starting_logits
 from dispfx.learning.settings import LearnSettings, Method
@@ -165,6 +167,18 @@ def test_experts_learn_selections_of_their_own(mixture):
     (selection,) = [one for one in plan.selections if one.experts > 1]
     each_EK = selection.kept.view(EXPERTS, -1) % EACH
     assert each_EK.shape[1] < EACH and len({tuple(own) for own in each_EK.tolist()}) > 1
+
+
+def test_tokens_that_are_sorted_by_expert_take_one_sample_only(mixture):
+    """Where weights are gathered, tokens stay in the order of their sequences."""
+    for samples in (1, 2, 4):
+        found, _ = problem(mixture, batch_size=4, samples=samples)
+        sorts = any(ops.is_grouped(node) for node in mixture.graph.nodes)
+        if sorts and samples > 1:
+            with pytest.raises(DispfxError, match="mixes its sequences"):
+                check_samples(found)
+        else:
+            check_samples(found)
 
 
 def test_sensitivity_is_the_mean_square_gradient_a_parameter(program):
