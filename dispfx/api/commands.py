@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.api.compilation import Learning, learn_from, remove_state, state_folder
-from dispfx.api.folders import is_output, open_folder
+from dispfx.api.folders import is_output, open_folder, require_record
 from dispfx.api.measuring import measure
 from dispfx.api.onnx_folder import FOLDER, folder_onnx_lines, has_onnx, onnx_runner, write_onnx
 from dispfx.api.opening import Opening, context_of, longest_context
@@ -150,9 +150,10 @@ def verify(folder: str | Path) -> list[Verification]:
     """Compare every form of the decoder that a folder holds with its checkpoint, as read from disk.
 
     Raises:
-        OutputError, DataError, PlanMismatchError: if the folder is not whole.
+        OutputError, DataError, PlanMismatchError: if the folder is not whole, or its report not of its plan.
     """
     opened = open_folder(folder)
+    require_record(opened.path)
     compared = partial(compare_decoders, vocabulary_size=opened.vocabulary_size)
     lines: list[Verification] = []
     if opened.program is not None:

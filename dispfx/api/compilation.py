@@ -105,6 +105,7 @@ def compile(
     check_export(export)
     if resume and (path / "report.json").is_file():
         watcher.note(f"{path} is complete; there is nothing to do")
+        remove_state(state_folder(path, resume))
         return load_report(path / "report.json")
     refuse_existing(path)
     stages = Stages(watcher)

@@ -24,6 +24,7 @@ from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.pipeline import Pipeline
+from dispfx.report import load_report
 from dispfx.source import load_folder_tokenizer
 from dispfx.source.experts import Experts
 
@@ -172,6 +173,25 @@ def open_folder(
     if (path / PROGRAM_FILE).is_file() and not (path / CONFIG_FILE).is_file():
         return Opened(path, None, device, trust_remote_code, experts)
     return Opened(path, reload.read_plan(path), device, trust_remote_code, experts)
+
+
+def require_record(folder: Path) -> None:
+    """Require that a folder's plan and report can be read and say the same.
+
+    Raises:
+        DataError: if one is missing or damaged.
+        PlanMismatchError: if the report tells of other widths than the plan's.
+    """
+    plan = reload.read_plan(folder)
+    told = {site.name: site.kept for site in load_report(folder / "report.json").sites}
+    planned = {name: len(kept) for name, kept in plan.kept.items()}
+    if told != planned:
+        other = sorted(name for name, _ in told.items() ^ planned.items())
+        raise PlanMismatchError(
+            f"report and plan tell of other widths for {len(set(other))} sites, {other[0]} among them",
+            where=str(folder),
+            hint="the folder's files are from different runs; write it anew",
+        )
 
 
 def load(

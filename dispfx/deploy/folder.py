@@ -5,12 +5,13 @@
     # only now does `out` exist
 
 The work happens in a sibling, `<out>.partial-<process>-<random>`, so that the last step is one rename on
-one file system.  Whatever goes wrong before it, an interrupt included, removes the sibling; a killed
-process leaves it behind, and its name says what it is.
+one file system.  Whatever goes wrong before it, an interrupt included, removes the sibling.  A killed
+process leaves it behind; the next one that writes the same folder removes it.
 """
 
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -52,6 +53,7 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path)
         partial.mkdir()
     except OSError as error:
         raise _cannot_write(path, error) from error
@@ -65,6 +67,24 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     finally:
         # After the rename there is nothing left under this name.
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what processes that are no more left of this folder; it can be as large as the folder itself."""
+    for sibling in path.parent.iterdir():
+        name = re.fullmatch(re.escape(path.name) + r"\.partial-(\d+)-[0-9a-f]{8}", sibling.name)
+        if name and not _is_running(int(name[1])):
+            shutil.rmtree(sibling, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True  # somebody else's
+    return True
 
 
 def _publish(partial: Path, path: Path) -> None:

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any, TextIO
 
 from dispfx.atomic import replacing
+from dispfx.errors import DataError
 from dispfx.learning.tensorboard import TensorBoardLog
 
 METRICS_FILE = "metrics.jsonl"
@@ -105,11 +106,23 @@ class MetricsLog:
 
 
 def _keep_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Remove the lines of later steps and return the records of the others."""
+    """Remove the lines of later steps and return the records of the others.
+
+    Raises:
+        DataError: if the file is no text.
+    """
     if not path.exists():
         return []
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"the record of the steps so far is damaged: {error}",
+            where=str(path),
+            hint="remove that file to go on without it",
+        ) from error
+    for line in lines:
         try:
             record = json.loads(line)
             if record["step"] <= step:

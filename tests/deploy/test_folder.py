@@ -1,5 +1,7 @@
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,21 @@ def test_the_folder_has_the_permissions_of_an_ordinary_one(tmp_path: Path) -> No
         pass
 
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    abandoned = tmp_path / f"out.partial-{ended.pid}-0123abcd"
+    others = [
+        f"out.partial-{os.getpid()}-0123abcd",
+        f"out2.partial-{ended.pid}-0123abcd",
+        "out.partial-x",
+        "out.state",
+    ]
+    for name in [abandoned.name, *others]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("a")
+    with new_folder(tmp_path / "out"):
+        assert not abandoned.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["out", *others])

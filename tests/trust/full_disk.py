@@ -1,0 +1,75 @@
+"""Let every write of a run fail once, as on a full disk, and go on when there is room again.
+
+    python -m tests.trust.full_disk
+
+A process may write files of a given size at most; the sizes go from less than the smallest file of a run to more
+than the largest.  Prints how many runs were stopped, and every fault, as JSON.
+"""
+
+import json
+import resource
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tests.plain_decoders import VOCABULARY
+from tests.trust.runs import command, run
+
+EXIT_INPUT = 2
+SIZES = [0, 100, 1_000, 4_000, 12_000, 20_000, 40_000, 60_000, 80_000, 120_000]
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        record = fill(Path(folder))
+    print(json.dumps(record, indent=1))
+    return int(bool(record["faults"]))
+
+
+def fill(folder: Path) -> dict[str, object]:
+    """Return how many runs were stopped by a limit, and faults in words."""
+    tokens = folder / "tokens.safetensors"
+    numbers = torch.Generator().manual_seed(0)
+    save_file({"tokens": torch.randint(0, VOCABULARY, (1_200,), generator=numbers)}, tokens)
+    whole = folder / "whole"
+    reference = run(command(tokens, whole))
+    faults = [reference.said] if reference.code else []
+    stopped = 0
+    for size in SIZES if not faults else []:
+        out = folder / str(size) / "out"
+        out.parent.mkdir()
+        words = command(tokens, out)
+        ended = run(words, before=partial(_no_larger_files_than, size))
+        if ended.code == 0:
+            continue
+        stopped += 1
+        faults += [f"{size} bytes: {fault}" for fault in _faults(ended.code, ended.said, out)]
+        again = run([*words, "--resume"])
+        if again.code != 0 or (out / "plan.safetensors").read_bytes() != (whole / "plan.safetensors").read_bytes():
+            faults.append(f"{size} bytes: --resume ended with {again.code}: {again.said}")
+    return {"runs": len(SIZES), "stopped": stopped, "faults": faults}
+
+
+def _no_larger_files_than(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def _faults(code: int, said: str, out: Path) -> list[str]:
+    faults = []
+    if code != EXIT_INPUT:
+        faults.append(f"ended with {code}: {said}")
+    if "Traceback" in said or "error:" not in said:
+        faults.append(f"said {said!r}")
+    left = sorted(path.name for path in out.parent.iterdir() if path.name != "out.state")
+    if left:
+        faults.append(f"left {left}")
+    return faults
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())

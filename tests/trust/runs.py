@@ -1,0 +1,92 @@
+"""Runs of the command line in processes that were forked after everything was imported.
+
+A run of its own would spend ten seconds on imports and one on what is looked at here.
+"""
+
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+from dispfx.cli import main
+
+SEED = 7
+STEPS = 24
+KILLED = -signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended.
+
+    Args:
+        code: its exit code, or minus the signal that ended it.
+        seconds: that it took.
+        said: what it wrote to stderr.
+    """
+
+    code: int
+    seconds: float
+    said: str
+
+
+def command(tokens: Path, out: Path, *more: str) -> list[str]:
+    """Return a small `compile` that saves its state at every second step and exports."""
+    words = ["compile", "tests.api.plain:build_decoder", "--out", str(out), "--data", str(tokens)]
+    words += ["--ratio", "0.3", "--align", "4", "--seed", str(SEED), "--steps", str(STEPS)]
+    words += ["--batch-size", "2", "--seq-len", "16", "--save-every", "2", "--device", "cpu", "--quiet"]
+    return [*words, *more]
+
+
+def run(
+    words: Sequence[str], *, kill_after: float | None = None, before: Callable[[], None] | None = None
+) -> Ended:
+    """Run `dispfx words`, and kill it after some seconds unless it has ended.
+
+    Args:
+        before: done in the new process before the command.
+    """
+    reader, writer = os.pipe()
+    began = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _be_the_command(words, writer, before)
+    os.close(writer)
+    code = _wait(child, began, kill_after)
+    with os.fdopen(reader) as pipe:
+        said = pipe.read()
+    return Ended(code, time.monotonic() - began, said)
+
+
+def _be_the_command(words: Sequence[str], writer: int, before: Callable[[], None] | None) -> None:
+    code = 70
+    try:
+        if before is not None:
+            before()
+        errors = io.TextIOWrapper(os.fdopen(writer, "wb", 0), write_through=True)
+        with redirect_stderr(errors), redirect_stdout(io.StringIO()):
+            sys.argv = ["dispfx", *words]
+            try:
+                main()
+                code = 0
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        os._exit(code)
+
+
+def _wait(child: int, began: float, kill_after: float | None) -> int:
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if kill_after is not None and time.monotonic() - began > kill_after:
+            os.kill(child, signal.SIGKILL)
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        time.sleep(0.002)
