@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dispfx.disk import writing
+
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
@@ -12,15 +14,19 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     The bytes reach the disk before they get their name, else a power cut could leave the name on an
     empty file.  The file is as readable as the user's umask says, whoever wrote it.
+
+    Raises:
+        OutputError: if the disk is full, read-only or broken, or forbids it.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial{target.suffix}")
     try:
-        yield partial
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        share(partial)
-        os.replace(partial, target)
+        with writing(target):
+            yield partial
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            share(partial)
+            os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
 

@@ -9,26 +9,24 @@ one file system.  Whatever goes wrong before it, an interrupt included, removes 
 process leaves it behind; the next one that writes the same folder removes it.
 """
 
-import errno
 import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dispfx.disk import cannot_write, writing
 from dispfx.errors import OutputError
-
-# Of all the errors that work in a folder may meet, these concern the disk under it.
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 
 
 def refuse_existing(out: str | os.PathLike[str]) -> Path:
-    """Return `out` as a path if nothing is there yet; to be called before any work.
+    """Return `out` as a path if nothing is there yet and it can be made; to be called before any work.
 
     Raises:
-        OutputError: if a file, a folder or a dangling link has that name.
+        OutputError: if a file, a folder or a dangling link has that name, or no folder can be made there.
     """
     path = Path(out)
     if os.path.lexists(path):
@@ -37,7 +35,17 @@ def refuse_existing(out: str | os.PathLike[str]) -> Path:
             where=str(path),
             hint="name another folder with --out, or remove this one",
         )
+    _require_room(path)
     return path
+
+
+def _require_room(path: Path) -> None:
+    """Make a folder where `path` is to be, and remove it: no other way says whether it can be done."""
+    above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=f".{path.name}.", dir=above))
+    except OSError as error:
+        raise cannot_write(path, str(error.strerror)) from error
 
 
 @contextmanager
@@ -56,14 +64,11 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
         _remove_abandoned(path)
         partial.mkdir()
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        raise cannot_write(path, str(error.strerror)) from error
     try:
-        yield partial
-        _publish(partial, path)
-    except OSError as error:
-        if error.errno in _DISK_ERRORS:
-            raise _cannot_write(path, error) from error
-        raise
+        with writing(path):
+            yield partial
+            _publish(partial, path)
     finally:
         # After the rename there is nothing left under this name.
         shutil.rmtree(partial, ignore_errors=True)
@@ -97,7 +102,7 @@ def _publish(partial: Path, path: Path) -> None:
         os.rename(partial, path)
         _flush(path.parent)
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        raise cannot_write(path, str(error.strerror)) from error
 
 
 def _flush(path: Path) -> None:
@@ -106,11 +111,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _cannot_write(path: Path, error: OSError) -> OutputError:
-    return OutputError(
-        f"the output folder cannot be written: {error.strerror}",
-        where=str(path),
-        hint="check its parent folder, its permissions and the space left",
-    )

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any, TextIO
 
 from dispfx.atomic import replacing
+from dispfx.disk import writing
 from dispfx.errors import DataError
 from dispfx.learning.tensorboard import TensorBoardLog
 
@@ -70,15 +71,20 @@ class MetricsLog:
 
     Lines after `first_step` belong to steps that a resumed run does again, and are removed.  Without a
     folder nothing is written.
+
+    Raises:
+        DataError: if the earlier lines are no text.
+        OutputError: if the disk is full, here and in every line.
     """
 
     def __init__(self, folder: Path | None, first_step: int):
         self._file: TextIO | None = None
         self._board: TensorBoardLog | None = None
         if folder is not None:
-            path = folder / METRICS_FILE
-            kept = _keep_until(path, first_step)
-            self._file = path.open("a", encoding="utf-8")
+            self._path = folder / METRICS_FILE
+            kept = _keep_until(self._path, first_step)
+            with writing(self._path):
+                self._file = self._path.open("a", encoding="utf-8")
             self._board = TensorBoardLog(folder, kept)
 
     def append(self, record: StepRecord) -> None:
@@ -90,8 +96,9 @@ class MetricsLog:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in values.items()
         }
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
         if self._board is not None:
             self._board.append(finite)
 
@@ -99,10 +106,11 @@ class MetricsLog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._file is not None:
-            self._file.close()
         if self._board is not None:
             self._board.close()
+        if self._file is not None:
+            with writing(self._path):
+                self._file.close()
 
 
 def _keep_until(path: Path, step: int) -> list[dict[str, Any]]:

@@ -2,23 +2,30 @@
 
 metrics.jsonl is the truth and TensorBoard's files are a view of it: a resumed run writes them anew from
 the lines that it keeps, so no step is there twice or missing, whatever the killed run had not yet written.
+A view that cannot be written ends, and the run goes on.
 """
 
 import shutil
+import time
 import warnings
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 FOLDER = "tensorboard"
+_FILE = "events.out.tfevents.{seconds}.dispfx"
+_FORMAT = "brain.Event:2"
 _GROUP = "learning"
 _POSITION = {"step", "steps"}
-_FLUSH_SECONDS = 10
+_FLUSH_SECONDS = 10.0
 
 
 class TensorBoardLog:
     """Writes records as scalars to FOLDER in the state's folder; does nothing without TensorBoard.
+
+    TensorBoard's own writer has a thread, which would tell of a full disk in a traceback.
 
     Args:
         folder: of the state.
@@ -26,7 +33,8 @@ class TensorBoardLog:
     """
 
     def __init__(self, folder: Path, earlier: Iterable[Mapping[str, Any]] = ()):
-        self._writer: Any | None = None
+        self._file: BinaryIO | None = None
+        self._flushed = time.monotonic()
         target = folder / FOLDER
         shutil.rmtree(target, ignore_errors=True)
         if find_spec("tensorboard") is None:
@@ -35,24 +43,55 @@ class TensorBoardLog:
             # Those of its own imports are no concern of the user.
             warnings.simplefilter("ignore")
             try:
-                from torch.utils.tensorboard import SummaryWriter
+                self._event = import_module("tensorboard.compat.proto.event_pb2")
+                self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
+                writer = import_module("tensorboard.summary.writer.record_writer").RecordWriter
             except ImportError:
                 return
+        try:
+            target.mkdir()
+            self._file = (target / _FILE.format(seconds=int(time.time()))).open("wb")
+        except OSError:
+            return
+        self._writer = writer(self._file)
+        self._write(file_version=_FORMAT)
         # A TensorBoard that watches the folder drops what it saw of the steps that are written again.
-        self._writer = SummaryWriter(str(target), purge_step=0, flush_secs=_FLUSH_SECONDS)
+        self._write(step=0, session_log=self._event.SessionLog(status=self._event.SessionLog.START))
         for values in earlier:
             self.append(values)
 
     def append(self, values: Mapping[str, Any]) -> None:
         """Write one record; what is null in metrics.jsonl gets no point."""
-        if self._writer is None:
+        if self._file is None:
             return
-        for name in values.keys() - _POSITION:
-            value = values[name]
-            if isinstance(value, int | float):
-                self._writer.add_scalar(f"{_GROUP}/{name}", value, values["step"])
+        points = [
+            self._summary.Value(tag=f"{_GROUP}/{name}", simple_value=value)
+            for name, value in values.items()
+            if name not in _POSITION and isinstance(value, int | float)
+        ]
+        self._write(step=values["step"], summary=self._summary(value=points))
 
     def close(self) -> None:
         """Write what is still held."""
-        if self._writer is not None:
-            self._writer.close()
+        if self._file is not None:
+            self._end()
+
+    def _write(self, **content: Any) -> None:
+        if self._file is None:
+            return
+        try:
+            event = self._event.Event(wall_time=time.time(), **content)
+            self._writer.write(event.SerializeToString())
+            if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+                self._file.flush()
+                self._flushed = time.monotonic()
+        except OSError:
+            self._end()
+
+    def _end(self) -> None:
+        file, self._file = self._file, None
+        try:
+            if file is not None:
+                file.close()
+        except OSError:
+            return

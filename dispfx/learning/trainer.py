@@ -12,6 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from dispfx.disk import cannot_write
 from dispfx.errors import DataError, DispfxError
 from dispfx.ir.budget import Groups, ParameterCount, check_reachable, hard_masks, harden
 from dispfx.ir.plan import Budget
@@ -94,7 +95,10 @@ def learn(
     problem = problem_of(gated, sites, shapes, text, budget, settings, torch.device(device), ranks or ALONE)
     identity = _identity(problem, budget, fingerprint)
     if state_dir is not None:
-        state_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            state_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(state_dir, str(error.strerror)) from error
     learner = _learner(problem, state_dir if resume else None, identity)
     first_step = learner.position.step
     records = _run(learner, budget, state_dir, identity, on_step)

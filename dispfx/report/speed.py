@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dispfx.atomic import replacing
+from dispfx.disk import writing
 from dispfx.measure.speed_row import Side, SpeedRow
 
 _HEADER = (
@@ -49,7 +50,8 @@ def write_speed(
     folder: Path, rows: Sequence[SpeedRow], facts: Mapping[str, str], pages: Sequence[str] = ()
 ) -> None:
     """Write speed.md and speed.json; `pages` are appended to the former."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "speed.md") as partial:
         partial.write_text("\n".join([speed_markdown(rows, facts), *pages]), encoding="utf-8")
     with replacing(folder / "speed.json") as partial:

@@ -78,8 +78,21 @@ def test_without_tensorboard_only_metrics_are_written(tmp_path, monkeypatch):
 
 def test_a_tensorboard_that_does_not_load_is_as_none(tmp_path, monkeypatch):
     monkeypatch.setattr("dispfx.learning.tensorboard.find_spec", lambda name: True)
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(__import__("sys").modules, "tensorboard.compat.proto.event_pb2", None)
     board = TensorBoardLog(tmp_path)
     board.append({"step": 1, "loss": 1.0})
     board.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_ends_the_view_and_not_the_run(tmp_path, points):
+    board = TensorBoardLog(tmp_path)
+    board.append({"step": 1, "loss": 1.0})
+    assert board._file is not None
+    board._file.close()
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        board._file = full
+        board._writer._writer = full
+        board.append({"step": 2, "loss": 1.0})
+        board.append({"step": 3, "loss": 1.0})
+        board.close()

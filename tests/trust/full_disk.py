@@ -2,10 +2,11 @@
 
     python -m tests.trust.full_disk
 
-A process may write files of a given size at most; the sizes go from less than the smallest file of a run to more
-than the largest.  Prints how many runs were stopped, and every fault, as JSON.
+A process may write files of a given size at most; the sizes go from nothing to nearly the largest file.
+Prints how many runs were stopped, and every fault, as JSON.
 """
 
+import argparse
 import json
 import resource
 import sys
@@ -24,13 +25,16 @@ SIZES = [0, 100, 1_000, 4_000, 12_000, 20_000, 40_000, 60_000, 80_000, 120_000]
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the largest file")
+    sizes = parser.parse_args().sizes
     with tempfile.TemporaryDirectory() as folder:
-        record = fill(Path(folder))
+        record = fill(Path(folder), sizes)
     print(json.dumps(record, indent=1))
     return int(bool(record["faults"]))
 
 
-def fill(folder: Path) -> dict[str, object]:
+def fill(folder: Path, sizes: list[int]) -> dict[str, object]:
     """Return how many runs were stopped by a limit, and faults in words."""
     tokens = folder / "tokens.safetensors"
     numbers = torch.Generator().manual_seed(0)
@@ -39,7 +43,7 @@ def fill(folder: Path) -> dict[str, object]:
     reference = run(command(tokens, whole))
     faults = [reference.said] if reference.code else []
     stopped = 0
-    for size in SIZES if not faults else []:
+    for size in sizes if not faults else []:
         out = folder / str(size) / "out"
         out.parent.mkdir()
         words = command(tokens, out)
@@ -49,9 +53,12 @@ def fill(folder: Path) -> dict[str, object]:
         stopped += 1
         faults += [f"{size} bytes: {fault}" for fault in _faults(ended.code, ended.said, out)]
         again = run([*words, "--resume"])
-        if again.code != 0 or (out / "plan.safetensors").read_bytes() != (whole / "plan.safetensors").read_bytes():
+        if (
+            again.code != 0
+            or (out / "plan.safetensors").read_bytes() != (whole / "plan.safetensors").read_bytes()
+        ):
             faults.append(f"{size} bytes: --resume ended with {again.code}: {again.said}")
-    return {"runs": len(SIZES), "stopped": stopped, "faults": faults}
+    return {"runs": len(sizes), "stopped": stopped, "faults": faults}
 
 
 def _no_larger_files_than(size: int) -> None:

@@ -41,19 +41,22 @@ def kill_runs(folder: Path, kills: int, moments: random.Random) -> dict[str, obj
     tokens = folder / "tokens.safetensors"
     numbers = torch.Generator().manual_seed(0)
     save_file({"tokens": torch.randint(0, VOCABULARY, (1_200,), generator=numbers)}, tokens)
-    whole = folder / "whole"
-    reference = run(command(tokens, whole, "--export", "onnx"))
-    if reference.code != 0:
-        return {"runs": 0, "kills": 0, "killed_while": {}, "faults": [reference.said]}
+    references = {}
+    for exports in (False, True):
+        whole = folder / f"whole-{exports}"
+        reference = run(command(tokens, whole, "--export", "onnx" if exports else "none"))
+        if reference.code != 0:
+            return {"runs": 0, "kills": 0, "killed_while": {}, "faults": [reference.said]}
+        references[exports] = whole, reference.seconds
     done, faults, stages = 0, [], Counter[str]()
     for index in range(kills):
         out = folder / str(index) / "out"
         out.parent.mkdir()
-        words = command(tokens, out, "--export", "onnx")
+        exports = index % 2 == 0
+        words = command(tokens, out, "--export", "onnx" if exports else "none")
+        whole, seconds = references[exports]
         for again in range(2 if index % 3 == 2 else 1):
-            ended = run(
-                [*words, "--resume"] if again else words, kill_after=moments.uniform(0, reference.seconds)
-            )
+            ended = run([*words, "--resume"] if again else words, kill_after=moments.uniform(0, seconds))
             if ended.code == KILLED:
                 done += 1
                 stages[_stage(out)] += 1

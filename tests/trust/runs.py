@@ -16,7 +16,7 @@ from pathlib import Path
 from dispfx.cli import main
 
 SEED = 7
-STEPS = 24
+STEPS = 120
 KILLED = -signal.SIGKILL
 
 

@@ -1,0 +1,45 @@
+"""A run that is killed, or whose disk is full, loses nothing: it goes on and ends as if nothing had been.
+
+The programs run by themselves, since a process with threads cannot be forked safely.  On record are 50 kills;
+here are ten, or as many as DISPFX_KILLS says.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dispfx.cli.app import app
+
+KILLS = int(os.environ.get("DISPFX_KILLS", "10"))
+
+
+def program(name: str, *words: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"tests.trust.{name}", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_killed_run_goes_on_to_the_same_plan():
+    record = program("killed_runs", "--kills", str(KILLS))
+    assert not record["faults"]
+    assert record["kills"] >= KILLS // 2, "most runs must be killed before they end"
+    assert len(record["killed_while"]) >= 2
+
+
+def test_a_full_disk_stops_a_run_with_a_message_and_it_goes_on():
+    record = program("full_disk", "--sizes", "0", "1000", "20000")
+    assert record["stopped"] == record["runs"] == 3
+    assert not record["faults"]
+
+
+@pytest.mark.parametrize("out", ["/proc/dispfx", "/dev/null/out"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(out):
+    words = ["compile", "demo", "--ratio", "0.3", "--steps", "1", "--out", out]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and "Traceback" not in result.output
