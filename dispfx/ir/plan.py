@@ -24,6 +24,7 @@ from torch import Tensor
 from dispfx.atomic import replacing
 from dispfx.errors import DataError, PlanMismatchError
 from dispfx.ir.costs import CostTable
+from dispfx.ir.notebook import plan_html
 from dispfx.ir.sites import STREAM, Select, Site
 
 if TYPE_CHECKING:
@@ -184,6 +185,9 @@ class Plan:
         )
         versions = {"torch": torch.__version__}
         return Plan(program.fingerprint, budget, selections, 1.0 - left / count.dense, seed, versions)
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
 
     def for_sites(self, sites: Sequence[Site]) -> list[Tensor]:
         """Return the kept indices in the order of `sites`, found by the parameter axes they cut.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from dispfx.ir import ops
+from dispfx.ir.notebook import program_html
 from dispfx.ir.outline import Outline
 from dispfx.ir.sites import Branch, Refusal, ResidualStream, Site
 
@@ -89,6 +90,9 @@ class Program:
     unused: Mapping[str, Tensor] = field(default_factory=dict)
     separator: int | None = None
     computes_on: torch.device | None = None
+
+    def _repr_html_(self) -> str:
+        return program_html(self)
 
     @property
     def graph(self) -> fx.Graph:

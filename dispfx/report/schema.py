@@ -128,3 +128,8 @@ class Report:
     seconds: Mapping[str, float]
     command: str
     skills: Mapping[str, SkillChange] = field(default_factory=dict)
+
+    def _repr_html_(self) -> str:
+        from dispfx.report.notebook import report_html
+
+        return report_html(self)

@@ -1,0 +1,121 @@
+"""The documentation: commands have only options that exist, and those of the guide run."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from torch import nn
+
+from dispfx.capturing import capture
+from dispfx.cli.app import app
+from dispfx.passes.canonicalize import Canonicalize
+from dispfx.pipeline import Pipeline
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# Learning and measuring are cut short: that the commands work is shown, not what they are worth.
+SHORTER = {"compile": ["--steps", "4", "--eval-windows", "2"]}
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    for found in FENCED.finditer(page.read_text(encoding="utf-8")):
+        yield found.group(1), found.group(2)
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command; a remark stands behind three or more spaces."""
+    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
+        if line.startswith("dispfx "):
+            aligned = re.sub(r"^dispfx (\w+) {1,6}(?! )", r"dispfx \1 ", line)
+            yield shlex.split(re.split(r" {3,}", aligned)[0])[1:]
+
+
+ALL = [(page.name, words) for page in PAGES for _, text in blocks(page) for words in commands(text)]
+
+
+@pytest.mark.parametrize(("page", "words"), ALL, ids=[f"{page}: {' '.join(words)}" for page, words in ALL])
+def test_every_command_has_a_verb_and_options_that_exist(page: str, words: list[str]):
+    group: Any = typer.main.get_command(app)
+    synopsis = [word for word in words if word not in ("…", "[--out", "page.html]")]
+    verb = group.commands[synopsis[0]]
+    verb.make_context(synopsis[0], synopsis[1:])
+
+
+def test_the_guide_and_the_readme_have_commands_to_check():
+    assert sum(page == "guide.md" for page, _ in ALL) >= 15
+    assert sum(page == "README.md" for page, _ in ALL) >= 10
+
+
+def test_links_between_pages_lead_to_files():
+    for page in PAGES:
+        prose = FENCED.sub("", page.read_text(encoding="utf-8"))
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", prose):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.slow
+def test_the_guide_works_from_top_to_bottom(tmp_path: Path):
+    for kind, text in blocks(ROOT / "docs" / "guide.md"):
+        named = re.match(r"# (\w+\.py)\n", text)
+        if kind == "python" and named:
+            (tmp_path / named.group(1)).write_text(text)
+            run(tmp_path, named.group(1))
+        elif not kind:
+            for words in commands(text):
+                run(tmp_path, "-m", "dispfx", *words, *SHORTER.get(words[0], []))
+    for made in ("out/demo/report.html", "out/mine/program.pt2", "out/half/onnx/model.onnx", "out/both.html"):
+        assert (tmp_path / made).is_file(), made
+
+
+def run(folder: Path, *words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder, capture_output=True, text=True, timeout=540, check=False,
+        env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+class TimesOne(nn.Module):
+    """A decoder with a product by one, and one by a tensor of ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.up = nn.Linear(8, 8)
+        self.ones = nn.Parameter(torch.ones(8))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        x = x + self.up(x * 1) * self.ones
+        return self.head(x)
+
+
+def test_the_pass_of_the_page_for_contributors_is_right():
+    source = next(text for kind, text in blocks(ROOT / "docs" / "contributing.md") if kind == "python")
+    assert len([line for line in source.splitlines() if line.strip()]) <= 40
+    namespace: dict = {"__name__": "drop_ones"}
+    sys.modules["drop_ones"] = type(sys)("drop_ones")
+    exec(compile(source, "drop_ones", "exec"), namespace)
+    program = Pipeline([Canonicalize()]).run(capture(TimesOne().eval()))
+    ids = torch.randint(11, (2, 5))
+    expected = program.graph_module(ids)
+    before = len(program.graph.nodes)
+    pipeline = Pipeline([namespace["DropOnes"](), namespace["DropOnes"]()])
+    pipeline.run(program)
+    first, second = (ran.result.changed for ran in pipeline.ran)
+    assert (first, second) == (True, False) and len(program.graph.nodes) == before - 1
+    assert torch.equal(program.graph_module(ids), expected)
