@@ -30,7 +30,9 @@ class Shapes(torch.fx.Interpreter):
 
 
 def hint(size: int | torch.SymInt) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)
+    found = size if isinstance(size, int) else size.node.hint
+    assert isinstance(found, int)
+    return found
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", *SLOW])
