@@ -2,7 +2,7 @@
 
 from dispfx.api.bench import bench
 from dispfx.api.cached import CachedDecoder, capture_cached, lower_cached
-from dispfx.api.commands import evaluate, export, generate, inspect, learn_plan, verify
+from dispfx.api.commands import agree, evaluate, export, generate, inspect, learn_plan, verify
 from dispfx.api.compilation import apply, compile, follow_command
 from dispfx.api.doctor import doctor
 from dispfx.api.folders import load
@@ -12,9 +12,31 @@ from dispfx.measure.estimate import estimate
 from dispfx.training.preparation import Compute
 
 __all__ = [
-    "PASSES", "CachedDecoder", "Compute", "analyse", "apart", "apply", "bench", "capture", "capture_cached",
-    "compile", "doctor", "estimate",
-    "evaluate", "export", "follow_command", "gate", "gated", "generate", "inspect",
+    "PASSES",
+    "CachedDecoder",
+    "Compute",
+    "agree",
+    "analyse",
+    "apart",
+    "apply",
+    "bench",
+    "capture",
+    "capture_cached",
+    "compile",
+    "doctor",
+    "estimate",
+    "evaluate",
+    "export",
+    "follow_command",
+    "gate",
+    "gated",
+    "generate",
+    "inspect",
     "learn",
-    "learn_plan", "learn_settings", "load", "lower", "lower_cached", "verify",
-]  # fmt: skip
+    "learn_plan",
+    "learn_settings",
+    "load",
+    "lower",
+    "lower_cached",
+    "verify",
+]

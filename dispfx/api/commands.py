@@ -31,6 +31,7 @@ from dispfx.ir.plan import BudgetOf, Plan
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Select
 from dispfx.learning.settings import LearnSettings
+from dispfx.measure.agreement import Agreement, agreement
 from dispfx.measure.equivalence import Verification, compare_decoders, random_token_ids, require
 from dispfx.measure.perplexity import Perplexity
 from dispfx.preconditions import check_ratio
@@ -202,6 +203,47 @@ def evaluate(
         windows=windows,
         device=device or "cpu",
         text=text.name,
+    )
+
+
+def agree(
+    folder: str | Path,
+    dense: str | nn.Module,
+    *,
+    eval_data: Words | None = None,
+    data_field: str = TEXT_FIELD,
+    data_bytes: int = TEXT_BYTES,
+    windows: int | None = None,
+    context: int | None = None,
+    tokenizer: str | None = None,
+    revision: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> Agreement:
+    """Compare what the decoder of an output folder predicts with what the dense one does, on a text.
+
+    Args:
+        dense: MODEL that the folder was compiled from; `revision` and `dtype` are its own.
+
+    Raises:
+        DataError: if there is no text, it is too short, or the decoders have other vocabularies.
+    """
+    if not eval_data:
+        raise DataError("text to measure on is needed", hint="name a text file with --eval-data")
+    chosen = TextChoice(eval_data=eval_data, reading=Reading(data_field, data_bytes))
+    chosen.check()
+    before = _ready(Opening(dense, revision, dtype, device, trust_remote_code, tokenizer))
+    after = _ready(Opening(str(folder), None, None, device, trust_remote_code, tokenizer))
+    text = read_text(eval_data, before.tokenizer, chosen.reading)
+    require_known(text.largest, before.vocabulary_size, before.name)
+    return agreement(
+        before.decoder,
+        after.decoder,
+        text.tokens,
+        context=context or before.context,
+        windows=windows,
+        device=device or "cpu",
     )
 
 

@@ -1,7 +1,7 @@
 """Verbs that look at a decoder or use a folder: inspect, verify, eval, export, generate."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -122,6 +122,10 @@ def evaluate(
     eval_windows: given.EvalWindows = None,
     context: Annotated[int | None, typer.Option(min=2, help="Tokens a window.")] = None,
     tokenizer: given.Tokenizer = None,
+    dense: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="What DIR was compiled from; shows how alike both predict, too."),
+    ] = None,
     revision: given.Revision = None,
     dtype: given.Dtype = None,
     device: given.Device = None,
@@ -132,13 +136,15 @@ def evaluate(
 ) -> None:
     """Measure the perplexity of a decoder, pruned or not, on a text."""
     origin_of(model)
+    if dense is not None:
+        check_folder(Path(model))
+        origin_of(dense)
     check_texts(eval_data or [])
     from dispfx import api
     from dispfx.report import to_plain
 
     screen = Screen(json, quiet)
-    measured = api.evaluate(
-        model,
+    how: dict[str, Any] = dict(
         eval_data=eval_data,
         **reading_options(data_field, data_bytes),
         windows=eval_windows,
@@ -149,12 +155,22 @@ def evaluate(
         device=device,
         trust_remote_code=trust_remote_code,
     )
+    measured = api.evaluate(model, **how)
     protocol = measured.protocol
-    screen.print_json(to_plain({"perplexity": measured.value, "protocol": protocol}))
+    # The same windows, so that both figures are of the same positions.
+    same = {"context": protocol["context"], "windows": protocol["windows"]}
+    alike = None if dense is None else api.agree(model, dense, **how | same)
+    found = {"perplexity": measured.value, "protocol": protocol}
+    screen.print_json(to_plain(found if alike is None else {**found, "agreement": alike}))
     screen.print_text(
         f"perplexity {measured.value:.3f}  ({protocol['windows']} windows of {protocol['context']} tokens, "
         f"{protocol['tokens']:,} predicted)"
     )
+    if alike is not None:
+        screen.print_text(
+            f"beside the dense decoder: KL {alike.kl_nats:.4f} nats, the same likeliest token at "
+            f"{alike.top1:.1%} of {alike.tokens:,} positions"
+        )
 
 
 @reports_faults

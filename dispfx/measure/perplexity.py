@@ -77,7 +77,7 @@ def perplexity(
         )
     likelihood, predicted, used = 0.0, 0, 0
     with torch.no_grad():
-        for ids_BT in _batches(tokens, context, windows, batch_size):
+        for ids_BT in windows_of(tokens, context, windows, batch_size):
             output = decoder(ids_BT.to(device=device, dtype=torch.int64))
             logits_BTV = output if isinstance(output, Tensor) else output.logits
             likelihood += _negative_log_likelihood(logits_BTV, ids_BT.to(logits_BTV.device))
@@ -93,7 +93,7 @@ def perplexity(
     return Perplexity(_exp(likelihood / predicted), protocol)
 
 
-def _batches(tokens: Tensor, context: int, windows: int | None, batch_size: int) -> Iterator[Tensor]:
+def windows_of(tokens: Tensor, context: int, windows: int | None, batch_size: int) -> Iterator[Tensor]:
     """Yield windows (B, T): full ones in batches, then a shorter last one by itself."""
     full = len(tokens) // context
     limit = full if windows is None else min(full, windows)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dispfx.measure.agreement import Agreement
 from dispfx.measure.equivalence import Verification
 from dispfx.measure.perplexity import Perplexity
 from tests.report.test_estimate import estimate
@@ -143,3 +144,19 @@ def test_generate_prints_the_text(dispfx, replaced):
         "prompt": "once",
         "text": "once upon a time",
     }
+
+
+def test_eval_beside_the_dense_decoder_says_how_alike_both_predict(dispfx, replaced, written: Path):
+    text = written / "text.txt"
+    text.write_text("text")
+    protocol = {"text": "text.txt", "context": 128, "windows": 4, "tokens": 508, "held_out_share": None}
+    replaced("evaluate", Perplexity(3.25, protocol))
+    agree = replaced("agree", Agreement(0.0123, 0.875, 508))
+    result = dispfx("eval", written, "--eval-data", text, "--dense", "demo")
+    assert result.exit_code == 0, result.output
+    assert "KL 0.0123 nats" in result.stdout and "87.5% of 508" in result.stdout
+    assert agree.call_args.args == (str(written), "demo"), "the folder, then the dense decoder"
+    assert (agree.call_args.kwargs["context"], agree.call_args.kwargs["windows"]) == (128, 4)
+    shown = json.loads(dispfx("eval", written, "--eval-data", text, "--dense", "demo", "--json").stdout)
+    assert shown["agreement"] == {"kl_nats": 0.0123, "top1": 0.875, "tokens": 508}
+    assert dispfx("eval", "demo", "--eval-data", text, "--dense", "demo").exit_code == 2
