@@ -13,7 +13,7 @@ from torch import nn
 from dispfx.api.cached import capture_cached
 from dispfx.api.programs import analyse, lower_program, only_planned
 from dispfx.deploy import reload
-from dispfx.deploy.checkpoint import implementations, own_config, skeleton
+from dispfx.deploy.checkpoint import PLAN_FILE, implementations, own_config, skeleton
 from dispfx.deploy.exported import PROGRAM_FILE, load_program
 from dispfx.deploy.section import CONFIG_FILE, read_layout
 from dispfx.errors import OutputError, PlanMismatchError
@@ -182,7 +182,7 @@ def require_record(folder: Path) -> None:
         DataError: if one is missing or damaged.
         PlanMismatchError: if the report tells of other widths than the plan's.
     """
-    plan = reload.read_plan(folder)
+    plan = Plan.load(folder / PLAN_FILE)
     told = {site.name: site.kept for site in load_report(folder / "report.json").sites}
     planned = {name: len(kept) for name, kept in plan.kept.items()}
     if told != planned:

@@ -25,9 +25,11 @@ from torch.fx.node import map_arg
 from dispfx.ir import ops
 from dispfx.ir.closure import Closure, Mismatch
 from dispfx.ir.links import Link, links
-from dispfx.ir.ops import packet
+from dispfx.ir.ops import aten, packet
 
 _ZERO_FILLED = ops.packets("zeros zeros_like new_zeros")
+# Operation, and where it takes the number that it fills with.
+_FILLED = {aten.full: 1, aten.full_like: 1, aten.new_full: 2}
 _ADDENDS = ops.packets("addmm baddbmm")
 
 
@@ -70,7 +72,7 @@ def _is_zero(node: fx.Node, zero: Mapping[fx.Node, bool]) -> bool:
     if node.op != "call_function":
         return True
     if packet(node) in ops.METADATA_ONLY | ops.FACTORIES:
-        return packet(node) in _ZERO_FILLED
+        return _is_filled_with_zeros(node)
     if packet(node) in ops.SOFTMAX or "softmax" in str(packet(node)):
         return False
     given = _given(node, zero)
@@ -83,6 +85,14 @@ def _is_zero(node: fx.Node, zero: Mapping[fx.Node, bool]) -> bool:
     if ops.is_pointwise(node) and packet(node) not in ops.CASTS | ops.COPIES:
         return _stays_zero(node, zero)
     return all(zero[value] for value in given)
+
+
+def _is_filled_with_zeros(node: fx.Node) -> bool:
+    place = _FILLED.get(packet(node))
+    if place is None:
+        return packet(node) in _ZERO_FILLED
+    number = ops.argument(node, place, "fill_value")
+    return isinstance(number, int | float) and number == 0
 
 
 def _given(node: fx.Node, zero: Mapping[fx.Node, bool]) -> list[fx.Node]:
