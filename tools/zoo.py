@@ -194,8 +194,20 @@ def started(name: str, args: argparse.Namespace) -> Running:
 def work(name: str, args: argparse.Namespace, answer: Connection) -> None:
     if not args.debug:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
+    _renew_threads()
     answer.send(asdict(examine(name, args)))
     answer.close()
+
+
+def _renew_threads() -> None:
+    """Let torch replace the threads that a fork has lost, before two threads try to do so at once.
+
+    Whichever thread first sets its number of threads replaces the pool; where autograd's threads did, one of
+    them could find none, "Invalid thread pool!", and the process ended with signal 6.
+    """
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def ended(one: Running, args: argparse.Namespace) -> Row:

@@ -13,6 +13,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from dispfx.cli import main
 
 SEED = 7
@@ -67,6 +69,8 @@ def run(
 def _be_the_command(words: Sequence[str], writer: int, before: Callable[[], None] | None) -> None:
     code = 70
     try:
+        # Replaces the threads that the fork has lost, before two threads try to do so at once.
+        torch.set_num_threads(1)
         if before is not None:
             before()
         errors = io.TextIOWrapper(os.fdopen(writer, "wb", 0), write_through=True)
