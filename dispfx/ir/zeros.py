@@ -29,7 +29,7 @@ from dispfx.ir.ops import aten, packet
 
 _ZERO_FILLED = ops.packets("zeros zeros_like new_zeros")
 # Operation, and where it takes the number that it fills with.
-_FILLED = {aten.full: 1, aten.full_like: 1, aten.new_full: 2}
+_FILLED: dict[object, int] = {aten.full: 1, aten.full_like: 1, aten.new_full: 2}
 _ADDENDS = ops.packets("addmm baddbmm")
 
 
