@@ -38,7 +38,7 @@ from dispfx.preconditions import check_ratio
 from dispfx.ranks import Ranks
 from dispfx.report import NullObserver, Observer
 from dispfx.source import config_alone, encode, load_config
-from dispfx.source.text import Words, read_text
+from dispfx.source.text import ReadText, Words, read_text
 from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Reading
 from dispfx.training.preparation import Compute
 
@@ -189,13 +189,9 @@ def evaluate(
     Raises:
         DataError: if there is no text, or it is shorter than two tokens.
     """
-    if not eval_data:
-        raise DataError("text to measure on is needed", hint="name a text file with --eval-data")
-    chosen = TextChoice(eval_data=eval_data, reading=Reading(data_field, data_bytes))
-    chosen.check()
+    chosen = _measured_text(eval_data, Reading(data_field, data_bytes))
     ready = _ready(Opening(model, revision, dtype, device, trust_remote_code, tokenizer))
-    text = read_text(eval_data, ready.tokenizer, chosen.reading)
-    require_known(text.largest, ready.vocabulary_size, ready.name)
+    text = _known_text(chosen, ready)
     return measure(
         ready.decoder,
         text.tokens,
@@ -204,6 +200,23 @@ def evaluate(
         device=device or "cpu",
         text=text.name,
     )
+
+
+def _measured_text(eval_data: Words | None, reading: Reading) -> TextChoice:
+    """Return a text to measure on, which can be read; to be asked before a decoder is opened."""
+    if not eval_data:
+        raise DataError("text to measure on is needed", hint="name a text file with --eval-data")
+    chosen = TextChoice(eval_data=eval_data, reading=reading)
+    chosen.check()
+    return chosen
+
+
+def _known_text(chosen: TextChoice, ready: _Ready) -> ReadText:
+    """Read a text with a decoder's tokenizer, and require that the decoder knows its tokens."""
+    assert chosen.eval_data is not None
+    text = read_text(chosen.eval_data, ready.tokenizer, chosen.reading)
+    require_known(text.largest, ready.vocabulary_size, ready.name)
+    return text
 
 
 def agree(
@@ -229,14 +242,10 @@ def agree(
     Raises:
         DataError: if there is no text, it is too short, or the decoders have other vocabularies.
     """
-    if not eval_data:
-        raise DataError("text to measure on is needed", hint="name a text file with --eval-data")
-    chosen = TextChoice(eval_data=eval_data, reading=Reading(data_field, data_bytes))
-    chosen.check()
+    chosen = _measured_text(eval_data, Reading(data_field, data_bytes))
     before = _ready(Opening(dense, revision, dtype, device, trust_remote_code, tokenizer))
     after = _ready(Opening(str(folder), None, None, device, trust_remote_code, tokenizer))
-    text = read_text(eval_data, before.tokenizer, chosen.reading)
-    require_known(text.largest, before.vocabulary_size, before.name)
+    text = _known_text(chosen, before)
     return agreement(
         before.decoder,
         after.decoder,

@@ -29,14 +29,18 @@ def refuse_existing(out: str | os.PathLike[str]) -> Path:
         OutputError: if a file, a folder or a dangling link has that name, or no folder can be made there.
     """
     path = Path(out)
+    _refuse_name(path)
+    _require_room(path)
+    return path
+
+
+def _refuse_name(path: Path) -> None:
     if os.path.lexists(path):
         raise OutputError(
             "the output folder must not exist yet",
             where=str(path),
             hint="name another folder with --out, or remove this one",
         )
-    _require_room(path)
-    return path
 
 
 def _require_room(path: Path) -> None:
@@ -57,7 +61,8 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         OutputError: if `out` exists or cannot be written.
     """
-    path = refuse_existing(out)
+    path = Path(out)
+    _refuse_name(path)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +98,7 @@ def _is_running(process: int) -> bool:
 
 
 def _publish(partial: Path, path: Path) -> None:
-    refuse_existing(path)
+    _refuse_name(path)
     try:
         for folder, _, files in os.walk(partial):
             for name in files:

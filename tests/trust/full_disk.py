@@ -15,10 +15,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from tests.plain_decoders import VOCABULARY
-from tests.trust.runs import command, run
+from tests.trust.runs import command, run, write_tokens
 
 EXIT_INPUT = 2
 SIZES = [0, 100, 1_000, 4_000, 12_000, 20_000, 40_000, 60_000, 80_000, 120_000]
@@ -36,9 +34,7 @@ def main() -> int:
 
 def fill(folder: Path, sizes: list[int]) -> dict[str, object]:
     """Return how many runs were stopped by a limit, and faults in words."""
-    tokens = folder / "tokens.safetensors"
-    numbers = torch.Generator().manual_seed(0)
-    save_file({"tokens": torch.randint(0, VOCABULARY, (1_200,), generator=numbers)}, tokens)
+    tokens = write_tokens(folder / "tokens.safetensors")
     whole = folder / "whole"
     reference = run(command(tokens, whole))
     faults = [reference.said] if reference.code else []

@@ -15,10 +15,8 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from tests.plain_decoders import VOCABULARY
-from tests.trust.runs import KILLED, command, run
+from tests.trust.runs import KILLED, command, run, write_tokens
 
 
 def main() -> int:
@@ -38,9 +36,7 @@ def main() -> int:
 
 def kill_runs(folder: Path, kills: int, moments: random.Random) -> dict[str, object]:
     """Return what happened: runs, kills, the state they were killed in, and faults in words."""
-    tokens = folder / "tokens.safetensors"
-    numbers = torch.Generator().manual_seed(0)
-    save_file({"tokens": torch.randint(0, VOCABULARY, (1_200,), generator=numbers)}, tokens)
+    tokens = write_tokens(folder / "tokens.safetensors")
     references = {}
     for exports in (False, True):
         whole = folder / f"whole-{exports}"

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from dispfx.cli import main
+from tests.plain_decoders import VOCABULARY
 
 SEED = 7
 STEPS = 120
@@ -35,6 +37,13 @@ class Ended:
     code: int
     seconds: float
     said: str
+
+
+def write_tokens(path: Path) -> Path:
+    """Write a text of random tokens, the same every time, and return where."""
+    numbers = torch.Generator().manual_seed(0)
+    save_file({"tokens": torch.randint(0, VOCABULARY, (1_200,), generator=numbers)}, path)
+    return path
 
 
 def command(tokens: Path, out: Path, *more: str) -> list[str]:

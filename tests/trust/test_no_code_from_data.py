@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from dispfx.cli.app import app
-from tests.plain_decoders import VOCABULARY
+from tests.trust.runs import write_tokens
 
 MODEL = "tests.api.plain:build_decoder"
 SMALL = [
@@ -64,10 +63,7 @@ def run(*words: object) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "tokens.safetensors"
-    numbers = torch.randint(0, VOCABULARY, (1_200,), generator=torch.Generator().manual_seed(0))
-    save_file({"tokens": numbers}, path)
-    return path
+    return write_tokens(tmp_path_factory.mktemp("text") / "tokens.safetensors")
 
 
 @pytest.fixture(scope="module")
