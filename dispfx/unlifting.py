@@ -90,14 +90,18 @@ def user_outputs(exported: ExportedProgram) -> list[fx.Node]:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a digest of class, ordered parameter paths, shapes, and a sample of each tensor."""
+    """Return a digest of class, ordered parameter paths, shapes, and a sample of each tensor.
+
+    Values count as bfloat16 rounds them, so that a plan learned in bfloat16 fits the same decoder in float32.
+    """
     digest = hashlib.sha256(type(model).__qualname__.encode())
     for path, tensor in model.named_parameters():
         digest.update(f"{path}:{tuple(tensor.shape)};".encode())
         flat = tensor.detach().reshape(-1)
         step = max(1, flat.numel() // SAMPLED_VALUES)
         if not tensor.is_meta:
-            digest.update(flat[::step][:SAMPLED_VALUES].to("cpu", torch.float32).numpy().tobytes())
+            sample = flat[::step][:SAMPLED_VALUES]
+            digest.update(sample.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -7,7 +7,8 @@
 
 A row is NAME:RATIO[:SETTING=VALUE,…]; NAME is a recipe or a method (`dispfx.learning.settings`).  Plans are
 learned on --data and the first 80% of --split; its last 20% is what recipes are chosen on, and the text of
---test is not looked at unless it is given.  Every row is written when it is there: quality.json, quality.md.
+--test is not looked at unless it is given.  Every row is written when it is there:
+quality.json, quality.md, and the plan of the n-th row, from 0, as planN.safetensors.
 """
 
 import argparse
@@ -85,7 +86,8 @@ class Quality:
                 compute=Compute(compile=self.args.compile),
                 note=notes.append,
             )
-            row |= {"ratio": ratio, "achieved": plan.achieved, "steps": settings.steps}
+            plan.save(self.args.out / f"plan{len(self.rows)}.safetensors")
+            row |= {"ratio": ratio, "achieved": plan.achieved, "steps": settings.steps, "seed": settings.seed}
             row |= {"learning_seconds": time.perf_counter() - began}
             row |= self._perplexities(lower(self.program, plan, write="gather-add"))
         except (DispfxError, RuntimeError) as error:

@@ -200,6 +200,12 @@ def test_apply_refuses_the_plan_of_another_decoder_and_writes_nothing(compiled: 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_plan_of_the_decoder_in_bfloat16_fits_it_in_float32(tmp_path: Path):
+    plan = Plan.random(dispfx.capture(build_decoder().to(torch.bfloat16)), 0.3, seed=0)
+    report = apply(build_decoder(), plan, out=tmp_path / "out")
+    assert report.ratio.achieved == plan.achieved
+
+
 def test_a_gate_that_changes_nothing_is_never_written(tmp_path: Path, tokens: Path, monkeypatch):
     """Identity is asked for bit by bit: one wrong bit ends the run."""
 

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from dispfx.errors import DispfxError
+from dispfx.ir.plan import Plan
 
 TOOL = Path(__file__).parents[2] / "tools" / "quality.py"
 
@@ -37,7 +38,7 @@ def test_a_word_that_is_no_row_is_refused(quality, word):
 
 
 def test_the_table_holds_every_row_and_the_message_of_a_failed_one(quality, tmp_path, capsys):
-    rows = ["random:0.3", "random:1.5", "random:0.5"]
+    rows = ["random:0.3", "random:1.5", "random:0.5:seed=5"]
     words = ["--out", str(tmp_path), "--context", "64", "--rows", *rows, "--device", "cpu"]
     quality._DEMO_CHARACTERS = 40_000
     assert quality.main(words) == 1
@@ -46,6 +47,9 @@ def test_the_table_holds_every_row_and_the_message_of_a_failed_one(quality, tmp_
     dense, first, failed, last = found["facts"]["dense"], *found["rows"]
     assert dense["test"] < first["test"] < last["test"]
     assert abs(first["achieved"] - 0.3) < 0.001 and "BudgetError" in failed["error"]
+    assert [row["seed"] for row in found["rows"]] == [0, 0, 5]
+    plan = Plan.load(tmp_path / "plan2.safetensors")
+    assert (plan.seed, plan.achieved) == (5, last["achieved"])
     table = (tmp_path / "quality.md").read_text()
     assert all(f"| {row} |" in table for row in rows)
 
