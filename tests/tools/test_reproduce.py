@@ -1,0 +1,165 @@
+"""The paper's tables: runs are shared, go on where they were cut off, and say so where they were not run."""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import dispfx.api.text
+from dispfx.errors import DataError
+
+TOOLS = Path(__file__).parents[2] / "tools"
+SMALL = ["--steps", "2", "--windows", "1", "--batch-size", "2", "--seq-len", "32", "--device", "cpu"]
+FEW = ["--ratios", "0.3", "0.5", "--lambdas", "2", "6", "--seeds", "0", "1", "--price", "2"]
+SMALLER_TEXT = 40_000
+
+
+@pytest.fixture(scope="module")
+def reproduce() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOOLS))
+        module = importlib.import_module("reproduce")
+        runs = sys.modules["reproduction.runs"]
+        assert runs.__file__ is not None and Path(runs.__file__).is_relative_to(TOOLS)
+        patch.setattr(dispfx.api.text, "_DEMO_CHARACTERS", SMALLER_TEXT)
+        patch.setattr(runs, "_OTHER_LINES", 1_000)
+        patch.setattr(sys.modules["reproduction.tables"], "_METHODS", ("random",))
+        others = sys.modules["reproduction.others"]
+        patch.setitem(others._SHAPES, "cpu", others._SHAPES["cpu"][1:2])
+        yield module
+
+
+@pytest.fixture(scope="module")
+def made(reproduce: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tables")
+    assert reproduce.main(["all", "--out", str(out), *SMALL, *FEW]) == 0
+    return out
+
+
+def table(out: Path, name: str) -> dict[str, Any]:
+    return json.loads((out / f"{name}.json").read_text())
+
+
+def column(out: Path, name: str, title: str) -> list[str]:
+    found = table(out, name)
+    at = found["header"].index(title)
+    return [row[at] for row in found["rows"]]
+
+
+def test_every_table_is_made_and_stands_on_the_page(reproduce: ModuleType, made: Path):
+    page = (made / "tables.md").read_text()
+    for name in reproduce.TABLES:
+        found = table(made, name)
+        assert f"## {found['title']}\n" in page and found["rows"]
+        assert {len(row) for row in found["rows"]} == {len(found["header"])}
+        assert f"![{found['picture']}]({name}.png)" in page or found["picture"] is None
+    assert (made / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "2 steps of 2 × 32 tokens" in page and "torch" in page
+
+
+def test_figures_of_a_table_are_those_of_its_runs(made: Path):
+    values = [float(value) for value in column(made, "ratio", "perplexity")]
+    assert values == sorted(values) and len(set(values)) == 3
+    run = json.loads((made / "runs" / "0.3" / "run.json").read_text())
+    assert f"{run['perplexity'][0]:.3f}" == column(made, "ratio", "perplexity")[1]
+    assert all(abs(float(points)) < 0.1 for points in column(made, "compression", "off by (points)"))
+    assert column(made, "ratio", "paper") == ["—"] * 3
+    notes = " ".join(table(made, "seeds")["notes"])
+    mean = sum(float(value) for value in column(made, "seeds", "perplexity")) / 2
+    assert f"Perplexity {mean:.2f}" in notes and "over 2 seeds" in notes
+
+
+def test_tables_share_their_runs(made: Path):
+    names = sorted(path.name for path in (made / "runs").iterdir())
+    assert "0.5" in names and "0.5,lambda_=6.0" not in names and "0.5,seed=0" not in names
+    assert {"0.5,seed=1", "0.5,constrained=True", "0.5,other-text", "0.5,method=random"} <= set(names)
+    assert not list(made.rglob("learning.safetensors")), "no state is left of a complete run"
+
+
+def test_the_pages_can_be_made_again_without_learning(reproduce: ModuleType, made: Path, monkeypatch):
+    runs = sys.modules["reproduction.runs"]
+    monkeypatch.setattr(runs, "learn", None)
+    before = {path: path.read_bytes() for path in made.glob("*.md")}
+    assert reproduce.main(["all", "--render", "--out", str(made), *SMALL, *FEW]) == 0
+    assert {path: path.read_bytes() for path in made.glob("*.md")} == before
+
+
+def test_a_folder_holds_runs_of_one_kind(reproduce: ModuleType, made: Path, capsys):
+    assert reproduce.main(["ratio", "--out", str(made), *SMALL[:-2], "--align", "8", *FEW]) == 2
+    assert "differ in align" in capsys.readouterr().err
+
+
+def test_what_was_not_run_says_so(reproduce: ModuleType, tmp_path: Path):
+    words = ["ratio", "curves", "texts", "throughput", "samples", "--out", str(tmp_path), "--render"]
+    assert reproduce.main([*words, *SMALL, *FEW]) == 0
+    assert [row[1] for row in table(tmp_path, "ratio")["rows"]][1:] == ["not run"] * 2
+    assert all(
+        "not run" in row
+        for name in ("curves", "texts", "throughput")
+        for row in table(tmp_path, name)["rows"]
+    )
+    assert all(row[-1] == "not run" and row[1] != "not run" for row in table(tmp_path, "samples")["rows"])
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_a_run_that_fails_costs_its_row_alone(reproduce: ModuleType, tmp_path: Path, capsys):
+    words = ["ratio", "--out", str(tmp_path), *SMALL, "--ratios", "0.3", "1.5"]
+    assert reproduce.main(words) == 1
+    rows = table(tmp_path, "ratio")["rows"]
+    assert rows[2][1].startswith("BudgetError") and float(rows[1][1]) > 1
+    assert "failed: 1.5" in capsys.readouterr().err
+
+
+def test_a_run_that_was_cut_off_goes_on(reproduce: ModuleType, tmp_path: Path, monkeypatch):
+    runs, setup_of = sys.modules["reproduction.runs"], sys.modules["reproduction.setup"].Setup.of
+    settings = {"steps": 3, "batch_size": 2, "seq_len": 32}
+    common = sys.modules["reproduction.setup"].Common(settings=settings, windows=1)
+    whole = runs.Bench(common, tmp_path / "whole")
+    expected = whole.plan(setup_of(0.5))
+
+    def stop(record):
+        if record.step == 2:
+            raise KeyboardInterrupt
+
+    learn = runs.learn
+    monkeypatch.setattr(runs, "learn", lambda *args, **named: learn(*args, on_step=stop, **named))
+    with pytest.raises(KeyboardInterrupt):
+        runs.Bench(common, tmp_path / "cut").run(setup_of(0.5))
+    monkeypatch.setattr(runs, "learn", learn)
+    again = runs.Bench(common, tmp_path / "cut")
+    found, outcome = again.plan(setup_of(0.5)), again.run(setup_of(0.5))
+    pairs = zip(found.selections, expected.selections, strict=True)
+    assert all(torch.equal(one.kept, other.kept) for one, other in pairs)
+    assert [record.step for record in again.steps(setup_of(0.5))] == [1, 2, 3]
+    assert outcome.learning_seconds is None and outcome.perplexity == whole.run(setup_of(0.5)).perplexity
+
+
+def test_a_damaged_run_is_named(reproduce: ModuleType, tmp_path: Path):
+    runs, setup = sys.modules["reproduction.runs"], sys.modules["reproduction.setup"]
+    bench = runs.Bench(setup.Common(windows=1), tmp_path)
+    broken = tmp_path / "runs" / "0.5" / "run.json"
+    broken.parent.mkdir(parents=True)
+    broken.write_text('{"perplexity": [1.0]}')
+    with pytest.raises(DataError, match="no run"):
+        bench.run(setup.Setup(0.5))
+
+
+@pytest.mark.parametrize(
+    ("model", "known"),
+    [
+        ("organisation/Llama-2-7b-hf", "LLaMA-2-7B"),
+        ("llama-13b", "LLaMA-13B"),
+        ("models/Llama-2-13b-chat", "LLaMA-2-13B"),
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", None),
+        ("llama-2-70b", None),
+        ("demo", None),
+    ],
+)
+def test_the_papers_decoders_are_known_by_name(reproduce: ModuleType, model: str, known: str | None):
+    assert sys.modules["reproduction.paper"].family(model) == known
