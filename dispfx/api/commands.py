@@ -115,6 +115,10 @@ def learn_plan(
 ) -> Plan:
     """Learn a plan and write it to `out`; `apply` turns it into a folder.
 
+    Args:
+        data: texts or token ids, (N,) integers, of which the last tenth is held out.
+        out: file to write; other arguments are those of `compile`.
+
     Raises:
         DispfxError: for everything in the input that cannot be used.
     """

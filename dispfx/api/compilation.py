@@ -78,7 +78,8 @@ def compile(
         model: MODEL (see `dispfx.origin`), or a module.
         ratio: share of the counted parameters to remove, in (0, 1).
         out: folder to write; it must not exist.
-        data: texts to learn from (see `dispfx.text_origin`), or token ids; the demo brings its own.
+        data: texts to learn from (see `dispfx.text_origin`), or token ids, (N,) integers; the demo brings its
+            own.
         eval_data: texts to measure on; the last tenth of `data` by default, which is not learned from.
         data_weights: share of the sequences from each text of `data`, in order; joined without them.
         data_field: of JSON lines, parquet and data sets, that holds the text.
@@ -167,6 +168,11 @@ def apply(
     command: str | None = None,
 ) -> Report:
     """Remove what a plan says from the decoder it was learned on, and write a verified folder.
+
+    Args:
+        plan: a plan, or its file.
+        data: texts or token ids, (N,) integers, whose last tenth is measured on, unless `eval_data` is given.
+        model, out, and others: as for `compile`.
 
     Raises:
         PlanMismatchError: if the plan belongs to another decoder.
@@ -304,6 +310,11 @@ def follow_command(
     **of_the_leader: object,
 ) -> None:
     """Take part in the learning of a process that calls `compile` or `learn_plan` with the same arguments.
+
+    Args:
+        ranks: the processes of the run, of which another one leads.
+        data: texts or token ids, (N,) integers.
+        of_the_leader: arguments that matter to the leading process alone.
 
     Raises:
         RankLost: if another process ended.

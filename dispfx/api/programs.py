@@ -115,6 +115,9 @@ def analyse(
     """As `capture`; `show` receives the printed graph after each pass named in `print_after`.
 
     With a `separator`, the documents of a sequence are kept apart.
+
+    Raises:
+        CaptureError, UnsupportedGraphError: as `capture`.
     """
 
     def attempt(experts: Experts) -> Program:
@@ -288,7 +291,7 @@ def learn(
 
     Args:
         program: of the decoder, on the device to learn on.
-        data: token ids, 1-D, of which the last tenth is held out; or batches.
+        data: token ids, (N,) integers, of which the last tenth is held out; or batches.
         ratio: share of the counted parameters to remove, in (0, 1).
         of: what is counted.
         align: widths become multiples of this, or the full width.

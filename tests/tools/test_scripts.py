@@ -35,7 +35,7 @@ def bare(tmp_path: Path) -> tuple[Path, Path]:
     return tools / "setup", commands
 
 
-@pytest.mark.parametrize("name", ["setup", "demo", "test"])
+@pytest.mark.parametrize("name", ["setup", "demo", "test", "reference"])
 def test_every_script_has_help_that_does_nothing_else(name: str):
     done = run(CHECKOUT / "tools" / name, "--help")
     assert done.returncode == 0 and done.stdout.startswith(f"usage: tools/{name}")

@@ -1,0 +1,80 @@
+#!/usr/bin/env python
+"""Write the API reference from docstrings, as HTML.
+
+    python tools/reference_pages.py FOLDER
+
+The pages are those of `MODULES`, and show their public names: those of `__all__`, or without a leading
+underscore.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from html import escape
+from importlib import import_module
+from pathlib import Path
+
+from dispfx.report.page import document, section
+
+MODULES = (
+    "dispfx",
+    "dispfx.api",
+    "dispfx.errors",
+    "dispfx.ir.plan",
+    "dispfx.ir.program",
+    "dispfx.ir.sites",
+    "dispfx.learning.settings",
+    "dispfx.measure.agreement",
+    "dispfx.measure.equivalence",
+    "dispfx.measure.perplexity",
+    "dispfx.pipeline",
+    "dispfx.report",
+)
+
+
+INDEX_FILE = "index.html"
+
+
+def write_reference(folder: Path) -> list[Path]:
+    """Write a page a module and an index, and return the pages."""
+    import pdoc
+    from pdoc import render
+
+    package = import_module("dispfx")
+    # They are imported when they are used first, so that `import dispfx` is quick; pdoc looks without using.
+    for name in package.__all__:
+        setattr(package, name, getattr(package, name))
+    render.configure(docformat="google", footer_text="dispfx", show_source=False)
+    # pdoc takes a module with all below it; what is below is taken out again, and asked for by itself.
+    wanted = [word for module in MODULES for word in (module, f"!{module.replace('.', '[.]')}[.].*")]
+    pdoc.pdoc(*wanted, output_directory=folder)
+    pages = {module: folder / f"{module.replace('.', '/')}.html" for module in MODULES}
+    # pdoc's own index leads to the first page, from which the others cannot be reached.
+    (folder / INDEX_FILE).write_text(_index(), encoding="utf-8")
+    return list(pages.values())
+
+
+def _index() -> str:
+    """Return a page that leads to all others, with what each module says of itself."""
+    items = []
+    for module in MODULES:
+        said = (import_module(module).__doc__ or "").split("\n\n")[0].replace("\n", " ")
+        place = escape(f"{module.replace('.', '/')}.html")
+        items.append(f'<li><a href="{place}"><code>{module}</code></a>: {escape(said)}</li>')
+    return document("dispfx: API reference", section("API reference", f"<ul>{''.join(items)}</ul>"))
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Write the pages and say where they are."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args(words)
+    write_reference(args.folder)
+    print(args.folder / INDEX_FILE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
