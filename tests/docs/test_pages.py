@@ -1,12 +1,7 @@
-"""The documentation: commands have only options that exist, and those of the guide run."""
+"""The documentation: commands have only options that exist, links lead somewhere, and its pass is right."""
 
-import os
 import re
-import shlex
-import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,26 +13,7 @@ from dispfx.capturing import capture
 from dispfx.cli.app import app
 from dispfx.passes.canonicalize import Canonicalize
 from dispfx.pipeline import Pipeline
-
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-# Learning and measuring are cut short: that the commands work is shown, not what they are worth.
-SHORTER = {"compile": ["--steps", "4", "--eval-windows", "2"]}
-
-
-def blocks(page: Path) -> Iterator[tuple[str, str]]:
-    for found in FENCED.finditer(page.read_text(encoding="utf-8")):
-        yield found.group(1), found.group(2)
-
-
-def commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command; a remark stands behind three or more spaces."""
-    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
-        if line.startswith("dispfx "):
-            aligned = re.sub(r"^dispfx (\w+) {1,6}(?! )", r"dispfx \1 ", line)
-            yield shlex.split(re.split(r" {3,}", aligned)[0])[1:]
-
+from tests.docs.pages import FENCED, PAGES, ROOT, blocks, commands
 
 ALL = [(page.name, words) for page in PAGES for _, text in blocks(page) for words in commands(text)]
 
@@ -60,33 +36,6 @@ def test_links_between_pages_lead_to_files():
         prose = FENCED.sub("", page.read_text(encoding="utf-8"))
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", prose):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
-
-
-@pytest.mark.slow
-def test_the_guide_works_from_top_to_bottom(tmp_path: Path):
-    for kind, text in blocks(ROOT / "docs" / "guide.md"):
-        named = re.match(r"# (\w+\.py)\n", text)
-        if kind == "python" and named:
-            (tmp_path / named.group(1)).write_text(text)
-            run(tmp_path, named.group(1))
-        elif not kind:
-            for words in commands(text):
-                run(tmp_path, "-m", "dispfx", *words, *SHORTER.get(words[0], []))
-    for made in ("out/demo/report.html", "out/mine/program.pt2", "out/half/onnx/model.onnx", "out/both.html"):
-        assert (tmp_path / made).is_file(), made
-
-
-def run(folder: Path, *words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder, capture_output=True, text=True, timeout=540, check=False,
-        env=environment(),
-    )  # fmt: skip
-    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 class TimesOne(nn.Module):

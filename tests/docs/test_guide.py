@@ -1,0 +1,41 @@
+"""The guide works from top to bottom: the demo, a checkpoint folder, and a module of one's own."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import dispfx.api.text
+from dispfx.demo.text import generate_text
+from tests.docs.pages import CHECKPOINT, ROOT, blocks, commands, filled, run, run_file
+
+MADE = (
+    "out/demo/report.html", "out/pruned/speed.json", "out/mine/program.pt2", "out/half/onnx/model.onnx",
+    "out/both.html", "out/cards/report.json",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_guide_works_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dispfx.api.text, "_DEMO_CHARACTERS", 40_000)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    Path("text.txt").write_text(generate_text(7, 40_000))
+    ran = []
+    for kind, text in blocks(ROOT / "docs" / "guide.md"):
+        named = re.match(r"# (\w+\.py)\n", text)
+        if kind == "python" and named:
+            run_file(named.group(1), text)
+        for words in commands(text) if kind in ("", "sh") else ():
+            here = filled(words, {"ORGANISATION/MODEL": CHECKPOINT})
+            if "--shard" in here:  # needs several processes; tests/learning/test_ranks.py has them
+                continue
+            if "--launch" in here:
+                at = here.index("--launch")
+                del here[at : at + 2]
+            run(here)
+            ran.append(here[0])
+    for made in MADE:
+        assert (tmp_path / made).is_file(), made
+    assert {"inspect", "compile", "learn", "apply", "bench", "export", "generate", "compare"} <= set(ran)

@@ -1,0 +1,52 @@
+"""Every command and every piece of Python in the README runs, in its order."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dispfx.api
+from dispfx.api.programs import learn
+from dispfx.demo.text import generate_text
+from dispfx.source import load_source
+from tests.docs.pages import CHECKPOINT, ROOT, blocks, commands, filled, run
+
+README = ROOT / "README.md"
+PLACES = {"MODEL": CHECKPOINT, "DIR": "made", "MODEL|DIR": "made", "PLAN": "plan.safetensors"}
+
+
+@pytest.mark.slow
+def test_the_commands_and_the_python_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(generate_text(7, 40_000))
+    ran = []
+    for kind, text in blocks(README):
+        for words in commands(text) if not kind else ():
+            if words[0] != "bench":  # takes long, and the guide runs it
+                run(command(words))
+                ran.append(words[0])
+    assert len(ran) >= 13 and Path("made/onnx/model.onnx").is_file() and Path("page.html").is_file()
+    run_python(monkeypatch)
+
+
+def command(words: list[str]) -> list[str]:
+    """Return a command of the overview with real names; what is written anew gets a name of its own."""
+    if words[0] == "apply":
+        return ["apply", CHECKPOINT, "plan.safetensors", "--out", "applied"]
+    if words[0] == "compare" and "DIR" in words:
+        return ["compare", "made", "applied", "--out", "page.html"]
+    return filled(words, PLACES)
+
+
+def run_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each block after the other; what the first one calls `model` and `tokens` is given."""
+    monkeypatch.setattr(dispfx.api, "learn", partial(learn, steps=2, seq_len=32))
+    known: dict[str, Any] = {"model": load_source("demo").model, "tokens": torch.randint(256, (2_000,))}
+    texts = [text.replace('"DIR', '"made') for kind, text in blocks(README) if kind == "python"]
+    assert len(texts) >= 3
+    exec("from transformers import AutoModelForCausalLM", known)
+    for text in texts:
+        exec(compile(text, README.name, "exec"), known)
+    assert torch.is_tensor(torch.tensor(known["logits"])) and known["tuned"].peft_config
