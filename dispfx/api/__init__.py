@@ -8,6 +8,7 @@ from dispfx.api.doctor import doctor
 from dispfx.api.folders import load
 from dispfx.api.opening import learn_settings
 from dispfx.api.programs import PASSES, analyse, apart, capture, gate, gated, learn, lower
+from dispfx.api.tasks import score_tasks
 from dispfx.measure.estimate import estimate
 from dispfx.training.preparation import Compute
 
@@ -38,5 +39,6 @@ __all__ = [
     "load",
     "lower",
     "lower_cached",
+    "score_tasks",
     "verify",
 ]

@@ -1,18 +1,16 @@
-"""Verbs that look at a decoder or use a folder: inspect, verify, eval, export, generate."""
+"""Verbs that look at a decoder or use a folder: inspect, verify, export, generate."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from dispfx.cli import options as given
 from dispfx.cli.faults import reports_faults
-from dispfx.cli.making import reading_options
 from dispfx.cli.screen import Screen
 from dispfx.errors import OutputError
 from dispfx.origin import origin_of
 from dispfx.preconditions import check_folder
-from dispfx.text_origin import check_texts
 
 
 @reports_faults
@@ -111,66 +109,6 @@ def verify(
     elif not json:
         print_verifications(verifications, screen.console)
     require(*verifications)
-
-
-@reports_faults
-def evaluate(
-    model: given.ModelOrFolder,
-    eval_data: given.EvalData = None,
-    data_field: given.DataField = None,
-    data_bytes: given.DataBytes = None,
-    eval_windows: given.EvalWindows = None,
-    context: Annotated[int | None, typer.Option(min=2, help="Tokens a window.")] = None,
-    tokenizer: given.Tokenizer = None,
-    dense: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="What DIR was compiled from; shows how alike both predict, too."),
-    ] = None,
-    revision: given.Revision = None,
-    dtype: given.Dtype = None,
-    device: given.Device = None,
-    trust_remote_code: given.TrustRemoteCode = False,
-    json: given.Json = False,
-    quiet: given.Quiet = False,
-    debug: given.Debug = False,
-) -> None:
-    """Measure the perplexity of a decoder, pruned or not, on a text."""
-    origin_of(model)
-    if dense is not None:
-        check_folder(Path(model))
-        origin_of(dense)
-    check_texts(eval_data or [])
-    from dispfx import api
-    from dispfx.report import to_plain
-
-    screen = Screen(json, quiet)
-    how: dict[str, Any] = dict(
-        eval_data=eval_data,
-        **reading_options(data_field, data_bytes),
-        windows=eval_windows,
-        context=context,
-        tokenizer=tokenizer,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
-    measured = api.evaluate(model, **how)
-    protocol = measured.protocol
-    # The same windows, so that both figures are of the same positions.
-    same = {"context": protocol["context"], "windows": protocol["windows"]}
-    alike = None if dense is None else api.agree(model, dense, **how | same)
-    found = {"perplexity": measured.value, "protocol": protocol}
-    screen.print_json(to_plain(found if alike is None else {**found, "agreement": alike}))
-    screen.print_text(
-        f"perplexity {measured.value:.3f}  ({protocol['windows']} windows of {protocol['context']} tokens, "
-        f"{protocol['tokens']:,} predicted)"
-    )
-    if alike is not None:
-        screen.print_text(
-            f"beside the dense decoder: KL {alike.kl_nats:.4f} nats, the same likeliest token at "
-            f"{alike.top1:.1%} of {alike.tokens:,} positions"
-        )
 
 
 @reports_faults

@@ -19,6 +19,8 @@ from dispfx.atomic import replacing
 from dispfx.errors import DataError
 from dispfx.report.schema import Report
 
+Shape = typing.TypeVar("Shape")
+
 
 def to_json(report: Report) -> str:
     """Return the report as indented JSON."""
@@ -53,6 +55,18 @@ def from_json(text: str, where: str = "report.json") -> Report:
         raise DataError(f"this is no report: {error}", where=where, hint="pass a report.json") from error
 
 
+def from_plain(kind: type[Shape], value: Any, where: str) -> Shape:
+    """Read what `to_plain` made of a dataclass; a field of a later version is passed over.
+
+    Raises:
+        DataError: if a field is missing or of another type.
+    """
+    try:
+        return _read(kind, value, "")
+    except ValueError as error:
+        raise DataError(f"this is no {kind.__name__}: {error}", where=where) from error
+
+
 def save_report(report: Report, path: str | os.PathLike[str]) -> None:
     """Write report.json; it appears whole or not at all."""
     with replacing(path) as partial:
@@ -74,6 +88,8 @@ def load_report(path: str | os.PathLike[str]) -> Report:
 
 def _read(kind: Any, value: Any, at: str) -> Any:
     """Return `value` as `kind`; ValueError naming the place `at` if it is something else."""
+    if kind is Any:
+        return value
     if dataclasses.is_dataclass(kind):
         return _read_fields(kind, value, at)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

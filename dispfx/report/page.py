@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dispfx.atomic import replacing
+from dispfx.report.evaluation import Evaluation, task_table, text_lines
 from dispfx.report.layers import Layers, layers_of
 from dispfx.report.pictures import COLOURS, Picture, pictures_of
 from dispfx.report.run import Run, read_run
 from dispfx.report.schema import Report
 from dispfx.report.table import report_rows, verification_rows
+from dispfx.report.tasks import task_notes
 
 PAGE_FILE, PICTURES_FOLDER = "report.html", "pictures"
 _ROWS_OF_STEPS = 20
@@ -70,6 +72,8 @@ def page(run: Run, layers: Layers, pictures: Sequence[Picture]) -> str:
         learning = f'<div class="pair">{drawn}</div>' + _numbers("Steps", *_step_table(run))
         sections.append(section("Learning", learning))
     sections.append(section("Verified", _verified(report)))
+    if run.evaluation is not None:
+        sections.append(section("Measured by dispfx eval", _evaluation(run.evaluation)))
     if run.speed is not None:
         sections.append(section("Speed", _speed(run)))
     if report.refused:
@@ -159,6 +163,12 @@ def _verified(report: Report) -> str:
     if not report.verify:
         return "<p>Nothing was verified.</p>"
     return table(("comparison", "batch × tokens", "error", "tolerance"), verification_rows(report.verify))
+
+
+def _evaluation(found: Evaluation) -> str:
+    lines = text_lines(found) + ([] if found.tasks is None else task_notes(found.tasks))
+    said = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<ul>{said}</ul>" + ("" if found.tasks is None else table(*task_table(found)))
 
 
 def _speed(run: Run) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from dispfx.errors import DataError, OutputError
 from dispfx.ir.plan import Plan
 from dispfx.learning.records import METRICS_FILE, StepRecord
+from dispfx.report.evaluation import EVALUATION_FILE, Evaluation, read_evaluation
 from dispfx.report.json_form import load_report
 from dispfx.report.schema import Report
 
@@ -26,6 +27,7 @@ class Run:
         plan: what every site keeps.
         steps: of learning, in order; empty where nothing was learned.
         speed: speed.json as `dispfx bench DIR --out DIR` writes it, or None.
+        evaluation: eval.json as `dispfx eval DIR --out DIR` writes it, or None.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Run:
     plan: Plan
     steps: tuple[StepRecord, ...] = ()
     speed: Mapping[str, Any] | None = None
+    evaluation: Evaluation | None = None
 
 
 def read_run(folder: str | Path, name: str | None = None) -> Run:
@@ -59,6 +62,7 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
         Plan.load(path / PLAN_FILE),
         read_steps(path / METRICS_FILE),
         _read_speed(path / SPEED_FILE),
+        read_evaluation(path / EVALUATION_FILE),
     )
 
 

@@ -1,13 +1,11 @@
-"""inspect, verify, eval, export and generate."""
+"""inspect, verify, export and generate."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from dispfx.measure.agreement import Agreement
 from dispfx.measure.equivalence import Verification
-from dispfx.measure.perplexity import Perplexity
 from tests.report.test_estimate import estimate
 from tests.report.test_sites import program
 
@@ -101,26 +99,6 @@ def test_a_folder_that_dispfx_did_not_write_is_refused(dispfx, tmp_path: Path, v
     assert dispfx(*verb, tmp_path / "absent").exit_code == 2
 
 
-def test_eval_shows_the_figure_with_its_protocol(dispfx, replaced, tmp_path: Path):
-    text = tmp_path / "text.txt"
-    text.write_text("text")
-    protocol = {"text": "text.txt", "context": 128, "windows": 4, "tokens": 508, "held_out_share": None}
-    evaluate = replaced("evaluate", Perplexity(3.25, protocol))
-    result = dispfx("eval", "demo", "--eval-data", text, "--eval-windows", 4, "--context", 128)
-    assert result.exit_code == 0, result.output
-    assert evaluate.call_args.kwargs["windows"] == 4 and evaluate.call_args.kwargs["context"] == 128
-    assert result.stdout == "perplexity 3.250  (4 windows of 128 tokens, 508 predicted)\n"
-
-    as_json = dispfx("eval", "demo", "--eval-data", text, "--json")
-    assert json.loads(as_json.stdout) == {"perplexity": 3.25, "protocol": protocol}
-
-
-def test_eval_refuses_a_missing_text(dispfx, replaced):
-    evaluate = replaced("evaluate")
-    assert dispfx("eval", "demo", "--eval-data", "absent.txt").exit_code == 2
-    assert not evaluate.called
-
-
 def test_export_names_what_it_wrote(dispfx, replaced, written: Path):
     export = replaced("export", [written / "onnx" / "model.onnx"])
     result = dispfx("export", written, "--onnx")
@@ -144,19 +122,3 @@ def test_generate_prints_the_text(dispfx, replaced):
         "prompt": "once",
         "text": "once upon a time",
     }
-
-
-def test_eval_beside_the_dense_decoder_says_how_alike_both_predict(dispfx, replaced, written: Path):
-    text = written / "text.txt"
-    text.write_text("text")
-    protocol = {"text": "text.txt", "context": 128, "windows": 4, "tokens": 508, "held_out_share": None}
-    replaced("evaluate", Perplexity(3.25, protocol))
-    agree = replaced("agree", Agreement(0.0123, 0.875, 508))
-    result = dispfx("eval", written, "--eval-data", text, "--dense", "demo")
-    assert result.exit_code == 0, result.output
-    assert "KL 0.0123 nats" in result.stdout and "87.5% of 508" in result.stdout
-    assert agree.call_args.args == (str(written), "demo"), "the folder, then the dense decoder"
-    assert (agree.call_args.kwargs["context"], agree.call_args.kwargs["windows"]) == (128, 4)
-    shown = json.loads(dispfx("eval", written, "--eval-data", text, "--dense", "demo", "--json").stdout)
-    assert shown["agreement"] == {"kl_nats": 0.0123, "top1": 0.875, "tokens": 508}
-    assert dispfx("eval", "demo", "--eval-data", text, "--dense", "demo").exit_code == 2

@@ -1,0 +1,276 @@
+"""Zero-shot and few-shot tasks, measured by lm-eval, the language model evaluation harness.
+
+The paper names five tasks and reports one metric of each: accuracy for WinoGrande, and for the others
+accuracy of the choice whose likelihood is greatest per byte (`acc_norm`).
+
+lm-eval reads its data from the hub, or from files that a task of the user's own names.  Its task files
+are programs: their templates, and the functions that they name, run.
+"""
+
+import contextlib
+import difflib
+import importlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dispfx.errors import DataError
+
+PAPER_METRICS: Mapping[str, str] = {
+    "piqa": "acc_norm",
+    "winogrande": "acc",
+    "hellaswag": "acc_norm",
+    "arc_easy": "acc_norm",
+    "arc_challenge": "acc_norm",
+}
+_FIRST_CHOICE = "acc_norm"
+# Only for figures that are no means; the standard error of a mean is a formula.
+_BOOTSTRAPS = 100
+# The one that lm-eval's own command uses.
+_SHOTS_SEED = 1234
+_PACKAGES = ("lm-eval", "datasets", "transformers", "torch")
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """What one decoder reached in one task.
+
+    Args:
+        task: by lm-eval's name.
+        metric: the paper's for its tasks; else acc_norm where there is one, or the first.
+        value: of that metric.
+        error: its standard error, or None.
+        metrics: all that the task measures, by name.
+        samples: how many questions were asked.
+        of: how many there are.
+        shots: answered examples before each question.
+        version: of the task, as its file says.
+    """
+
+    task: str
+    metric: str
+    value: float
+    error: float | None
+    metrics: Mapping[str, float]
+    samples: int
+    of: int
+    shots: int
+    version: str
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """What one decoder reached in several tasks.
+
+    Args:
+        scores: in the order they were asked for.
+        context: tokens that the decoder read at most.
+        batch_size: questions a forward pass.
+        limit: how many questions of each task were asked at most; None for all.
+        versions: of what had a part in it.
+    """
+
+    scores: tuple[TaskScore, ...]
+    context: int
+    batch_size: int
+    limit: int | None
+    versions: Mapping[str, str]
+
+    @property
+    def average(self) -> float | None:
+        """The mean over the paper's five tasks, each by its own metric; None unless all five are there."""
+        values = [one.value for one in self.scores if PAPER_METRICS.get(one.task) == one.metric]
+        return sum(values) / len(values) if len(values) == len(PAPER_METRICS) else None
+
+
+def harness_versions() -> dict[str, str]:
+    """Return the versions of what has a part in a score."""
+    return {name: metadata.version(name) for name in _PACKAGES}
+
+
+class Harness:
+    """Tasks by name, checked before a decoder is opened.
+
+    Args:
+        names: of tasks, groups or tags, in the order to be measured; a group stands for its tasks.
+        folder: with task files (YAML) of one's own, which come before lm-eval's.
+        shots: answered examples before each question; by default what the task says, else none.
+        limit: ask the first so many questions of each task only.
+
+    Raises:
+        DataError: if lm-eval is not installed, a task is unknown, or its data cannot be had.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        folder: Path | None = None,
+        *,
+        shots: int | None = None,
+        limit: int | None = None,
+    ):
+        self._evaluator = _module("lm_eval.evaluator")
+        self._wrapper = _module("lm_eval.models.huggingface")
+        self._shots, self._limit = shots, limit
+        self._manager = _manager(names, folder)
+        self.tasks = tuple(dict.fromkeys(task for name in names for task in self._leaves(name)))
+
+    def score(
+        self, model: nn.Module, tokenizer: Any, task: str, *, context: int, batch_size: int = 1
+    ) -> TaskScore:
+        """Return what a decoder reaches in one of `tasks`.
+
+        Args:
+            model: a transformers decoder.
+            context: tokens that the decoder reads at most; of longer questions it reads the end.
+            batch_size: questions a forward pass.
+        """
+        with _silent():
+            decoder = self._wrapper.HFLM(
+                pretrained=model,
+                backend="causal",
+                tokenizer=tokenizer,
+                max_length=context,
+                batch_size=batch_size,
+            )
+            # simple_evaluate would also run git, and look through the whole machine.
+            found = self._evaluator.evaluate(
+                decoder,
+                {"tasks": {task: self._ready(task)}},
+                limit=self._limit,
+                bootstrap_iters=_BOOTSTRAPS,
+                log_samples=False,
+            )
+        return _score(task, found)
+
+    def _leaves(self, name: str) -> list[str]:
+        """Return the tasks that a name stands for, each of which can be read."""
+        if name not in self._manager.all_tasks:
+            close = difflib.get_close_matches(name, self._manager.all_tasks, 3)
+            raise DataError(
+                f"lm-eval has no task {name!r}",
+                hint=f"did you mean {', '.join(close)}?"
+                if close
+                else "`lm_eval ls tasks` lists them; --task-folder DIR adds your own",
+            )
+        loaded = self._loaded(name)
+        for task in loaded.values():
+            self._require_readable(task)
+        return list(loaded)
+
+    def _ready(self, name: str) -> Any:
+        """Return a task that has not been measured yet, with its shots and their seed."""
+        return self._prepared(self._loaded(name)[name])
+
+    def _prepared(self, task: Any) -> Any:
+        shots = task.get_config("num_fewshot") if self._shots is None else self._shots
+        task.set_config(key="num_fewshot", value=shots or 0)
+        task.set_fewshot_seed(seed=_SHOTS_SEED)
+        return task
+
+    def _loaded(self, name: str) -> dict[str, Any]:
+        try:
+            with _silent():
+                return self._manager.load([name])["tasks"]
+        except Exception as error:
+            # Hub, data sets and task files raise what they like; the task is the cause of all of it.
+            raise _fault(name, error) from error
+
+    def _require_readable(self, task: Any) -> None:
+        try:
+            with _silent():
+                self._prepared(task).build_all_requests(limit=1, rank=0, world_size=1)
+        except Exception as error:
+            raise _fault(task.config.task, error) from error
+
+
+def _fault(task: str, error: Exception) -> DataError:
+    hint = "look at its templates, at the names of its columns, and at where its examples come from"
+    if isinstance(error, OSError):
+        hint = (
+            "data comes from the hub; where that cannot be reached, write a task on local files and name its "
+            "folder with --task-folder"
+        )
+    return DataError(f"no question can be made of the task {task}: {_short(error)}", hint=hint)
+
+
+def _score(task: str, found: Mapping[str, Any]) -> TaskScore:
+    values, errors = {}, {}
+    for key, value in found["results"][task].items():
+        name, comma, kind = key.partition(",")
+        if not comma or isinstance(value, str):
+            continue
+        # What was filtered before it was scored is another figure.
+        name = name if kind == "none" else f"{name} ({kind})"
+        if "_stderr" in name:
+            errors[name.replace("_stderr", "")] = float(value)
+        else:
+            values[name] = float(value)
+    if not values:
+        raise DataError("this task measures nothing", where=task)
+    metric = PAPER_METRICS.get(task, _FIRST_CHOICE)
+    metric = metric if metric in values else next(iter(values))
+    samples = found["n-samples"][task]
+    return TaskScore(
+        task=task,
+        metric=metric,
+        value=values[metric],
+        error=errors.get(metric),
+        metrics=values,
+        samples=samples["effective"],
+        of=samples["original"],
+        shots=found["n-shot"][task],
+        version=str(found["versions"].get(task)),
+    )
+
+
+def _manager(names: Sequence[str], folder: Path | None) -> Any:
+    """Return what knows the tasks; lm-eval's own thousands are read only where one of them is asked for."""
+    managers = _module("lm_eval.tasks").TaskManager
+    with _silent():
+        if folder is None:
+            return managers()
+        own = managers(include_path=str(folder), include_defaults=False)
+        known = all(name in own.all_tasks for name in names)
+        return own if known else managers(include_path=str(folder))
+
+
+def _module(name: str) -> Any:
+    try:
+        with _silent():
+            return importlib.import_module(name)
+    except ImportError as error:
+        raise DataError(
+            f"tasks are measured by lm-eval, which cannot be imported: {error}",
+            hint="pip install 'dispfx[lm-eval]'",
+        ) from error
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep warnings, log lines, words and progress bars of the harness off the screen."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        # Its bars obey no setting, and it prints.
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stderr(io.StringIO()),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _short(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
