@@ -82,7 +82,8 @@ def _write(name: str, content: Content, bench: Bench) -> None:
     ]
     parts = [_section(one, found) for one, found in zip(TABLES, made, strict=True) if found is not None]
     _write_text(
-        out / PAGE_FILE, "\n".join([f"# Tables of the paper, on {bench.source.name}\n", _made(bench), *parts])
+        out / PAGE_FILE,
+        "\n".join([f"# Tables of the paper, on {bench.facts['model']}\n", _made(bench), *parts]),
     )
 
 
@@ -113,7 +114,8 @@ def _made(bench: Bench) -> str:
         f"start {settings['start']}, seed 0, widths multiples of {facts['align']}. Learned from "
         f"{facts['texts'][0]} ({facts['tokens'][0]:,} tokens); perplexity on {windows} of {facts['context']} "
         f"tokens of {facts['measured'][0]}, of which none was learned from; dense "
-        f"{bench.dense.perplexity[0]:.3f}.\n"
+        f"{bench.dense.perplexity[0]:.3f}. {bench.common.remark}".rstrip()
+        + "\n"
     )
 
 
@@ -138,6 +140,7 @@ def _common(args: argparse.Namespace) -> Common:
         args.context,
         args.windows,
         args.compile,
+        args.remark,
     )
 
 
@@ -184,6 +187,7 @@ def _arguments() -> argparse.ArgumentParser:
     add("--dtype", help="of the weights")
     add("--compile", choices=("auto", "on", "off"), default="auto")
     add("--budget-seconds", type=float, default=math.inf, help="no run begins after that")
+    add("--remark", default="", help="a sentence on how the runs were made, for the pages")
     add("--render", action="store_true", help="learn nothing; make the pages from the runs that are there")
     return parser
 

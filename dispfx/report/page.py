@@ -4,7 +4,7 @@ The page loads nothing: style and drawings are inside.  Each picture has a text 
 and its numbers as a table.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from dispfx.report.tasks import task_notes
 
 PAGE_FILE, PICTURES_FOLDER = "report.html", "pictures"
 _ROWS_OF_STEPS = 20
+_COUNTED = {"blocks": "the layers' weights", "total": "all parameters"}
 
 
 def write_page(folder: str | Path, name: str | None = None) -> list[Path]:
@@ -62,11 +63,8 @@ def page(run: Run, layers: Layers, pictures: Sequence[Picture]) -> str:
             f'<div class="pair">{"".join(map(figure_of, heat_maps))}</div>'
             + _numbers("Widths by layer", *_width_table(layers)),
         ),
-        section("Widths", figure_of(by_name["widths"])),
+        _widths(layers, by_name),
     ]
-    if "feature-use" in by_name:
-        use = figure_of(by_name["feature-use"]) + _numbers("Features by use", *_use_table(layers))
-        sections.append(section("Use of the embedding's features", use))
     if run.steps:
         drawn = figure_of(by_name["losses"]) + figure_of(by_name["ratio"])
         learning = f'<div class="pair">{drawn}</div>' + _numbers("Steps", *_step_table(run))
@@ -83,12 +81,20 @@ def page(run: Run, layers: Layers, pictures: Sequence[Picture]) -> str:
     return document(f"{run.name}: dispfx report", "\n".join(sections))
 
 
+def _widths(layers: Layers, by_name: Mapping[str, Picture]) -> str:
+    if "feature-use" not in by_name:
+        return section("Widths", figure_of(by_name["widths"]))
+    drawn = figure_of(by_name["widths"]) + figure_of(by_name["feature-use"])
+    content = f'<div class="pair">{drawn}</div>' + _numbers("Features by use", *_use_table(layers))
+    return section("Widths, and use of the embedding's features", content)
+
+
 def _header(run: Run) -> str:
     report = run.report
     tiles = [
         (
             f"{report.ratio.achieved:.1%}",
-            f"of {report.ratio.of} removed ({report.ratio.requested:.1%} asked)",
+            f"of {_COUNTED[report.ratio.of]} removed ({report.ratio.requested:.1%} asked)",
         ),
         (
             f"{report.parameters.pruned / 1e6:,.2f} M",
@@ -115,7 +121,9 @@ def _protocol(report: Report) -> str:
         return "<p>Perplexity was not measured: no text was given to measure on.</p>"
     protocol = report.perplexity.protocol
     share = protocol.held_out_share
-    held_out = "" if share is None else f" The text is the last {share:.0%}, which was not learned from."
+    held_out = (
+        "" if share is None else f" That is the last {share:.0%} of the text, which was not learned from."
+    )
     return (
         f"<p>Perplexity on {escape(protocol.text or 'the given text')}: {protocol.windows:,} windows of "
         f"{protocol.context:,} tokens, {protocol.tokens:,} predicted tokens.{held_out}</p>"
@@ -162,7 +170,12 @@ def _step_table(run: Run) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
 def _verified(report: Report) -> str:
     if not report.verify:
         return "<p>Nothing was verified.</p>"
-    return table(("comparison", "batch × tokens", "error", "tolerance"), verification_rows(report.verify))
+    # The heading says what the words in front of a number say on a terminal.
+    rows = [
+        (name, shape, error.removeprefix("error "), most.removeprefix("at most "))
+        for name, shape, error, most in verification_rows(report.verify)
+    ]
+    return table(("comparison", "batch × tokens", "error", "tolerance"), rows)
 
 
 def _evaluation(found: Evaluation) -> str:
@@ -291,6 +304,7 @@ th:first-child { text-align: left; padding-left: 0; }
 tbody th { font-weight: normal; white-space: normal; }
 @media (max-width: 40rem) { th, td { padding: 0.25rem; font-size: 0.8rem; } }
 td { text-align: right; }
-pre { background: var(--card); padding: 0.75rem; border-radius: 0.5rem; overflow-x: auto; }
+pre { background: var(--card); padding: 0.75rem; border-radius: 0.5rem; white-space: pre-wrap;
+  overflow-wrap: anywhere; }
 :focus-visible { outline: 2px solid var(--c0); }
 """

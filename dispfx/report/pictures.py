@@ -158,6 +158,8 @@ def width_picture(layers: Layers) -> Picture:
 
 def use_picture(layers: Layers) -> Picture:
     """Draw how many sites use each feature of the stream, most used first."""
+    from matplotlib.ticker import MaxNLocator
+
     ordered_F = np.sort(layers.uses_F.numpy())[::-1]
     sites = layers.stream_sites
 
@@ -170,6 +172,7 @@ def use_picture(layers: Layers) -> Picture:
             ylim=(0, sites * 1.03),
             xlim=(0, len(ordered_F)),
         )
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.axhline(sites, color=_INK, linewidth=0.8, linestyle=":")
         axes.grid(axis="y")
 
@@ -192,7 +195,8 @@ def loss_picture(steps: Sequence[StepRecord]) -> Picture:
 
     def draw(figure: "Figure") -> None:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        upper.plot(at, loss, color=CYCLE[0], linewidth=1.3, label="next token, sampled masks")
+        upper.plot(at, loss, color=CYCLE[0], linewidth=0.8, alpha=0.35)
+        upper.plot(at, smoothed(loss), color=CYCLE[0], linewidth=1.6, label="next token, sampled masks")
         if held_out:
             where, values = zip(*held_out, strict=True)
             upper.plot(
@@ -207,7 +211,7 @@ def loss_picture(steps: Sequence[StepRecord]) -> Picture:
 
     return draw_picture(
         "losses",
-        "Language-model loss and budget loss while the masks were learned.",
+        "Language-model loss (pale; its running mean strong) and budget loss while the masks were learned.",
         f"Two curves over {steps[-1].step} steps: loss from {steps[0].loss:.3f} to {steps[-1].loss:.3f} "
         f"nats, budget loss from {steps[0].budget_loss:.4f} to {steps[-1].budget_loss:.4f}.",
         draw,
@@ -244,6 +248,13 @@ def thinned(at: Sequence[int], values: Sequence[float]) -> tuple[list[float], li
     groups = np.array_split(np.arange(len(at)), min(len(at), _POINTS_SHOWN))
     every, all_at = np.asarray(values, dtype=float), np.asarray(at, dtype=float)
     return [float(all_at[group].mean()) for group in groups], [float(every[group].mean()) for group in groups]
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return the mean around each value over a twentieth of all; fewer at both ends."""
+    half = len(values) // 40
+    windows = [values[max(0, place - half) : place + half + 1] for place in range(len(values))]
+    return [float(np.mean(window)) for window in windows]
 
 
 def _tinted(masks_LF: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import pytest
 
 from dispfx.report.layers import layers_of
 from dispfx.report.page import page, write_page
-from dispfx.report.pictures import COLOURS, pictures_of, thinned
+from dispfx.report.pictures import COLOURS, pictures_of, smoothed, thinned
 from dispfx.report.run import read_run
 from tests.report.runs import write_run
 
@@ -160,3 +160,20 @@ def test_drawing_takes_little_of_a_compilation(tmp_path: Path):
     start = time.process_time()
     write_page(folder)
     assert time.process_time() - start < 10.0, "seconds of work, several times what it takes"
+
+
+def test_a_running_mean_has_every_place_and_forgets_no_value():
+    values = [0.0] * 50 + [1.0] * 50
+    means = smoothed(values)
+    assert len(means) == 100 and means[:48] == [0.0] * 48 and means[-48:] == [1.0] * 48
+    assert means[49] == 2 / 5 and means == sorted(means)
+    assert smoothed([3.0, 1.0]) == [3.0, 1.0] and smoothed([]) == []
+
+
+def test_words_of_the_page_say_what_is_counted_and_stand_once(tmp_path: Path):
+    run = read_run(write_run(tmp_path / "run"))
+    layers = layers_of(run.plan, run.report.sites)
+    text = page(run, layers, pictures_of(run, layers))
+    assert "of the layers' weights removed" in text.replace("&#x27;", "'") and "of blocks removed" not in text
+    cells = outline(text).cells
+    assert "tolerance" in cells and not any(cell.startswith(("error ", "at most ")) for cell in cells)

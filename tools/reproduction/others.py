@@ -14,7 +14,7 @@ from dispfx.ir.program import Program
 from dispfx.learning.records import StepRecord
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.pipeline import Pipeline
-from dispfx.report.pictures import CYCLE, MARKERS, Picture, draw_picture, thinned
+from dispfx.report.pictures import CYCLE, MARKERS, Picture, draw_picture, smoothed, thinned
 from dispfx.report.plans import difference_rows, plan_difference
 from dispfx.source import encode
 from reproduction.cells import NOT_RUN, Content, Options
@@ -72,16 +72,24 @@ def _curves(name: str, drawn: Sequence[tuple[str, Sequence[StepRecord]]]) -> Pic
             ):
                 across, up = thinned(at, values)
                 every = max(1, len(across) // 8)
-                axes.plot(across, up, color=colour, marker=marker, markersize=4, markevery=every, label=label)
+                axes.plot(
+                    across,
+                    smoothed(up),
+                    color=colour,
+                    marker=marker,
+                    markersize=4,
+                    markevery=every,
+                    linewidth=1.2,
+                    label=label,
+                )
                 axes.grid(axis="y")
         upper.set(ylabel="loss (nats)")
         upper.legend(fontsize=9)
         lower_axes.set(xlabel="step", ylabel="budget loss R")
 
     said = "; ".join(f"{label}: loss ends at {records[-1].loss:.3f}" for label, records in drawn)
-    return draw_picture(
-        name, "Language-model loss and budget loss by step.", f"Curves by step. {said}.", draw, height=4.2
-    )
+    caption = "Language-model loss and budget loss by step: running means over a twentieth of the steps."
+    return draw_picture(name, caption, f"Curves by step. {said}.", draw, height=4.2)
 
 
 def method_curves(bench: Bench, options: Options) -> Sequence[tuple[str, Setup]]:

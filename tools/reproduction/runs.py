@@ -162,10 +162,10 @@ class Bench:
         """
         settings = self.settings(Setup(0.5))
         asked = {
-            "model": self.source.name,
+            "model": shown(self.source.name),
             "fingerprint": self.program.fingerprint,
-            "texts": [text.learned_name for text in self.texts],
-            "measured": [text.name for text in self.texts],
+            "texts": [shown(text.learned_name) for text in self.texts],
+            "measured": [shown(text.name) for text in self.texts],
             "tokens": [sum(map(len, text.learn)) for text in self.texts],
             "context": self.context,
             "windows": self.common.windows,
@@ -210,6 +210,11 @@ def _texts(source: Source, common: Common) -> list[Text]:
     if len(texts) == 2 and isinstance(choices[1].data, Tensor):
         texts[1] = replace(texts[1], name=_OTHER_NAME, learned_name=_OTHER_NAME)
     return texts
+
+
+def shown(names: str) -> str:
+    """Return names without the folders of files, which tell nothing to a reader elsewhere."""
+    return ", ".join(Path(name).name if Path(name).exists() else name for name in names.split(", "))
 
 
 def _measured(text: Text) -> Tensor:

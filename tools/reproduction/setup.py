@@ -64,6 +64,7 @@ class Common:
         eval_data: text to measure on; by default the last tenth of each text.
         settings: chosen over those of the recipe.
         windows: of perplexity, on each text; None for all.
+        remark: what a reader of the tables must know of how they were made.
     """
 
     model: str = "demo"
@@ -78,3 +79,4 @@ class Common:
     context: int | None = None
     windows: int | None = None
     compile: Any = "auto"
+    remark: str = ""

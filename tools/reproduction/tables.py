@@ -84,8 +84,8 @@ def constrained_rows(bench: Bench, options: Options) -> list[Row]:
 def step_rows(bench: Bench, options: Options) -> list[Row]:
     most = bench.settings(Setup(options.ratio)).steps
     chosen = sorted({max(1, most // part) for part in (16, 8, 4, 2)})
-    shorter = [Row(f"steps: {count:,}", Setup.of(options.ratio, steps=count)) for count in chosen]
-    return [*shorter, Row(f"steps: {most:,}", Setup.of(options.ratio))]
+    shorter = [Row(f"{count:,} steps", Setup.of(options.ratio, steps=count)) for count in chosen]
+    return [*shorter, Row(f"{most:,} steps", Setup.of(options.ratio))]
 
 
 def score_rows(bench: Bench, options: Options) -> list[Row]:
