@@ -1,6 +1,5 @@
 """Tasks of lm-eval on the demo, offline, with task files of one's own."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -11,23 +10,7 @@ from dispfx.api import apply, score_tasks
 from dispfx.errors import DataError
 from dispfx.measure.tasks import PAPER_METRICS
 from tests.api.conftest import MODEL, Watcher
-
-WORDS = ("abc", "xyz", "kmt", "dfg", "pqr", "stu")
-TASK = """
-task: {name}
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {data}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "copy {{{{word}}}} ="
-doc_to_choice: [" {{{{word}}}}", " {{{{other}}}}"]
-doc_to_target: 0
-metric_list:
-{metrics}
-metadata:
-  version: 2.5
-"""
+from tests.local_tasks import write_tasks
 
 
 @pytest.fixture(autouse=True)
@@ -41,15 +24,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def tasks(tmp_path: Path) -> Path:
     """A folder with the paper's five tasks, each on six local questions."""
     pytest.importorskip("lm_eval")
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"word": word, "other": word[::-1]}) + "\n" for word in WORDS))
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    for name in (*PAPER_METRICS, "mine"):
-        known = ["acc"] if name in ("winogrande", "mine") else ["acc", "acc_norm"]
-        metrics = "\n".join(f"  - metric: {metric}" for metric in known)
-        (folder / f"{name}.yaml").write_text(TASK.format(name=name, data=data, metrics=metrics))
-    return folder
+    return write_tasks(tmp_path)
 
 
 def test_the_papers_five_tasks_by_their_own_metrics_and_their_average(tasks: Path):

@@ -8,7 +8,8 @@ import pytest
 
 import dispfx.api.text
 from dispfx.demo.text import generate_text
-from tests.docs.pages import CHECKPOINT, ROOT, blocks, commands, filled, run, run_file
+from tests.docs.pages import CHECKPOINT, ROOT, blocks, commands, filled, printed, run, run_file
+from tests.local_tasks import write_tasks
 
 MADE = (
     "out/demo/report.html", "out/pruned/speed.json", "out/mine/program.pt2", "out/half/onnx/model.onnx",
@@ -20,9 +21,14 @@ MADE = (
 def test_the_guide_works_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dispfx.api.text, "_DEMO_CHARACTERS", 40_000)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    for module in ("mine", "odd"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    pytest.importorskip("lm_eval")
+    datasets = pytest.importorskip("datasets")
+    write_tasks(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     Path("text.txt").write_text(generate_text(7, 40_000))
-    ran = []
+    ran, output = [], ""
     for kind, text in blocks(ROOT / "docs" / "guide.md"):
         named = re.match(r"# (\w+\.py)\n", text)
         if kind == "python" and named:
@@ -34,8 +40,10 @@ def test_the_guide_works_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.
             if "--launch" in here:
                 at = here.index("--launch")
                 del here[at : at + 2]
-            run(here)
+            output = run(here)
             ran.append(here[0])
+        if kind == "text":
+            assert printed(text, output), f"{text}\nis not in\n{output}"
     for made in MADE:
         assert (tmp_path / made).is_file(), made
     assert {"inspect", "compile", "learn", "apply", "bench", "export", "generate", "compare"} <= set(ran)
