@@ -22,6 +22,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     partial = target.with_name(f".{target.name}.partial{target.suffix}")
     try:
         with writing(target):
+            # A link of this name, in a folder from elsewhere, would let the bytes go where it points.
+            partial.unlink(missing_ok=True)
             yield partial
             with partial.open("rb") as file:
                 os.fsync(file.fileno())

@@ -3,11 +3,13 @@
 | what happens | exit code |
 |---|---|
 | a `DispfxError` | its own: 2 the input's fault, 1 ours |
+| a path that the system does not take, such as one that is too long | 2 |
 | Ctrl-C | 130, with the way to go on |
 | anything else | 1, and how to see the traceback |
 | wrong arguments | 2, from typer |
 """
 
+import errno
 import functools
 import os
 import sys
@@ -20,6 +22,10 @@ from typing import Any
 import typer
 
 from dispfx.errors import EXIT_INTERRUPTED, EXIT_OUR_FAULT, DispfxError
+
+# Too long a name, a loop of links, a place that may not be read, a file where a folder should be, and the
+# other way round.
+_OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR, errno.EISDIR)
 
 
 def reports_faults(verb: Callable[..., None]) -> Callable[..., None]:
@@ -41,11 +47,22 @@ def reports_faults(verb: Callable[..., None]) -> Callable[..., None]:
             _say(f"error: {error}", debug)
             raise typer.Exit(error.exit_code) from None
         except Exception as error:
+            if (refused := _refused_path(error)) is not None:
+                _say(f"error: {refused}", debug)
+                raise typer.Exit(refused.exit_code) from None
             first_line = (str(error).splitlines() or [""])[0]
             _say(f"error: {type(error).__name__}: {first_line}\n  run again with --debug to see where", debug)
             raise typer.Exit(EXIT_OUR_FAULT) from None
 
     return run
+
+
+def _refused_path(error: Exception) -> DispfxError | None:
+    """Return the error for a path that the system does not take, or None where that is not what happened."""
+    if not isinstance(error, OSError) or error.errno not in _OF_PATHS or error.filename is None:
+        return None
+    path = os.fsdecode(error.filename)
+    return DispfxError(f"the system does not take this path: {error.strerror}", where=path[:200])
 
 
 def state_folder(out: Path) -> Path:

@@ -12,7 +12,6 @@ programs that dispfx writes need none of it, so `check_archive` lets through wha
 """
 
 import ast
-import json
 import re
 import zipfile
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from dispfx.errors import DataError
+from dispfx.json_text import parse_json
 
 WEIGHTS_CONFIG = "data/weights/model_weights_config.json"
 _CONSTANTS_CONFIG = "data/constants/model_constants_config.json"
@@ -83,8 +83,8 @@ def read_json(path: Path, entry: str) -> Any:
         DataError: if it is missing or damaged.
     """
     try:
-        return json.loads(_reader(path).get_record(entry))
-    except (RuntimeError, ValueError, RecursionError) as error:
+        return parse_json(_reader(path).get_record(entry))
+    except (RuntimeError, ValueError) as error:
         raise DataError(f"the exported program cannot be read: {error}", where=f"{path}: {entry}") from error
 
 
@@ -179,8 +179,8 @@ def _is_known(node: ast.AST, guard: bool) -> bool:
 
 def _is_plain_container(text: Any) -> bool:
     try:
-        spec = json.loads(text)
-    except (TypeError, ValueError, RecursionError):
+        spec = parse_json(text)
+    except (TypeError, ValueError, AttributeError):
         return False
     return all(value in _CONTAINERS for key, value in _walk(spec) if key == "type")
 

@@ -1,12 +1,12 @@
 """`program.pt2`: a lowered decoder as a torch.export archive, for modules that transformers does not know."""
 
+import math
 import os
 import secrets
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -79,11 +79,20 @@ def load_program(folder: Path) -> nn.Module:
 
 
 def count_parameters(folder: Path) -> int:
-    """Count the parameters of `program.pt2` from its list of tensors, tied ones once, indices left out."""
-    entries: dict[str, Any] = read_json(folder / PROGRAM_FILE, WEIGHTS_CONFIG)["config"]
+    """Count the parameters of `program.pt2` from its list of tensors, tied ones once, indices left out.
+
+    Raises:
+        DataError: if the file or that list is damaged.
+    """
+    listed = read_json(folder / PROGRAM_FILE, WEIGHTS_CONFIG)
     sizes = {}
-    for name, entry in entries.items():
-        if entry["is_param"] and not name.startswith(INDEX_BUFFERS):
-            shape = [size["as_int"] for size in entry["tensor_meta"]["sizes"]]
-            sizes[entry["path_name"], str(entry["tensor_meta"]["storage_offset"])] = torch.Size(shape).numel()
+    try:
+        for name, entry in listed["config"].items():
+            if entry["is_param"] and not name.startswith(INDEX_BUFFERS):
+                shape = [int(size["as_int"]) for size in entry["tensor_meta"]["sizes"]]
+                sizes[entry["path_name"], str(entry["tensor_meta"]["storage_offset"])] = math.prod(shape)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"the list of tensors is damaged: {error!r}", where=str(folder / PROGRAM_FILE)
+        ) from error
     return sum(sizes.values())

@@ -18,6 +18,7 @@ from dispfx.huggingface.entries import LOCK, METHOD, REFUSAL, SCHEMA_VERSION, SE
 from dispfx.huggingface.layout import Layout
 from dispfx.ir.plan import Plan
 from dispfx.ir.sites import Site
+from dispfx.json_text import read_json
 
 CONFIG_FILE = "config.json"
 OUR_ENTRIES = (SECTION, LOCK)
@@ -112,8 +113,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_FILE
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        entries = read_json(path)
+    except (OSError, ValueError) as error:
         raise DataError(f"the config cannot be read: {error}", where=str(path)) from error
     if not isinstance(entries, dict):
         raise DataError(f"a JSON object was expected, {type(entries).__name__} found", where=str(path))

@@ -23,6 +23,7 @@ from torch import Tensor
 from dispfx.atomic import share
 from dispfx.errors import DataError, OutputError
 from dispfx.huggingface.layout import INDEX_NAMES
+from dispfx.json_text import parse_json, read_json
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -183,7 +184,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     if (folder / WEIGHTS_FILE).exists() or not index.exists():
         return None
     with _read_errors(index):
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         for name, file in weight_map.items():
             _check_file_name(name, file)
     return weight_map
@@ -196,7 +197,7 @@ def _check_file_name(tensor: str, file: Any) -> None:
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     with _read_errors(file), safe_open(file, framework="pt") as opened:
-        buffers = set(json.loads((opened.metadata() or {}).get("buffers", "[]")))
+        buffers = set(parse_json((opened.metadata() or {}).get("buffers", "[]")))
         found = {}
         for name in opened.keys():  # noqa: SIM118 - no mapping
             view = opened.get_slice(name)

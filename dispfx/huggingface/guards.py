@@ -17,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from dispfx.errors import OutputError
 from dispfx.huggingface.entries import LOCK, METHOD, REFUSAL
+from dispfx.json_text import read_json
 
 
 def is_pruned(config: Any) -> bool:
@@ -51,7 +52,7 @@ def _guard_saving() -> None:
         write(self, json_file_path, *args, **kwargs)
         if is_pruned(self):
             path = Path(json_file_path)
-            entries = json.loads(path.read_text(encoding="utf-8"))
+            entries = read_json(path)
             entries[LOCK] = REFUSAL
             path.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

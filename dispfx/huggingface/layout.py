@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import PlanMismatchError
+from dispfx.json_text import parse_json
 
 SELECT, READ, WRITE = "dispfx_select", "dispfx_read", "dispfx_write"
 INDEX_NAMES = (SELECT, READ, WRITE)
@@ -130,7 +131,7 @@ class Layout:
         """
         try:
             texts = entries["modules"].items()
-            modules = {path: ModuleLayout.from_json(json.loads(text)) for path, text in texts}
+            modules = {path: ModuleLayout.from_json(parse_json(text)) for path, text in texts}
             buffers = tuple(str(path) for path in entries["buffers"])
             dtypes = {str(path): _dtype_name(dtype) for path, dtype in entries["dtypes"].items()}
             return Layout(modules, str(entries["indices"]), buffers, dtypes)

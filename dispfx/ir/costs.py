@@ -6,7 +6,6 @@ plan would cut it with the same branch dense.  The table is data: it is part of 
 so the same logits and the same table always give the same selections.
 """
 
-import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from dispfx.errors import DataError
 from dispfx.ir.sites import UNTOUCHED, Site
+from dispfx.json_text import read_json
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class CostTable:
                 tuple(tuple(map(float, row)) for row in plain["seconds"]),
                 float(plain["selection_seconds"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise DataError(f"this is no table of costs: {error}", hint=_HINT) from error
         table.check()
         return table
@@ -92,7 +92,7 @@ def read_costs(path: str | Path) -> CostTable:
         DataError: if there is no file, or it holds no table.
     """
     try:
-        plain = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        plain = read_json(Path(path).expanduser())
     except (OSError, ValueError) as error:
         raise DataError(f"a table of costs was expected: {error}", where=str(path), hint=_HINT) from error
     return CostTable.of_plain(plain)

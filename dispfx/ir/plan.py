@@ -26,11 +26,15 @@ from dispfx.errors import DataError, PlanMismatchError
 from dispfx.ir.costs import CostTable
 from dispfx.ir.notebook import plan_html
 from dispfx.ir.sites import STREAM, Select, Site
+from dispfx.json_text import parse_json
 
 if TYPE_CHECKING:
     from dispfx.ir.program import Program
 
 SCHEMA_VERSION = 1
+# Of all sites together; what is made of a plan takes some bytes for each.  61 layers of 384 experts of 2,048
+# features are 48 million.
+MOST_FEATURES = 2**27
 BudgetOf = Literal["blocks", "total"]
 
 
@@ -259,7 +263,7 @@ class Plan:
             raise DataError("a plan file was expected and there is none", where=str(path))
         try:
             with safe_open(path, framework="pt") as file:
-                header = json.loads((file.metadata() or {})["dispfx"])
+                header = parse_json((file.metadata() or {})["dispfx"])
                 names = list(file.keys())
                 return _plan_of_header(header, {name: file.get_tensor(name) for name in names})
         except (SafetensorError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
@@ -281,6 +285,8 @@ def _plan_of_header(header: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
     entries = header["sites"]
     if sorted(entry["name"] for entry in entries) != sorted(tensors):
         raise ValueError("its header and its tensors name different sites")
+    if (features := sum(int(entry["size"]) for entry in entries)) > MOST_FEATURES:
+        raise ValueError(f"its sites claim {features} features, and at most {MOST_FEATURES} are read")
     selections = tuple(_checked_selection(entry, tensors[entry["name"]]) for entry in entries)
     if len({selection.keys for selection in selections}) < len(selections):
         raise ValueError("two of its sites cut the same axes")

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from dispfx.atomic import replacing
 from dispfx.disk import writing
 from dispfx.errors import DataError
+from dispfx.json_text import parse_json
 from dispfx.learning.tensorboard import TensorBoardLog
 
 METRICS_FILE = "metrics.jsonl"
@@ -132,7 +133,7 @@ def _keep_until(path: Path, step: int) -> list[dict[str, Any]]:
         ) from error
     for line in lines:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             if record["step"] <= step:
                 kept.append(record)
         except (ValueError, KeyError, TypeError):

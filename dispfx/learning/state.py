@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dispfx.atomic import replacing
 from dispfx.errors import DataError, PlanMismatchError
+from dispfx.json_text import parse_json
 from dispfx.learning.settings import LearnSettings
 
 STATE_FILE = "learning.safetensors"
@@ -81,7 +82,10 @@ def load_state(folder: Path, identity: Identity) -> tuple[Position, dict[str, Te
     if header is None:
         return None
     _check_identity(header["identity"], json.loads(json.dumps(identity)), path)
-    return Position(**header["position"]), load_file(path)
+    try:
+        return Position(**header["position"]), load_file(path)
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        raise _damaged(path, error) from error
 
 
 def run_tensors(
@@ -121,18 +125,35 @@ def _read_header(path: Path) -> dict[str, Any] | None:
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {})["dispfx"])
+            header = parse_json((file.metadata() or {})["dispfx"])
         if header["version"] != STATE_VERSION:
             raise ValueError(f"its format is version {header['version']}, this program reads {STATE_VERSION}")
-        Position(**header["position"])
-        header["identity"]["settings"]
+        header["position"] = _checked_position(header["position"])
+        _check_tables(header["identity"])
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"the state of an earlier run cannot be read: {error}",
-            where=str(path),
-            hint="remove it to start again",
-        ) from error
+        raise _damaged(path, error) from error
     return header
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"the state of an earlier run cannot be read: {error}",
+        where=str(path),
+        hint="remove it to start again",
+    )
+
+
+def _checked_position(entries: Any) -> dict[str, int]:
+    position = asdict(Position(**entries))
+    if any(type(count) is not int or not 0 <= count < 2**63 for count in position.values()):
+        raise ValueError(f"it stands at {position}")
+    return position
+
+
+def _check_tables(identity: Any) -> None:
+    for part in ("settings", "budget"):
+        if not isinstance(identity[part], dict):
+            raise ValueError(f"its {part} are no table")
 
 
 def _check_identity(saved: dict[str, Any], asked: dict[str, Any], path: Path) -> None:

@@ -6,6 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from dispfx.atomic import replacing
+from dispfx.report.json_form import to_plain
 from dispfx.report.page import document, figure_of, section, table
 from dispfx.report.pictures import CYCLE, MARKERS, Picture, draw_picture
 from dispfx.report.run import Run
@@ -68,7 +69,7 @@ def runs_plain(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "verified": all(line.holds for line in report.verify),
             }
         )
-    return found
+    return to_plain(found)
 
 
 def speedup(run: Run, kind: str) -> float | None:

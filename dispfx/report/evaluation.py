@@ -9,6 +9,7 @@ from typing import Any
 from dispfx.atomic import replacing
 from dispfx.disk import writing
 from dispfx.errors import DataError
+from dispfx.json_text import read_json
 from dispfx.measure.agreement import Agreement
 from dispfx.measure.perplexity import Perplexity
 from dispfx.measure.tasks import TaskScores
@@ -105,7 +106,7 @@ def read_evaluation(path: Path) -> Evaluation | None:
     if not path.is_file():
         return None
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
+        plain = read_json(path)
     except (ValueError, RecursionError) as error:
         raise DataError(f"this file is no evaluation: {error}", where=str(path)) from error
     if not isinstance(plain, dict):

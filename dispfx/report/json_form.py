@@ -17,6 +17,7 @@ from typing import Any
 
 from dispfx.atomic import replacing
 from dispfx.errors import DataError
+from dispfx.json_text import parse_json
 from dispfx.report.schema import Report
 
 Shape = typing.TypeVar("Shape")
@@ -50,7 +51,7 @@ def from_json(text: str, where: str = "report.json") -> Report:
         DataError: if the text is no JSON, or a field is missing or of another type.
     """
     try:
-        return _read(Report, json.loads(text), "")
+        return _read(Report, parse_json(text), "")
     except ValueError as error:
         raise DataError(f"this is no report: {error}", where=where, hint="pass a report.json") from error
 

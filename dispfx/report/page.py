@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dispfx.atomic import replacing
+from dispfx.disk import writing
+from dispfx.errors import OutputError
 from dispfx.report.evaluation import Evaluation, task_table, text_lines
 from dispfx.report.layers import Layers, layers_of
 from dispfx.report.pictures import COLOURS, Picture, pictures_of
@@ -38,13 +40,27 @@ def write_page(folder: str | Path, name: str | None = None) -> list[Path]:
     layers = layers_of(run.plan, run.report.sites)
     pictures = pictures_of(run, layers)
     written = [path / PICTURES_FOLDER / f"{picture.name}.png" for picture in pictures]
-    (path / PICTURES_FOLDER).mkdir(exist_ok=True)
+    _make_pictures_folder(path / PICTURES_FOLDER)
     for file, picture in zip(written, pictures, strict=True):
         with replacing(file) as partial:
             partial.write_bytes(picture.png)
     with replacing(path / PAGE_FILE) as partial:
         partial.write_text(page(run, layers, pictures), encoding="utf-8")
     return [path / PAGE_FILE, *written]
+
+
+def _make_pictures_folder(folder: Path) -> None:
+    """Make the folder; one that only points elsewhere would let a folder from others write there.
+
+    Raises:
+        OutputError: if something else has its name.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise OutputError(
+            "a folder of this name is needed, and this is none", where=str(folder), hint="remove it"
+        )
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
 
 
 def page(run: Run, layers: Layers, pictures: Sequence[Picture]) -> str:

@@ -1,6 +1,5 @@
 """One compilation, read back from its folder: the report, the plan, the log of learning, measured speed."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -9,6 +8,7 @@ from typing import Any
 
 from dispfx.errors import DataError, OutputError
 from dispfx.ir.plan import Plan
+from dispfx.json_text import parse_json, read_json
 from dispfx.learning.records import METRICS_FILE, StepRecord
 from dispfx.report.evaluation import EVALUATION_FILE, Evaluation, read_evaluation
 from dispfx.report.json_form import load_report
@@ -75,10 +75,10 @@ def read_steps(path: Path) -> tuple[StepRecord, ...]:
     if not path.is_file():
         return ()
     steps = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            steps.append(_step(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
+            steps.append(_step(parse_json(line)))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise DataError(f"this line is no step of learning: {error}", where=f"{path}:{number}") from error
     return tuple(steps)
 
@@ -95,9 +95,18 @@ def _read_speed(path: Path) -> Mapping[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        speed = json.loads(path.read_text(encoding="utf-8"))
+        speed = read_json(path)
     except ValueError as error:
         raise DataError(f"this file is no table of speeds: {error}", where=str(path)) from error
     if not isinstance(speed, dict) or not isinstance(speed.get("rows"), list):
         raise DataError("this file is no table of speeds: it has no rows", where=str(path))
+    if not all(_is_row(row) for row in speed["rows"]):
+        raise DataError("this file is no table of speeds: a row has no time ratio", where=str(path))
     return speed
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, dict):
+        return False
+    ratio = row.get("speedup")
+    return ratio is None or (isinstance(ratio, int | float) and math.isfinite(ratio))

@@ -4,7 +4,6 @@ transformers fills whatever a checkpoint lacks with random numbers and a warning
 would end in a decoder with random weights, or in another kind of model, is refused instead.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from dispfx.errors import SourceError
+from dispfx.json_text import read_json
 from dispfx.origin import Origin
 from dispfx.source.location import Location
 from dispfx.source.quiet import quiet, short
@@ -96,7 +96,7 @@ def _raw_config(location: Location, spec: str) -> dict[str, Any]:
         try:
             path = Path(location.path).expanduser()
             file = path / "config.json" if path.is_dir() else path
-            raw = json.loads(file.read_text(encoding="utf-8"))
+            raw = read_json(file)
         except (OSError, ValueError) as error:
             raise SourceError(f"config.json is not readable JSON: {error}", where=spec) from error
         if not isinstance(raw, dict):

@@ -90,7 +90,11 @@ def load_model(path: Path) -> ir.Model:
         DataError: as `check_external_data`.
     """
     check_external_data(path)
-    return ir.load(path)
+    try:
+        return ir.load(path)
+    except Exception as error:
+        # What protobuf reads can still be no graph, and the library has errors of many kinds for that.
+        raise DataError(f"the ONNX model cannot be read: {error}", where=str(path)) from error
 
 
 def takes_cache(path: Path) -> bool:
@@ -99,7 +103,9 @@ def takes_cache(path: Path) -> bool:
     Raises:
         DataError: as `check_external_data`.
     """
-    return any((value.name or "").startswith("past_key_values.") for value in load_model(path).graph.inputs)
+    # protobuf gives a name that is no UTF-8 as bytes.
+    names = [str(value.name) for value in load_model(path).graph.inputs]
+    return any(name.startswith("past_key_values.") for name in names)
 
 
 def takes_padding(path: Path) -> bool:
@@ -122,14 +128,25 @@ def check_external_data(path: Path) -> None:
     except Exception as error:
         # protobuf's DecodeError has no public name; a damaged file is the only cause left.
         raise DataError(f"the ONNX model cannot be read: {error}", where=str(path)) from error
-    folder = path.parent.resolve()
     for tensor in _external_tensors(model):
-        location = {entry.key: entry.value for entry in tensor.external_data}.get("location", "")
-        inside = not Path(location).is_absolute() and (folder / location).resolve().is_relative_to(folder)
-        if not location or not inside:
+        places = [entry.value for entry in tensor.external_data if entry.key == "location"]
+        # Of two places, one reader takes the first and another the last.
+        if len(places) != 1 or not _lies_in(path.parent, places[0]):
             raise DataError(
-                f"the weights {tensor.name} must lie beside the model, not in {location!r}", where=str(path)
+                f"the weights {tensor.name} must lie beside the model, not in "
+                f"{' and '.join(map(repr, places)) or 'no file'}",
+                where=str(path),
             )
+
+
+def _lies_in(folder: Path, location: str | bytes) -> bool:
+    """Whether a relative path stays in a folder, links followed; what is no UTF-8 comes as bytes."""
+    if not location or isinstance(location, bytes) or "\0" in location or Path(location).is_absolute():
+        return False
+    try:
+        return (folder / location).resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):
+        return False  # a loop of links
 
 
 def _external_tensors(message: Any) -> Iterator[onnx.TensorProto]:

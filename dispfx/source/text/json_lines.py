@@ -1,13 +1,13 @@
 """JSON lines, plain or gzipped: one object a line, one of its fields holds the text."""
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from dispfx.errors import DataError
+from dispfx.json_text import parse_json
 from dispfx.source.text.documents import joined, text_of, until_full
 from dispfx.source.text.line_pieces import Span, file_size, spans, unreadable
 from dispfx.text_origin import LINE_BREAK
@@ -102,10 +102,8 @@ class JsonLines:
 
     def _parsed(self, line: bytes, name: str) -> object:
         try:
-            return json.loads(line.decode("utf-8"))
+            return parse_json(line)
         except UnicodeDecodeError as error:
             raise DataError(f"{name} is not UTF-8 at its byte {error.start}", where=self.where) from error
-        except RecursionError as error:
-            raise DataError(f"{name} nests too deep", where=self.where) from error
         except ValueError as error:
             raise DataError(f"{name} is no JSON: {error}", where=self.where) from error

@@ -5,7 +5,6 @@ library checks the file; it would also map it, but writable, and for a map that 
 asks for as much memory as the file is long.
 """
 
-import json
 import warnings
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dispfx.errors import DataError
+from dispfx.json_text import parse_json
 
 TOKENS = "tokens"
 
@@ -84,4 +84,4 @@ def _offset(path: Path) -> int:
     """Return where the tokens begin in a file that the library has checked."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        return _LENGTH_BYTES + length + json.loads(file.read(length))[TOKENS]["data_offsets"][0]
+        return _LENGTH_BYTES + length + parse_json(file.read(length))[TOKENS]["data_offsets"][0]

@@ -65,7 +65,7 @@ BROKEN = {
     "in line 1 it holds a value of type list": b'{"text": ["a"]}\n',
     "line 2 is not UTF-8 at its byte 10": b'{"text": "a"}\n{"text": "\xff"}\n',
     "line 1 holds half a character": b'{"text": "\\ud800"}\n',
-    "line 1 nests too deep": b'{"text": ' + b"[" * 100_000,
+    "line 1 is no JSON: it nests too deeply": b'{"text": ' + b"[" * 100_000,
 }
 
 
