@@ -5,6 +5,7 @@ from dispfx.api.cached import CachedDecoder, capture_cached, lower_cached
 from dispfx.api.commands import agree, evaluate, export, generate, inspect, learn_plan, verify
 from dispfx.api.compilation import apply, compile, follow_command
 from dispfx.api.doctor import doctor
+from dispfx.api.finetuning import finetune, tune_settings
 from dispfx.api.folders import load
 from dispfx.api.opening import learn_settings
 from dispfx.api.programs import PASSES, analyse, apart, capture, gate, gated, learn, lower
@@ -28,6 +29,7 @@ __all__ = [
     "estimate",
     "evaluate",
     "export",
+    "finetune",
     "follow_command",
     "gate",
     "gated",
@@ -40,5 +42,6 @@ __all__ = [
     "lower",
     "lower_cached",
     "score_tasks",
+    "tune_settings",
     "verify",
 ]

@@ -5,6 +5,7 @@
     using       inspect, verify, export, generate
     evaluating  eval
     measuring   bench
+    tuning      finetune
     showing     report, compare, doctor
     options     every option, once
     faults      errors → message and exit code

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from dispfx import __version__
-from dispfx.cli import evaluating, making, measuring, showing, using
+from dispfx.cli import evaluating, making, measuring, showing, tuning, using
 
 app = typer.Typer(
     name="dispfx",
@@ -20,6 +20,7 @@ for verb in (making.compile, using.inspect, making.learn, making.apply):
     app.command()(verb)
 for verb in (using.verify, evaluating.evaluate, using.export, using.generate, measuring.bench):
     app.command(name="eval" if verb is evaluating.evaluate else None)(verb)
+app.command()(tuning.finetune)
 
 for verb in (showing.report, showing.compare, showing.doctor):
     app.command()(verb)

@@ -123,7 +123,7 @@ def compile(  # the verb's name
             export=export,
             print_after=tuple(print_after or ()),
             observer=observer,
-            command=_command(),
+            command=command_line(),
         )
         if not ranks.leads:
             api.follow_command(model, ratio, ranks=ranks, **arguments)
@@ -273,7 +273,7 @@ def apply(
             export=export,
             print_after=tuple(print_after or ()),
             observer=observer,
-            command=_command(),
+            command=command_line(),
         )
     _show_folder(screen, report, out)
 
@@ -318,7 +318,8 @@ def _devices(device: str | None, shard: bool) -> tuple[str, str | None]:
     return device or "cpu", "cpu" if shard else device
 
 
-def _command() -> str:
+def command_line() -> str:
+    """Return the command as the user gave it."""
     return shlex.join(["dispfx", *sys.argv[1:]])
 
 

@@ -36,8 +36,9 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and warnin
 
 # Where the decoder comes from.
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+DtypeName = Literal["float32", "bfloat16", "float16"]
 Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None,
+    DtypeName | None,
     typer.Option(help="Type of the weights; that of the checkpoint by default."),
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, or cuda:N.")]

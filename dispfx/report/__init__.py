@@ -10,6 +10,8 @@ layers     a plan as layers × features
 pictures   what matplotlib draws of them
 page       DIR/report.html
 observer   stages and progress while a compilation runs
+tasks, evaluation   scores in tasks, and what `dispfx eval` found
+tuning     what fine-tuning did
 """
 
 from dispfx.report.card import model_card
@@ -25,6 +27,7 @@ from dispfx.report.schema import (
     Report,
     SiteWidth,
     SkillChange,
+    Tuning,
 )
 
 __all__ = [
@@ -40,6 +43,7 @@ __all__ = [
     "SiteWidth",
     "SkillChange",
     "TerminalObserver",
+    "Tuning",
     "from_json",
     "load_report",
     "model_card",

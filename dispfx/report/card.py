@@ -5,6 +5,7 @@ from pathlib import PurePath
 
 from dispfx.measure.equivalence import Verification
 from dispfx.report.schema import Report
+from dispfx.report.tuning import tuning_lines
 
 
 def model_card(
@@ -33,6 +34,7 @@ def model_card(
         f"# {PurePath(folder).name}",
         _summary(report, base_model),
         _figures(report),
+        _tuned(report),
         _loading(folder, onnx, as_modules),
         _origin(report, data),
         _verification(report.verify),
@@ -50,8 +52,11 @@ def _front_matter(base_model: str | None) -> str:
 
 def _summary(report: Report, base_model: str) -> str:
     counted = "the layers' weights" if report.ratio.of == "blocks" else "all parameters"
+    name = f"`{PurePath(base_model).name}`"
+    if report.tuned is not None:
+        name = f"{name} with tuned weights: a decoder"
     return (
-        f"`{PurePath(base_model).name}` without {report.ratio.achieved:.1%} of {counted}, "
+        f"{name} without {report.ratio.achieved:.1%} of {counted}, "
         "compiled by dispfx: every attention and MLP branch reads, uses and writes its own subset of "
         "features, and the residual stream keeps its full width (the method of arXiv 2410.11988). "
         "Attention heads are not pruned, so the KV cache keeps its size."
@@ -87,6 +92,15 @@ def _figures(report: Report) -> str:
     return "\n".join(lines)
 
 
+def _tuned(report: Report) -> str:
+    if report.tuned is None:
+        return ""
+    said = "\n".join(f"- {line}" for line in tuning_lines(report.tuned))
+    return (
+        f"## Tuned\n\nAfter pruning, the weights were tuned, and are not the original's any more.\n\n{said}"
+    )
+
+
 def _loading(folder: str, onnx: bool, as_modules: bool) -> str:
     name = PurePath(folder).name
     with_transformers = [
@@ -120,10 +134,11 @@ def _loading(folder: str, onnx: bool, as_modules: bool) -> str:
 
 def _origin(report: Report, data: str) -> str:
     learned = f" The masks were learned from {data}." if data else ""
+    gives = "these weights again" if report.tuned is None else "the weights before they were tuned"
     return (
         f"## How it was made\n\n```\n{report.command}\n```\n\n"
         f"`plan.safetensors` says which features every site keeps; with the original checkpoint it gives "
-        f"these weights again.{learned} Seed {report.seed}, on {report.device}; "
+        f"{gives}.{learned} Seed {report.seed}, on {report.device}; "
         + ", ".join(f"{name} {version}" for name, version in report.versions.items())
         + "."
     )

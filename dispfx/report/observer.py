@@ -2,15 +2,17 @@
 
 The compiler tells an `Observer` what happens and never prints.  `TerminalObserver` shows a spinner for
 each stage and a progress bar while learning; where the output is piped, it writes plain lines instead:
-one for each finished stage, and one for each tenth of the steps.
+one for each finished stage, and one for each tenth of the steps, or each minute where that comes first.
 """
 
+import time
 from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.status import Status
+from rich.table import Column
 
 from dispfx.ir.program import Program
 from dispfx.learning.records import StepRecord
@@ -20,6 +22,9 @@ from dispfx.report.sites import found_lines, refusal_lines
 from dispfx.report.table import print_report
 
 _PLAIN_LINES = 10
+_LONGEST_SILENCE_SECONDS = 60.0
+# Below it there is no room for a bar beside the figures.
+_WIDTH_OF_A_BAR = 90
 
 
 class Observer(Protocol):
@@ -43,6 +48,10 @@ class Observer(Protocol):
 
     def learning(self, record: StepRecord) -> None:
         """A step of learning is done."""
+        ...
+
+    def working(self, name: str, done: int, total: int, figures: str) -> None:
+        """So much of a long piece of work is done."""
         ...
 
     def verified(self, verification: Verification) -> None:
@@ -72,6 +81,9 @@ class NullObserver:
     def learning(self, record: StepRecord) -> None:
         """Ignore it."""
 
+    def working(self, name: str, done: int, total: int, figures: str) -> None:
+        """Ignore it."""
+
     def verified(self, verification: Verification) -> None:
         """Ignore it."""
 
@@ -94,6 +106,7 @@ class TerminalObserver(NullObserver):
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._shown_tenth = 0
+        self._shown_at = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -131,17 +144,21 @@ class TerminalObserver(NullObserver):
         self._line(graph)
 
     def learning(self, record: StepRecord) -> None:
-        """Move the progress bar, or write a plain line for each tenth of the steps."""
+        """Move the progress bar, or write a plain line now and then."""
+        left = "" if self._console.is_terminal else f"  {record.seconds_left:,.0f} s left"
+        self.working("learning", record.step, record.steps, _figures(record) + left)
+
+    def working(self, name: str, done: int, total: int, figures: str) -> None:
+        """Move the progress bar, or write a plain line for each tenth, and where a minute has passed."""
         if self._quiet:
             return
         if self._console.is_terminal:
-            self._move_bar(record)
+            self._move_bar(name, done, total, figures)
             return
-        tenth = record.step * _PLAIN_LINES // record.steps
-        if tenth > self._shown_tenth:
-            self._line(
-                f"step {record.step}/{record.steps}  {_figures(record)}  {record.seconds_left:,.0f} s left"
-            )
+        tenth, now = done * _PLAIN_LINES // total, time.monotonic()
+        if tenth > self._shown_tenth or now - self._shown_at > _LONGEST_SILENCE_SECONDS:
+            self._line(f"step {done}/{total}  {figures}")
+            self._shown_at = now
         self._shown_tenth = tenth
 
     def verified(self, verification: Verification) -> None:
@@ -158,20 +175,14 @@ class TerminalObserver(NullObserver):
         if not self._quiet:
             print_report(report, self._console)
 
-    def _move_bar(self, record: StepRecord) -> None:
+    def _move_bar(self, name: str, done: int, total: int, figures: str) -> None:
         if self._progress is None:
             self._clear()
-            self._progress = Progress(
-                TextColumn("learning {task.completed}/{task.total}"),
-                BarColumn(bar_width=20),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
-                console=self._console,
-                transient=True,
-            )
-            self._task = self._progress.add_task("", total=record.steps, completed=record.step)
+            columns = _columns(self._console.width)
+            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._task = self._progress.add_task("", total=total, completed=done, what=name)
             self._progress.start()
-        self._progress.update(self._task, completed=record.step, description=_figures(record))
+        self._progress.update(self._task, completed=done, description=figures)
 
     def _clear(self) -> None:
         for live in (self._status, self._progress):
@@ -182,6 +193,17 @@ class TerminalObserver(NullObserver):
     def _line(self, text: str) -> None:
         # No markup and no wrapping: names of parameters may hold brackets, and lines may be read by programs.
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _columns(width: int) -> list[ProgressColumn]:
+    """Return what fits into one line of so many characters: how far, and then the figures, cut off."""
+    far = TextColumn("{task.fields[what]} {task.completed}/{task.total}", table_column=Column(no_wrap=True))
+    figures = TextColumn(
+        "{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    )
+    if width < _WIDTH_OF_A_BAR:
+        return [far, figures]
+    return [far, BarColumn(bar_width=20), figures, TimeRemainingColumn()]
 
 
 def _figures(record: StepRecord) -> str:

@@ -20,6 +20,7 @@ from dispfx.report.run import Run, read_run
 from dispfx.report.schema import Report
 from dispfx.report.table import report_rows, verification_rows
 from dispfx.report.tasks import task_notes
+from dispfx.report.tuning import tuning_lines
 
 PAGE_FILE, PICTURES_FOLDER = "report.html", "pictures"
 _ROWS_OF_STEPS = 20
@@ -133,6 +134,8 @@ def _figures(report: Report) -> list[Sequence[str]]:
 
 
 def _protocol(report: Report) -> str:
+    if report.tuned is not None:
+        return "".join(f"<p>{escape(line)}</p>" for line in tuning_lines(report.tuned))
     if report.perplexity is None:
         return "<p>Perplexity was not measured: no text was given to measure on.</p>"
     protocol = report.perplexity.protocol

@@ -96,6 +96,33 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """How the weights of a pruned decoder were tuned, and what that was worth.
+
+    Args:
+        base: folder of the decoder that was tuned.
+        data: what was learned from.
+        parameters: how many were trained.
+        before, after: perplexity of the pruned decoder, under one protocol.
+        rank, alpha, lr, steps, batch_size, seq_len, seed: as in `dispfx.huggingface.tuning.TuneSettings`.
+    """
+
+    base: str
+    data: str
+    parameters: int
+    before: float
+    after: float
+    protocol: Protocol
+    rank: int
+    alpha: float
+    lr: float
+    steps: int
+    batch_size: int
+    seq_len: int
+    seed: int
+
+
+@dataclass(frozen=True)
 class Report:
     """One compilation.
 
@@ -113,6 +140,8 @@ class Report:
         seconds: by stage, in the order they ran.
         command: the command line or call that gives this result again.
         skills: share of right answers by skill, where the model has a probe; not written when empty.
+        tuned: where the weights are not the original's any more, how they came to be; not written when None.
+            `verify` then holds what was compared since, and `perplexity` is None.
     """
 
     ratio: Ratio
@@ -128,6 +157,7 @@ class Report:
     seconds: Mapping[str, float]
     command: str
     skills: Mapping[str, SkillChange] = field(default_factory=dict)
+    tuned: Tuning | None = None
 
     def _repr_html_(self) -> str:
         from dispfx.report.notebook import report_html

@@ -101,6 +101,12 @@ def _quality_rows(report: Report) -> list[Row]:
                 _change(measured.dense, measured.pruned),
             )
         )
+    tuned = report.tuned
+    if tuned is not None:
+        protocol = tuned.protocol
+        name = f"perplexity, pruned and tuned ({protocol.windows} × {protocol.context} tokens)"
+        change = _change(tuned.before, tuned.after)
+        rows.append((name, f"{tuned.before:,.3f}", f"{tuned.after:,.3f}", change))
     rows.extend(
         (f"skill: {name}", f"{skill.dense:.0%}", f"{skill.pruned:.0%}", f"{skill.pruned - skill.dense:+.0%}")
         for name, skill in report.skills.items()

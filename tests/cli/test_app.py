@@ -17,6 +17,8 @@ VERBS = [
     "eval",
     "export",
     "generate",
+    "finetune",
+    "bench",
     "report",
     "compare",
     "doctor",

@@ -1,0 +1,299 @@
+"""Recover what pruning has cost: LoRA on the decoder of an output folder.
+
+    DIR, text → adapters → OUT            what PEFT reads, for DIR
+                         → merged → OUT   a folder like DIR with other weights, verified and read back
+
+The plan stays what it was.  What a compile proved about the original weights holds for DIR; of a merged
+folder only what was compared anew is reported.
+"""
+
+import shutil
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dispfx.api.folders import Opened, open_folder
+from dispfx.api.measuring import measure
+from dispfx.api.opening import longest_context
+from dispfx.api.stages import Stages
+from dispfx.api.text import Text, TextChoice, open_text
+from dispfx.api.verification import TOLERANCES
+from dispfx.api.writing import device_name, versions
+from dispfx.capturing import module_logits
+from dispfx.deploy import weights
+from dispfx.deploy.checkpoint import PLAN_FILE, implementations
+from dispfx.deploy.folder import new_folder, refuse_existing
+from dispfx.deploy.section import read_layout
+from dispfx.errors import OutputError
+from dispfx.huggingface.loading import load_model
+from dispfx.huggingface.saving import PrunedModel
+from dispfx.huggingface.tuning import (
+    TuneSettings,
+    TuneStep,
+    load_adapters,
+    peft_library,
+    save_adapters,
+    train,
+    with_adapters,
+)
+from dispfx.measure.equivalence import (
+    SHAPES_BT,
+    Verification,
+    compare,
+    compare_decoders,
+    random_token_ids,
+    require,
+)
+from dispfx.measure.perplexity import Perplexity
+from dispfx.report import (
+    NullObserver,
+    Observer,
+    Protocol,
+    Report,
+    Tuning,
+    load_report,
+    model_card,
+    save_report,
+)
+from dispfx.report.page import write_page
+from dispfx.report.tuning import RECORD_FILE, adapter_card, write_record
+from dispfx.source import Source
+from dispfx.source.text import Words
+from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Reading
+
+# Of a merged folder's files these are made anew, or were true of the weights that it no longer has.
+_NOT_COPIED = (
+    "README.md", "report.json", "report.html", "eval.json", "eval.md", "speed.json", "speed.md",
+    RECORD_FILE, weights.INDEX_FILE,
+)  # fmt: skip
+_ADAPTERS = "adapters"
+
+
+def finetune(
+    folder: str | Path,
+    *,
+    data: Words,
+    out: str | Path,
+    merge: bool = False,
+    settings: TuneSettings | None = None,
+    eval_data: Words | None = None,
+    eval_windows: int | None = None,
+    data_field: str = TEXT_FIELD,
+    data_bytes: int = TEXT_BYTES,
+    dtype: str | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    observer: Observer | None = None,
+    command: str | None = None,
+) -> Tuning:
+    """Train adapters on the decoder of an output folder, and write them, or a folder with them merged in.
+
+    Args:
+        folder: DIR of a compile.
+        data: texts to learn from (see `dispfx.text_origin`).
+        out: folder to write; it must not exist.
+        merge: write a whole folder, with other weights at the same shapes, instead of the adapters alone.
+        settings: of the training.
+        eval_data: texts to measure on; the last tenth of `data` by default, which is not learned from.
+        eval_windows: measure on the first so many windows only.
+        dtype: of the frozen weights while adapters are trained; by default that of the folder.  Adapters
+            are float32 by default of PEFT, and what is written has the folder's dtype.
+        device: where it runs; the CPU by default.
+
+    Raises:
+        DispfxError: for everything in the input that cannot be used, PEFT missing among it.
+        VerificationError: if the merged folder does not compute what adapters and DIR compute.
+    """
+    path = refuse_existing(Path(out).expanduser())
+    peft_library()
+    chosen = TextChoice(data, eval_data, None, Reading(data_field, data_bytes))
+    chosen.check()
+    opened = open_folder(folder, device=device or "cpu", trust_remote_code=trust_remote_code)
+    _require_modules(opened)
+    stages = Stages(observer or NullObserver())
+    settings = settings or tune_settings(folder)
+    with stages("open"):
+        model = _decoder(opened, dtype)
+        known = Source(model, opened.tokenizer, opened.config, str(folder), "folder")
+        text = open_text(known, chosen)
+    text.require_measurable()
+    gauge = partial(_measured, opened, text, eval_windows)
+    with stages("measure"):
+        before = gauge(model)
+    log: list[TuneStep] = []
+    tuned = with_adapters(model, settings, str(folder))
+    trained = sum(one.numel() for one in tuned.parameters() if one.requires_grad)
+    with stages("tune"):
+        train(
+            tuned, torch.cat(text.learn), settings, torch.device(opened.device), _watch(log, settings, stages)
+        )
+    with new_folder(path) as partial_folder:
+        place = partial_folder / _ADAPTERS if merge else partial_folder
+        save_adapters(tuned, place)
+        del model, tuned
+        adapted = load_adapters(_decoder(opened, None), place)
+        with stages("measure"):
+            after = gauge(adapted)
+        told = Tuning(
+            base=str(folder),
+            data=text.learned_name,
+            parameters=trained,
+            before=before.value,
+            after=after.value,
+            protocol=Protocol(**before.protocol),
+            **asdict(settings),
+        )
+        if not merge:
+            write_record(partial_folder, told, log)
+            (partial_folder / "README.md").write_text(adapter_card(told, path.name), encoding="utf-8")
+            return told
+        return _write_merged(opened, adapted, partial_folder, path.name, told, log, gauge, stages, command)
+
+
+def tune_settings(folder: str | Path, **chosen: Any) -> TuneSettings:
+    """Return the settings a user chose; sequences are no longer than the decoder can read.
+
+    Raises:
+        DispfxError: if a setting has a value with which no run makes sense.
+    """
+    settings = TuneSettings(**chosen)
+    if "seq_len" in chosen:
+        return settings
+    config = open_folder(folder).config
+    return replace(settings, seq_len=min(settings.seq_len, longest_context(config)))
+
+
+def _require_modules(opened: Opened) -> None:
+    if opened.plan is None or read_layout(opened.path) is None:
+        raise OutputError(
+            "fine-tuning needs a folder that transformers loads, and this one holds a graph",
+            where=str(opened.path),
+        )
+
+
+def _decoder(opened: Opened, dtype: str | None) -> nn.Module:
+    """Return the folder's decoder anew, in its own dtype or another."""
+    chosen = {} if dtype is None else {"dtype": getattr(torch, dtype)}
+    return load_model(
+        opened.path,
+        device=opened.device,
+        trust_remote_code=opened.trust_remote_code,
+        **implementations(opened.path),
+        **chosen,
+    )
+
+
+def _measured(opened: Opened, text: Text, windows: int | None, decoder: nn.Module) -> Perplexity:
+    assert text.measure is not None
+    return measure(
+        partial(module_logits, decoder),
+        text.measure,
+        context=longest_context(opened.config),
+        windows=windows,
+        device=opened.device,
+        text=text.name,
+        held_out_share=text.held_out_share,
+    )
+
+
+def _watch(log: list[TuneStep], settings: TuneSettings, stages: Stages) -> Any:
+    def on_step(step: TuneStep) -> None:
+        log.append(step)
+        stages.observer.working("tuning", step.step, settings.steps, f"loss {step.loss:.3f}")
+
+    return on_step
+
+
+def _write_merged(
+    opened: Opened,
+    adapted: Any,
+    folder: Path,
+    name: str,
+    told: Tuning,
+    log: list[TuneStep],
+    gauge: Any,
+    stages: Stages,
+    command: str | None,
+) -> Tuning:
+    """Write a whole folder with the adapters merged in, read it back, verify and measure it."""
+    layout = read_layout(opened.path)
+    assert layout is not None
+    alike = partial(compare_decoders, vocabulary_size=opened.vocabulary_size, device=opened.device)
+    with stages("merge"):
+        merged, lines = _merged(opened, adapted)
+    shutil.rmtree(folder / _ADAPTERS)
+    with stages("write"):
+        _copy_files(opened.path, folder)
+        stored = PrunedModel(merged, layout)
+        weights.write_tensors(folder, stored.stored_parameters(), stored.stored_buffers())
+    with stages("verify"):
+        again = open_folder(folder, device=opened.device, trust_remote_code=opened.trust_remote_code)
+        old, new = (partial(module_logits, one) for one in (merged, again.decoder))
+        lines += alike("reloaded = tuned", old, new, 0.0)
+        lines += alike("gather-add = checkpoint", new, again.fast(), _tolerance(merged))
+        require(*lines)
+    with stages("measure"):
+        told = replace(told, after=gauge(again.decoder).value)
+    report = _report(opened, folder, told, tuple(lines), stages, command)
+    save_report(report, folder / "report.json")
+    card = model_card(report, base_model=told.base, folder=name, data="")
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    write_record(folder, told, log)
+    write_page(folder, name)
+    return told
+
+
+def _merged(opened: Opened, adapted: Any) -> tuple[nn.Module, list[Verification]]:
+    """Add the adapters to the weights, in place, and compare the result with what it was."""
+    ids = [random_token_ids(opened.vocabulary_size, shape, device=opened.device) for shape in SHAPES_BT]
+    with torch.no_grad():
+        before = [module_logits(adapted, one) for one in ids]
+        merged = adapted.merge_and_unload()
+        tolerance = _tolerance(merged)
+        lines = [
+            compare("merged = adapters", expected, module_logits(merged, one), tolerance)
+            for one, expected in zip(ids, before, strict=True)
+        ]
+    return merged, lines
+
+
+def _tolerance(model: nn.Module) -> float:
+    return TOLERANCES.get(next(model.parameters()).dtype, 1e-4)
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Copy what stays true when weights change: config, tokenizer, plan, and the log of learning."""
+    for file in source.iterdir():
+        weight = file.suffix in (".safetensors", ".pt2") and file.name != PLAN_FILE
+        if file.is_file() and not weight and file.name not in _NOT_COPIED:
+            shutil.copyfile(file, target / file.name)
+
+
+def _report(
+    opened: Opened,
+    folder: Path,
+    told: Tuning,
+    lines: tuple[Verification, ...],
+    stages: Stages,
+    command: str | None,
+) -> Report:
+    """Return the report of a merged folder: the plan's figures, and what was measured on the new weights."""
+    was = load_report(opened.path / "report.json")
+    return replace(
+        was,
+        parameters=replace(was.parameters, pruned=weights.count_parameters(folder)),
+        bytes=replace(was.bytes, pruned=weights.count_bytes(folder)),
+        # That of the weights before; the dense decoder was not measured on this text.
+        perplexity=None,
+        skills={},
+        verify=lines,
+        versions=versions(),
+        device=device_name(torch.device(opened.device)),
+        seconds=dict(stages.seconds),
+        command=command or "dispfx.api.finetune",
+        tuned=told,
+    )

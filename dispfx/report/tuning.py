@@ -1,0 +1,45 @@
+"""What fine-tuning did: in sentences, as a file of its own, and as the card beside adapters."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from dispfx.atomic import replacing
+from dispfx.report.json_form import to_plain
+from dispfx.report.schema import Tuning
+
+RECORD_FILE = "finetune.json"
+
+
+def tuning_lines(told: Tuning) -> list[str]:
+    """Return what was trained, on what, and the perplexity before and after."""
+    protocol = told.protocol
+    text = protocol.text or "the given text"
+    return [
+        f"perplexity {told.before:.3f} before and {told.after:.3f} after tuning ({protocol.windows} windows "
+        f"of {protocol.context} tokens of {text}, {protocol.tokens:,} predicted)",
+        f"LoRA of rank {told.rank} (alpha {told.alpha:g}), {told.parameters:,} trained parameters: "
+        f"{told.steps:,} steps of {told.batch_size} × {told.seq_len} tokens of {told.data}, learning rate "
+        f"{told.lr:g}, seed {told.seed}",
+    ]
+
+
+def write_record(folder: Path, told: Tuning, log: Sequence[Any]) -> None:
+    """Write finetune.json: what was done, and the loss of every step."""
+    plain = {**to_plain(told), "log": to_plain(list(log))}
+    with replacing(folder / RECORD_FILE) as partial:
+        partial.write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def adapter_card(told: Tuning, name: str) -> str:
+    """Return the text of README.md beside adapters."""
+    lines = [
+        "---", "library_name: peft", "tags: [pruned, dispfx, lora]", "---", "", f"# {name}", "",
+        f"Adapters for `{PurePath(told.base).name}`, a decoder pruned by dispfx.", "",
+        *(f"- {line}" for line in tuning_lines(told)), "", "```python", "import dispfx",
+        "from peft import PeftModel", "from transformers import AutoModelForCausalLM", "",
+        f'model = AutoModelForCausalLM.from_pretrained("{PurePath(told.base).name}")',
+        f'model = PeftModel.from_pretrained(model, "{PurePath(name).name}")', "```",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
