@@ -152,6 +152,9 @@ def _options(args: argparse.Namespace) -> Options:
         tuple(args.seeds),
         args.price,
         tuple(args.prompts),
+        tuple(args.tasks),
+        args.task_folder,
+        args.task_limit,
     )
 
 
@@ -179,6 +182,9 @@ def _arguments() -> argparse.ArgumentParser:
     add("--lambdas", type=float, nargs="+", default=usual.lambdas)
     add("--seeds", type=int, nargs="+", default=usual.seeds)
     add("--prompts", nargs="*", default=[], help="of the generation samples")
+    add("--tasks", nargs="+", default=usual.tasks, help="of lm-eval, for the table of tasks")
+    add("--task-folder", help="with task files of one's own, where lm-eval's data cannot be had")
+    add("--task-limit", type=int, help="questions of each task at most (all)")
     add("--price", type=float, help="dollars for one device for one hour")
     add("--align", type=int, default=1, help="widths become multiples of this (%(default)s)")
     add("--context", type=int, help="tokens a window of perplexity (2048; demo: 256)")

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 import dispfx.api.text
 from dispfx.errors import DataError
+from tests.local_tasks import write_tasks
 
 TOOLS = Path(__file__).parents[2] / "tools"
 SMALL = ["--steps", "2", "--windows", "1", "--batch-size", "2", "--seq-len", "32", "--device", "cpu"]
@@ -38,7 +40,13 @@ def reproduce() -> Iterator[ModuleType]:
 @pytest.fixture(scope="module")
 def made(reproduce: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tables")
-    assert reproduce.main(["all", "--out", str(out), *SMALL, *FEW]) == 0
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("lm_eval")
+    folder = write_tasks(tmp_path_factory.mktemp("questions"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        words = ["all", "--out", str(out), "--task-folder", str(folder), "--task-limit", "2"]
+        assert reproduce.main([*words, *SMALL, *FEW]) == 0
     return out
 
 
@@ -80,6 +88,23 @@ def test_tables_share_their_runs(made: Path):
     assert "0.5" in names and "0.5,lambda_=6.0" not in names and "0.5,seed=0" not in names
     assert {"0.5,seed=1", "0.5,constrained=True", "0.5,other-text", "0.5,method=random"} <= set(names)
     assert not list(made.rglob("learning.safetensors")), "no state is left of a complete run"
+
+
+def test_tasks_are_asked_of_the_dense_and_of_each_pruned_decoder(made: Path):
+    found = table(made, "tasks")
+    assert [row[0] for row in found["rows"]] == ["dense", "30% removed", "50% removed"]
+    assert all(0 <= float(cell) <= 100 for row in found["rows"] for cell in row[1:7])
+    assert "winogrande by acc," in found["notes"][0] and "cuts" in " ".join(found["notes"])
+
+
+def test_tasks_without_their_data_cost_their_cells_alone(reproduce: ModuleType, made: Path, tmp_path: Path):
+    copy = tmp_path / "copy"
+    shutil.copytree(made, copy)
+    for file in copy.rglob("tasks.json"):
+        file.unlink()
+    words = ["tasks", "--out", str(copy), "--tasks", "no_such_task", *SMALL, *FEW]
+    assert reproduce.main(words) == 1
+    assert [row[1][:9] for row in table(copy, "tasks")["rows"]] == ["DataError", "not run", "not run"]
 
 
 def test_the_pages_can_be_made_again_without_learning(reproduce: ModuleType, made: Path, monkeypatch):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dispfx.measure.tasks import PAPER_METRICS
 from dispfx.report.pictures import Picture
 from reproduction.paper import PERPLEXITY, family
 from reproduction.runs import Bench
@@ -21,6 +22,9 @@ class Options:
         ratios, lambdas, seeds: of the others.
         price: of one hour of one device, in dollars.
         prompts: of the generation samples.
+        tasks: of lm-eval.
+        task_folder: with task files of one's own, where lm-eval's data cannot be had.
+        task_limit: questions of each at most.
     """
 
     ratio: float = 0.5
@@ -29,6 +33,9 @@ class Options:
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     price: float | None = None
     prompts: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = tuple(PAPER_METRICS)
+    task_folder: str | None = None
+    task_limit: int | None = None
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,17 @@ cut off goes on with its next row, and tables share runs.
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dispfx.api.compilation import apply
 from dispfx.api.measuring import measure
 from dispfx.api.opening import context_of, learn_settings
 from dispfx.api.programs import capture, learn, lower
@@ -37,7 +40,7 @@ from dispfx.source import Source, encode, load_source
 from dispfx.training.preparation import Compute
 from reproduction.setup import Common, Outcome, Setup
 
-FACTS_FILE, RUN_FILE, PLAN_FILE, SPEED_FILE = "facts.json", "run.json", "plan.safetensors", "speed.json"
+FACTS_FILE, RUN_FILE, PLAN_FILE = "facts.json", "run.json", "plan.safetensors"
 # The demo's other text: two of its five skills, in lines of their own.
 _OTHER_NAME = "lines of the demo's arithmetic and counting"
 _OTHER_SKILLS, _OTHER_LINES, _OTHER_SEED = ("arithmetic", "counting"), 20_000, 2025
@@ -98,14 +101,37 @@ class Bench:
         """Return the steps of a run, as `run`; none where there are none."""
         return () if self.run(setup) is None else read_steps(self._folder(setup) / METRICS_FILE)
 
-    def speeds(self, setup: Setup, measured: Callable[[], list[list[str]]]) -> list[list[str]] | None:
-        """Return the rows of a run's speed, measured once; None where there is no time left."""
-        path = self._folder(setup) / SPEED_FILE
+    def kept(self, setup: Setup | None, file: str, measured: Callable[[], Any]) -> Any:
+        """Return what a file of a run holds, measured once; None where there is no time left or it failed.
+
+        Args:
+            setup: of the run; None for the dense decoder.
+            file: name of the file.
+            measured: what to write there, as JSON.
+        """
+        path = (self.out / "runs" / "dense" if setup is None else self._folder(setup)) / file
         if not path.is_file():
             if self.seconds_left <= 0:
                 return None
-            _write_json(path, {"rows": measured()})
-        return json.loads(path.read_text(encoding="utf-8"))["rows"]
+            name = f"{'dense' if setup is None else setup.name}: {file}"
+            try:
+                found = measured()
+            except (DispfxError, RuntimeError) as error:
+                self.failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+                return None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write_json(path, {"found": found})
+        return json.loads(path.read_text(encoding="utf-8"))["found"]
+
+    @contextmanager
+    def as_folder(self, setup: Setup) -> Iterator[Path]:
+        """Write the run's decoder as an output folder, for as long as it is needed."""
+        plan = self.plan(setup)
+        assert plan is not None
+        with TemporaryDirectory(prefix="reproduce-") as place:
+            common, out = self.common, Path(place) / "pruned"
+            apply(common.model, plan, out=out, device=common.device, dtype=common.dtype, export="none")
+            yield out
 
     def _folder(self, setup: Setup) -> Path:
         return self.out / "runs" / setup.name
