@@ -68,7 +68,7 @@ def test_every_reader_of_json_from_others_uses_the_one_that_knows_how_it_fails()
     assert users == {"json_text.py", "placement.py", "state.py"}
 
 
-@pytest.mark.parametrize("text", [DEEP, '{"a":' * 100_000, b"\xff", "{", ""])
+@pytest.mark.parametrize("text", [DEEP, '{"a":' * 100_000, b"\xff", "{", "", "[1" + "0" * 400 + "]"])
 def test_json_that_cannot_be_read_is_a_value_error(text: str | bytes):
     with pytest.raises(ValueError):
         parse_json(text)
