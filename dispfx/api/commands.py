@@ -127,6 +127,8 @@ def learn_plan(
     watcher = observer or NullObserver()
     if resume and path.is_file():
         watcher.note(f"{path} is complete; there is nothing to do")
+        # A run that was killed between its last two steps left the state behind.
+        remove_state(state_folder(path, resume))
         return Plan.load(path)
     refuse_existing(path)
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)

@@ -8,6 +8,7 @@
     tuning      finetune
     showing     report, compare, doctor
     options     every option, once
+    repeating   compile --from-report
     faults      errors → message and exit code
     screen      where progress and results go
 

@@ -6,6 +6,7 @@ import typer
 
 from dispfx import __version__
 from dispfx.cli import evaluating, making, measuring, showing, tuning, using
+from dispfx.cli.repeating import Repeating
 
 app = typer.Typer(
     name="dispfx",
@@ -16,7 +17,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for verb in (making.compile, using.inspect, making.learn, making.apply):
+app.command(cls=Repeating)(making.compile)
+for verb in (using.inspect, making.learn, making.apply):
     app.command()(verb)
 for verb in (using.verify, evaluating.evaluate, using.export, using.generate, measuring.bench):
     app.command(name="eval" if verb is evaluating.evaluate else None)(verb)

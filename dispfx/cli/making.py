@@ -34,6 +34,7 @@ _LEARNING = (
     "hypernetwork",
     "seed",
     "save_every",
+    "max_bad_steps",
 )
 
 
@@ -70,6 +71,7 @@ def compile(  # the verb's name
     shard: given.Shard = False,
     seed: given.Seed = None,
     save_every: given.SaveEvery = None,
+    max_bad_steps: given.MaxBadSteps = None,
     resume: given.Resume = False,
     align: given.Align = None,
     costs: given.Costs = None,
@@ -81,6 +83,7 @@ def compile(  # the verb's name
     trust_remote_code: given.TrustRemoteCode = False,
     export: given.Export = None,
     print_after: given.PrintAfter = None,
+    from_report: given.FromReport = None,
     json: given.Json = False,
     quiet: given.Quiet = False,
     debug: given.Debug = False,
@@ -163,6 +166,7 @@ def learn(
     shard: given.Shard = False,
     seed: given.Seed = None,
     save_every: given.SaveEvery = None,
+    max_bad_steps: given.MaxBadSteps = None,
     resume: given.Resume = False,
     align: given.Align = None,
     costs: given.Costs = None,

@@ -172,6 +172,17 @@ Checkpointing = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option(help="Of everything random (0).")]
 SaveEvery = Annotated[int | None, typer.Option(help="Steps between two saved states (500).")]
+MaxBadSteps = Annotated[
+    int | None, typer.Option(help="Steps in a row without a finite loss and gradient that end the run (10).")
+]
+FromReport = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="report.json",
+        help="Repeat the run that wrote this report; MODEL and all options are its own, but for --out and "
+        "how it runs.",
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the state that an interrupted run left.")]
 
 # Output.

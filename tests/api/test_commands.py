@@ -49,7 +49,10 @@ def test_learn_plan_writes_the_plan_alone(tmp_path: Path, tokens: Path, compiled
     assert watcher.stages == ["open", "capture", "learn"]
     with pytest.raises(OutputError, match="must not exist yet"):
         learn_plan(MODEL, RATIO, out=path, data=tokens, settings=SETTINGS)
+    # As a run leaves it that is killed between its last two steps.
+    (tmp_path / f"{path.name}.state").mkdir()
     again = learn_plan(MODEL, RATIO, out=path, data=tokens, resume=True, observer=watcher)
+    assert not (tmp_path / f"{path.name}.state").exists()
     assert again == plan and watcher.notes == [f"{path} is complete; there is nothing to do"]
 
 

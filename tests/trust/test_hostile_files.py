@@ -154,6 +154,15 @@ def test_a_state_with_odd_entries_is_a_data_error(change: dict[str, object], tmp
         load_state(tmp_path, identity)
 
 
+@pytest.mark.parametrize("field", ["text", "number"])
+def test_a_damaged_parquet_file_that_would_end_pyarrows_process_is_refused(field: str):
+    """In another process: what pyarrow throws there, nothing in this one could catch."""
+    path = Path(__file__).with_name("damaged.parquet")
+    words = ["-m", "dispfx", "eval", "demo", "--eval-data", str(path), "--data-field", field]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert done.returncode == 2 and "cannot be read" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("listed", ["{}", "[]", '{"config": {"w": {"is_param": true}}}', '{"config": 3}'])
 def test_a_program_with_a_damaged_list_of_tensors_is_a_data_error(listed: str, tmp_path: Path):
     entry = "program/data/weights/model_weights_config.json"

@@ -82,12 +82,17 @@ class Parquet:
         names = list(file.schema_arrow.names)
         if self._field not in names:
             raise missing_field(self._field, names, where=self.where, record_name="the table")
-        groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
-        return [
-            sum(
-                column.total_uncompressed_size
-                for column in (group.column(index) for index in range(group.num_columns))
-                if column.path_in_schema.partition(".")[0] == self._field
-            )
-            for group in groups
+        own = [
+            index
+            for index, column in enumerate(file.schema.column(index) for index in range(len(file.schema)))
+            if column.path.partition(".")[0] == self._field
         ]
+        return [self._bytes_in_group(file, group, own) for group in range(file.metadata.num_row_groups)]
+
+    def _bytes_in_group(self, file: Any, group: int, own: list[int]) -> int:
+        # Read from first: what pyarrow says of a damaged column ends the process, and reading it does not.
+        next(file.iter_batches(1, row_groups=[group], columns=[self._field]), None)
+        described = file.metadata.row_group(group)
+        if described.num_columns <= max(own):
+            raise DataError(f"part {group + 1} of the table lacks columns", where=self.where)
+        return sum(described.column(index).total_uncompressed_size for index in own)
