@@ -8,6 +8,7 @@ from dispfx.api.doctor import doctor
 from dispfx.api.finetuning import finetune, tune_settings
 from dispfx.api.folders import load
 from dispfx.api.opening import learn_settings
+from dispfx.api.preview import preview
 from dispfx.api.programs import PASSES, analyse, apart, capture, gate, gated, learn, lower
 from dispfx.api.tasks import score_tasks
 from dispfx.measure.estimate import estimate
@@ -41,6 +42,7 @@ __all__ = [
     "load",
     "lower",
     "lower_cached",
+    "preview",
     "score_tasks",
     "tune_settings",
     "verify",

@@ -256,7 +256,7 @@ def learn_from(
     Raises:
         DispfxError: for everything in the input that cannot be used.
     """
-    ready = _ready(opening, chosen, how, stages)
+    ready = ready_to_learn(opening, chosen, how, stages)
     program, settings = ready.program, ready.settings
     if how.resume:
         stages.observer.note(_resumption(state))
@@ -350,13 +350,13 @@ def follow_plan(opening: Opening, chosen: TextChoice, how: Learning) -> None:
         DispfxError: for everything in the input that cannot be used.
     """
     assert how.ranks is not None
-    ready = _ready(opening, chosen, how, Stages(NullObserver()))
+    ready = ready_to_learn(opening, chosen, how, Stages(NullObserver()))
     budget = Budget(how.ratio, how.ratio_of, how.alignment(ready.program), ready.costs)
     follow(ready.learned_on, ready.batches, budget, ready.settings, how.ranks, how.compute)
 
 
 @dataclass(frozen=True, eq=False)
-class _Ready:
+class Ready:
     """What learning starts from; it may need another capture of the decoder than the rest."""
 
     source: Source
@@ -368,7 +368,12 @@ class _Ready:
     costs: CostTable | None
 
 
-def _ready(opening: Opening, chosen: TextChoice, how: Learning, stages: Stages) -> _Ready:
+def ready_to_learn(opening: Opening, chosen: TextChoice, how: Learning, stages: Stages) -> Ready:
+    """Open decoder and text and analyse the decoder; nothing is written.
+
+    Raises:
+        DispfxError: for everything in the input that cannot be used.
+    """
     settings = how.settings or learn_settings(opening.model)
     check_select(how.select, constrained=settings.constrained, costs=how.costs is not None)
     costs = None if how.costs is None else read_costs(how.costs)
@@ -389,7 +394,7 @@ def _ready(opening: Opening, chosen: TextChoice, how: Learning, stages: Stages) 
     if separator is not None:
         with stages("capture documents"):
             learned_on = apart(source.model, program, separator, skip=how.skip, select=how.select)
-    return _Ready(source, text, batches, program, learned_on, settings, costs)
+    return Ready(source, text, batches, program, learned_on, settings, costs)
 
 
 def _resumption(state: Path) -> str:

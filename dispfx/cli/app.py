@@ -6,6 +6,7 @@ import typer
 
 from dispfx import __version__
 from dispfx.cli import evaluating, making, measuring, showing, tuning, using
+from dispfx.cli.examples import epilog
 from dispfx.cli.repeating import Repeating
 
 app = typer.Typer(
@@ -17,15 +18,26 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.command(cls=Repeating)(making.compile)
-for verb in (using.inspect, making.learn, making.apply):
-    app.command()(verb)
-for verb in (using.verify, evaluating.evaluate, using.export, using.generate, measuring.bench):
-    app.command(name="eval" if verb is evaluating.evaluate else None)(verb)
-app.command()(tuning.finetune)
-
-for verb in (showing.report, showing.compare, showing.doctor):
-    app.command()(verb)
+_VERBS = (
+    making.compile,
+    using.inspect,
+    making.learn,
+    making.apply,
+    using.verify,
+    evaluating.evaluate,
+    using.export,
+    using.generate,
+    measuring.bench,
+    tuning.finetune,
+    showing.report,
+    showing.compare,
+    showing.doctor,
+)
+for _verb in _VERBS:
+    # `eval` is a name that Python has given away.
+    _name = "eval" if _verb is evaluating.evaluate else _verb.__name__
+    _class = Repeating if _verb is making.compile else None
+    app.command(name=_name, epilog=epilog(_name), cls=_class)(_verb)
 
 
 def _print_version(wanted: bool) -> None:

@@ -12,6 +12,7 @@
 import errno
 import functools
 import os
+import shlex
 import sys
 import traceback
 import warnings
@@ -74,9 +75,14 @@ def _way_on(options: dict[str, Any]) -> str:
     out = options.get("out")
     if "resume" not in options or out is None:
         return "nothing was written"
-    if state_folder(out).is_dir():
-        return f"run the same command with --resume to go on from {state_folder(out)}"
-    return "no state was saved yet, so run the same command again"
+    state = state_folder(out)
+    if not state.is_dir():
+        return "no state was saved yet, so run the same command again"
+    if "RANK" in os.environ:
+        # How the processes were started is not known here.
+        return f"run the same command with --resume to go on from {state}"
+    words = [word for word in sys.argv[1:] if word != "--resume"]
+    return f"the state is in {state}; to go on:\n  {shlex.join(['dispfx', *words, '--resume'])}"
 
 
 def _say(message: str, debug: bool) -> None:

@@ -73,6 +73,7 @@ def compile(  # the verb's name
     save_every: given.SaveEvery = None,
     max_bad_steps: given.MaxBadSteps = None,
     resume: given.Resume = False,
+    dry_run: given.DryRun = False,
     align: given.Align = None,
     costs: given.Costs = None,
     skip: given.Skip = None,
@@ -94,7 +95,7 @@ def compile(  # the verb's name
     check_select(select, constrained=constrained, costs=costs is not None)
     _check(model, data, data_weight, eval_data, None if resume else out)
     check_shard(shard, launch)
-    if launches(launch):
+    if not dry_run and launches(launch):
         return
     from dispfx import api
     from dispfx.ranks import joined, local_device
@@ -102,32 +103,35 @@ def compile(  # the verb's name
     settings = api.learn_settings(model, **chosen) if chosen else None
     learns_on, opens_on = _devices(local_device(device), shard)
     screen = Screen(json, quiet)
+    arguments: dict[str, Any] = dict(
+        data=data,
+        **reading_options(data_field, data_bytes, data_weight),
+        out=out,
+        eval_data=eval_data,
+        eval_windows=eval_windows,
+        tokenizer=tokenizer,
+        ratio_of=ratio_of,
+        settings=settings,
+        compute=api.Compute(compile_, checkpointing, shard_on=learns_on if shard else None),
+        align=align,
+        costs=costs,
+        skip=tuple(skip or ()),
+        select=select,
+        target=target,
+        dtype=dtype,
+        device=opens_on,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        resume=resume,
+        export=export,
+        print_after=tuple(print_after or ()),
+        command=command_line(),
+    )
+    if dry_run:
+        _preview(screen, model, ratio, arguments, "a pruned decoder, its plan, report and page")
+        return
     with joined(learns_on) as ranks, screen.observer(ranks.leads) as observer:
-        arguments: dict[str, Any] = dict(
-            data=data,
-            **reading_options(data_field, data_bytes, data_weight),
-            out=out,
-            eval_data=eval_data,
-            eval_windows=eval_windows,
-            tokenizer=tokenizer,
-            ratio_of=ratio_of,
-            settings=settings,
-            compute=api.Compute(compile_, checkpointing, shard_on=learns_on if shard else None),
-            align=align,
-            costs=costs,
-            skip=tuple(skip or ()),
-            select=select,
-            target=target,
-            dtype=dtype,
-            device=opens_on,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            resume=resume,
-            export=export,
-            print_after=tuple(print_after or ()),
-            observer=observer,
-            command=command_line(),
-        )
+        arguments["observer"] = observer
         if not ranks.leads:
             api.follow_command(model, ratio, ranks=ranks, **arguments)
             return
@@ -168,6 +172,7 @@ def learn(
     save_every: given.SaveEvery = None,
     max_bad_steps: given.MaxBadSteps = None,
     resume: given.Resume = False,
+    dry_run: given.DryRun = False,
     align: given.Align = None,
     costs: given.Costs = None,
     skip: given.Skip = None,
@@ -187,7 +192,7 @@ def learn(
     check_select(select, constrained=constrained, costs=costs is not None)
     _check(model, data, data_weight, None, None if resume else out)
     check_shard(shard, launch)
-    if launches(launch):
+    if not dry_run and launches(launch):
         return
     from dispfx import api
     from dispfx.ranks import joined, local_device
@@ -195,28 +200,31 @@ def learn(
     settings = api.learn_settings(model, **chosen) if chosen else None
     learns_on, opens_on = _devices(local_device(device), shard)
     screen = Screen(json, quiet)
+    arguments: dict[str, Any] = dict(
+        data=data,
+        **reading_options(data_field, data_bytes, data_weight),
+        out=out,
+        tokenizer=tokenizer,
+        ratio_of=ratio_of,
+        settings=settings,
+        compute=api.Compute(compile_, checkpointing, shard_on=learns_on if shard else None),
+        align=align,
+        costs=costs,
+        skip=tuple(skip or ()),
+        select=select,
+        target=target,
+        dtype=dtype,
+        device=opens_on,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        resume=resume,
+        print_after=tuple(print_after or ()),
+    )
+    if dry_run:
+        _preview(screen, model, ratio, arguments, "a plan")
+        return
     with joined(learns_on) as ranks, screen.observer(ranks.leads) as observer:
-        arguments: dict[str, Any] = dict(
-            data=data,
-            **reading_options(data_field, data_bytes, data_weight),
-            out=out,
-            tokenizer=tokenizer,
-            ratio_of=ratio_of,
-            settings=settings,
-            compute=api.Compute(compile_, checkpointing, shard_on=learns_on if shard else None),
-            align=align,
-            costs=costs,
-            skip=tuple(skip or ()),
-            select=select,
-            target=target,
-            dtype=dtype,
-            device=opens_on,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            resume=resume,
-            print_after=tuple(print_after or ()),
-            observer=observer,
-        )
+        arguments["observer"] = observer
         if not ranks.leads:
             api.follow_command(model, ratio, ranks=ranks, **arguments)
             return
@@ -315,6 +323,17 @@ def _check(
     check_texts(eval_data or [])
     if out is not None:
         refuse_existing(out)
+
+
+def _preview(screen: Screen, model: str, ratio: float, arguments: dict[str, Any], written: str) -> None:
+    from dispfx import api
+    from dispfx.report.preview import preview_lines, preview_plain
+
+    with screen.observer() as observer:
+        found = api.preview(model, ratio, **arguments, observer=observer)
+    screen.print_json(preview_plain(found))
+    for line in preview_lines(found, written):
+        screen.print_text(line)
 
 
 def _devices(device: str | None, shard: bool) -> tuple[str, str | None]:

@@ -183,6 +183,12 @@ FromReport = Annotated[
         "how it runs.",
     ),
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Capture and analyse, say what would be done and what it takes; write nothing."
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the state that an interrupted run left.")]
 
 # Output.

@@ -23,7 +23,7 @@ _START = ["dispfx", "compile"]
 # Options that say where and how a run goes, and not what it gives; those that are followed by a word first.
 _ANEW = ("--out", "--launch")
 _TRUST = "--trust-remote-code"
-_ANEW_FLAGS = ("--resume", "--json", "--quiet", "--debug", _TRUST)
+_ANEW_FLAGS = ("--resume", "--dry-run", "--json", "--quiet", "--debug", _TRUST)
 
 
 class Repeating(TyperCommand):

@@ -56,7 +56,7 @@ def _card_line(estimate: Estimate, card: Device) -> str:
     least = -(-estimate.peak_bytes // card.memory_bytes)
     fits = "fits on one" if least == 1 else f"needs the memory of {least:,} at least"
     return (
-        f"  {card.name}: {_duration(estimate.seconds(card))} on one for {estimate.settings.steps:,} steps; "
+        f"  {card.name}: {duration(estimate.seconds(card))} on one for {estimate.settings.steps:,} steps; "
         f"{fits} ({card.memory_bytes / _GIGA:.0f} GB)"
     )
 
@@ -65,7 +65,8 @@ def _gigabytes(size: int) -> str:
     return f"{size / _GIGA:,.1f} GB" if size >= _GIGA else f"{size / 1e6:,.1f} MB"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return a time in the largest unit of which there are two."""
     for unit, length in (("days", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:,.1f} {unit}"

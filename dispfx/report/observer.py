@@ -179,7 +179,7 @@ class TerminalObserver(NullObserver):
         if self._progress is None:
             self._clear()
             columns = _columns(self._console.width)
-            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._progress = Progress(*columns, console=self._console, transient=True, expand=True)
             self._task = self._progress.add_task("", total=total, completed=done, what=name)
             self._progress.start()
         self._progress.update(self._task, completed=done, description=figures)

@@ -48,7 +48,10 @@ def verification_rows(verifications: Sequence[Verification]) -> list[Row]:
 
 
 def print_rows(sections: Sequence[Sequence[Sequence[str]]], console: Console, header: Sequence[str]) -> None:
-    """Print sections of rows: a rich table on a terminal, plain aligned lines elsewhere."""
+    """Print sections of rows: a rich table on a terminal, plain aligned lines elsewhere.
+
+    On a terminal too narrow for it, every row is printed as a few lines: a table would cut figures off.
+    """
     shown = [section for section in sections if section]
     if not console.is_terminal:
         rows = [header, *(row for section in shown for row in section)]
@@ -58,6 +61,10 @@ def print_rows(sections: Sequence[Sequence[Sequence[str]]], console: Console, he
             # Not wrapped at 80 columns, since another program may want to read it.
             console.print(line.rstrip(), soft_wrap=True, markup=False, highlight=False)
         return
+    if _least_width([header, *(row for section in shown for row in section)]) > console.width:
+        for row in (row for section in shown for row in section):
+            console.print("\n".join(_stacked(row, header)), markup=False, highlight=False)
+        return
     table = Table(show_edge=False, pad_edge=False, header_style="bold")
     for column, title in enumerate(header):
         table.add_column(title, justify="left" if column == 0 else "right", no_wrap=column == 0)
@@ -66,6 +73,21 @@ def print_rows(sections: Sequence[Sequence[Sequence[str]]], console: Console, he
             table.add_row(*row, style="red" if "FAILED" in row[0] else None)
         table.add_section()
     console.print(table)
+
+
+def _least_width(rows: Sequence[Sequence[str]]) -> int:
+    """Return how wide a table must be that breaks lines between words only, and none in its first column."""
+    first = max(len(row[0]) for row in rows)
+    words = (
+        max(len(word) for row in rows for word in row[column].split(" ")) for column in range(1, len(rows[0]))
+    )
+    return first + sum(3 + longest for longest in words)
+
+
+def _stacked(row: Sequence[str], header: Sequence[str]) -> list[str]:
+    """Return a row as lines: its name, then its cells by the names of their columns."""
+    named = zip(header[1:], row[1:], strict=True)
+    return [row[0], *(f"  {name}: {cell}" if name else f"  {cell}" for name, cell in named if cell)]
 
 
 def _size_rows(report: Report) -> list[Row]:

@@ -9,6 +9,7 @@ import torch
 from dispfx.ir.plan import Budget, Plan, Selection
 from dispfx.learning.settings import LearnSettings
 from dispfx.report import Report, from_json
+from tests.report.test_preview import example_preview
 
 
 @pytest.fixture
@@ -182,6 +183,24 @@ def test_resume_leaves_a_folder_that_exists_to_the_compiler(dispfx, replaced, re
     compile_ = replaced("compile", report)
     result = dispfx("compile", "demo", "--ratio", 0.3, "--out", tmp_path, "--resume")
     assert result.exit_code == 0 and compile_.called
+
+
+def test_a_dry_run_asks_for_a_preview_with_the_same_arguments_and_runs_nothing(
+    dispfx, replaced, tmp_path: Path, decoder: Path, text: Path
+):
+    compile_, learn = replaced("compile"), replaced("learn_plan")
+    preview = replaced("preview", example_preview())
+    for verb, written in (("compile", "a pruned decoder"), ("learn", "a plan")):
+        words = [verb, decoder, "--ratio", 0.3, "--data", text, "--out", tmp_path / "out", "--steps", 5]
+        result = dispfx(*words, "--dry-run", "--launch", 2)
+        assert result.exit_code == 0, result.output
+        given = preview.call_args.kwargs
+        assert preview.call_args.args == (str(decoder), 0.3)
+        assert given["out"] == tmp_path / "out" and given["settings"].steps == 5
+        assert "nothing was written" in result.stdout and written in result.stdout
+        shown = json.loads(dispfx(*words, "--dry-run", "--json").stdout)
+        assert shown["dry_run"] is True and shown["ratio"]["reachable"] == 0.3004
+    assert not compile_.called and not learn.called
 
 
 def test_learn_writes_a_plan_and_says_what_it_removes(

@@ -2,7 +2,9 @@
 
 import io
 import math
+import re
 
+import pytest
 from rich.console import Console
 
 from dispfx.learning.records import StepRecord
@@ -116,3 +118,54 @@ def test_the_null_observer_takes_every_event(report: Report):
     observer: Observer = NullObserver()
     everything(observer, report)
     observer.printed("canonicalize", "graph")
+
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
+def test_the_bar_takes_one_line_of_any_terminal(width: int):
+    stream = io.StringIO()
+    observer = TerminalObserver(Console(file=stream, force_terminal=True, width=width, color_system=None))
+    with observer:
+        for step in (1, 9_999):
+            observer.learning(record(step, 10_000, tokens_per_second=1_234_567.0, bad_steps=3))
+    shown = ESCAPES.sub("", stream.getvalue())
+    assert "\n" not in shown.replace("\r", "").strip("\n"), "a bar of several lines scrolls a terminal away"
+    lines = [line for line in re.split(r"[\r\n]", shown) if line.strip()]
+    assert lines and max(map(len, lines)) <= width
+    assert any("9999/10000" in line for line in lines) or width < 40
+
+
+def test_a_log_gets_a_line_at_least_every_minute(monkeypatch: pytest.MonkeyPatch):
+    clock = iter(range(0, 10_000, 7))
+    monkeypatch.setattr("dispfx.report.observer.time.monotonic", lambda: float(next(clock)))
+    observer, stream = observed(terminal=False)
+    for step in range(1, 101):
+        observer.learning(record(step, 10_000))
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 11, "100 steps of 7 seconds, none of which ends a tenth"
+    assert "\r" not in stream.getvalue()
+
+
+def test_other_long_work_is_shown_in_the_same_way():
+    observer, stream = observed(terminal=False)
+    for step in range(1, 41):
+        observer.working("tuning", step, 40, "loss 2.000")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 10 and lines[0] == "step 4/40  loss 2.000"
+    terminal, shown = observed(terminal=True)
+    with terminal:
+        terminal.working("tuning", 1, 40, "loss 2.000")
+    assert "tuning 1/40" in shown.getvalue()
+
+
+def test_tables_keep_every_figure_on_a_narrow_terminal(report: Report):
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=40, color_system=None)
+    TerminalObserver(console).finished(report)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 40
+    text = stream.getvalue()
+    for figure in ("922,112", "701,204", "3.200", "3.280"):
+        assert figure in text, figure

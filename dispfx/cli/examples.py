@@ -1,0 +1,50 @@
+"""Examples of every verb, which end its help; each parses as it stands."""
+
+from collections.abc import Mapping
+
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "compile": (
+        "dispfx compile demo --ratio 0.3 --out out/demo",
+        "dispfx compile ORGANISATION/MODEL --ratio 0.3 --data text.txt --out out/pruned --dry-run",
+        "dispfx compile model.gguf --ratio 0.5 --data text.jsonl --steps 2000 --export onnx --out out/pruned",
+    ),
+    "inspect": (
+        "dispfx inspect demo",
+        "dispfx inspect ORGANISATION/MODEL --config-only",
+        "dispfx inspect out/demo/plan.safetensors",
+    ),
+    "learn": (
+        "dispfx learn demo --ratio 0.3 --out plan.safetensors",
+        "dispfx learn ORGANISATION/MODEL --ratio 0.3 --data text.txt --batch-size 8 --launch 4",
+    ),
+    "apply": ("dispfx apply demo plan.safetensors --out out/demo",),
+    "verify": ("dispfx verify out/demo", "dispfx verify out/demo --json"),
+    "eval": (
+        "dispfx eval out/demo --eval-data text.txt --dense demo",
+        "dispfx eval out/pruned --tasks piqa,arc_easy --limit 100 --out out/pruned",
+    ),
+    "export": ("dispfx export out/demo --onnx",),
+    "generate": (
+        'dispfx generate out/demo --prompt "copy abc xyz ="',
+        'dispfx generate demo --prompt "sort" --temperature 0.8 --top-k 20 --max-new-tokens 32',
+    ),
+    "bench": (
+        "dispfx bench out/demo --dense demo --batch 1 --prompt 128 --past 128 --out out/demo",
+        "dispfx bench out/demo --dense demo --runtime onnx",
+    ),
+    "finetune": (
+        "dispfx finetune out/demo --data text.txt --out out/adapters",
+        "dispfx finetune out/demo --data text.txt --merge --rank 32 --steps 500 --out out/tuned",
+    ),
+    "report": ("dispfx report out/demo",),
+    "compare": (
+        "dispfx compare out/demo out/half --out both.html",
+        "dispfx compare out/demo/plan.safetensors out/half/plan.safetensors",
+    ),
+    "doctor": ("dispfx doctor",),
+}
+
+
+def epilog(verb: str) -> str:
+    """Return the end of a verb's help; an empty line keeps two examples on lines of their own."""
+    return "\n\n".join(["Examples:", *EXAMPLES[verb]])

@@ -1,0 +1,47 @@
+"""What a dry run says."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from dispfx.learning.settings import LearnSettings
+from dispfx.report.preview import Preview, preview_lines, preview_plain
+from tests.report.test_estimate import estimate
+from tests.report.test_sites import program
+
+
+def example_preview() -> Preview:
+    """Return one with every field in use."""
+    return Preview(
+        program=program(refused=1),
+        settings=LearnSettings(steps=100, batch_size=2, seq_len=50),
+        estimate=estimate(),
+        ratio=0.3,
+        ratio_of="blocks",
+        align=8,
+        reachable=0.3004,
+        parameters=1000,
+        parameters_left=760,
+        tokens=20_000,
+        tokens_measured=2_000,
+        cpu_seconds=240.0,
+        out=Path("out/x"),
+        state=Path("out/x.state"),
+        resumes_at=40,
+    )
+
+
+def test_a_preview_in_sentences():
+    lines = preview_lines(example_preview(), "a plan")
+    assert lines[0] == "ratio: 30.00% of blocks asked, 30.04% can be met with widths of multiples of 8"
+    assert lines[1] == "parameters: 1,000 → about 760 (-24.0%)"
+    assert lines[3].startswith("learning: 100 steps of 2 × 50 tokens read 0.5 times")
+    assert "  this CPU: about 4.0 min for 100 steps" in lines
+    assert lines[-2] == "would write out/x (a plan), and meanwhile out/x.state, going on at step 40"
+    card = preview_lines(replace(example_preview(), cpu_seconds=None, resumes_at=None), "a plan")
+    assert not any("this CPU" in line for line in card) and card[-2].endswith("out/x.state")
+
+
+def test_a_preview_as_data():
+    plain = preview_plain(example_preview())
+    assert plain["parameters"] == {"dense": 1000, "pruned": 760} and plain["resumes_at"] == 40
+    assert len(plain["refused"]) == 1 and plain["estimate"]["steps"] == estimate().settings.steps
