@@ -58,6 +58,9 @@ def preview(
 ) -> Preview:
     """Return what `compile` or `learn_plan` would do with the same arguments; nothing is learned or written.
 
+    The arguments are theirs: `data` is texts, or token ids (N,) int64; what only says how a run goes is
+    passed over.
+
     Raises:
         DispfxError: for everything in the input that they would refuse before learning, a ratio that cannot
             be met among it.
