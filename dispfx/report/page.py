@@ -310,6 +310,7 @@ h2 { margin: 2.5rem 0 0.75rem; padding-bottom: 0.25rem; border-bottom: 1px solid
   align-items: start; }
 figure { margin: 0; padding: 0.75rem; background: var(--card); border-radius: 0.5rem; min-width: 0; }
 section > figure { max-width: 48rem; }
+figure + .wide { margin-top: 1rem; }
 figure svg { display: block; width: 100%; height: auto; }
 figure image { image-rendering: pixelated; }
 figcaption { margin-top: 0.5rem; }
