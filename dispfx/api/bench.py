@@ -106,8 +106,9 @@ def bench(
     place = torch.device(device or "cpu")
     opened = open_folder(folder, device=place, trust_remote_code=trust_remote_code)
     steps = _steps(opened, place, batches, prompts, pasts, modes)
-    pruned = _pruned(opened)
-    whole = _dense(opened, dense, place)
+    empty = _captured_empty(opened)
+    pruned = _pruned(opened, empty)
+    whole = _dense(opened, dense, place, empty)
     rows: list[SpeedRow] = []
     if runtime == "onnx":
         shapes = list(dict.fromkeys(shape for shape, _ in steps.shapes()))
@@ -146,17 +147,26 @@ def _steps(
     )
 
 
-def _pruned(opened: Opened) -> Contender:
-    """Capture the folder's decoder with a cache, lower it by its plan, and put its weights in."""
+def _captured_empty(opened: Opened) -> Program:
+    """Capture the folder's decoder with a cache, in its dense shapes and without weights.
+
+    Raises:
+        OutputError: if the folder holds no checkpoint.
+    """
     if opened.plan is None or opened.program is None:
         raise OutputError("this needs a checkpoint", where=str(opened.path), hint="bench a compiled folder")
-    program = only_planned(capture_cached(_empty(opened), select=opened.plan.select), opened.plan)
-    lowered = lower_program(program, opened.plan)
+    return only_planned(capture_cached(_empty(opened), select=opened.plan.select), opened.plan)
+
+
+def _pruned(opened: Opened, empty: Program) -> Contender:
+    """Lower the captured decoder by the folder's plan, and put the folder's weights in."""
+    assert opened.plan is not None and opened.program is not None
+    lowered = lower_program(empty, opened.plan)
     lowered.rebuild({**dict(lowered.tensors()), **opened.program.parameters})
     return _contender(lowered, opened.plan.achieved)
 
 
-def _dense(opened: Opened, dense: str | nn.Module | None, device: torch.device) -> Contender:
+def _dense(opened: Opened, dense: str | nn.Module | None, device: torch.device, empty: Program) -> Contender:
     """Return the decoder that the folder was compiled from, or one of its shapes."""
     if dense is None:
         program = capture_cached(_empty(opened))
@@ -166,7 +176,7 @@ def _dense(opened: Opened, dense: str | nn.Module | None, device: torch.device) 
     else:
         model = Opening(dense, device=str(device)).open().model
         program = capture_cached(model.to(device))
-        _require_same_shapes(program, capture_cached(_empty(opened)))
+        _require_same_shapes(program, empty)
     return _contender(lower_program(program, Plan.random(program, 0.0, seed=0)), 0.0)
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import dispfx.api.text
-from dispfx.errors import DataError
 from tests.local_tasks import write_tasks
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -165,14 +164,16 @@ def test_a_run_that_was_cut_off_goes_on(reproduce: ModuleType, tmp_path: Path, m
     assert outcome.learning_seconds is None and outcome.perplexity == whole.run(setup_of(0.5)).perplexity
 
 
-def test_a_damaged_run_is_named(reproduce: ModuleType, tmp_path: Path):
-    runs, setup = sys.modules["reproduction.runs"], sys.modules["reproduction.setup"]
-    bench = runs.Bench(setup.Common(windows=1), tmp_path)
-    broken = tmp_path / "runs" / "0.5" / "run.json"
-    broken.parent.mkdir(parents=True)
-    broken.write_text('{"perplexity": [1.0]}')
-    with pytest.raises(DataError, match="no run"):
-        bench.run(setup.Setup(0.5))
+@pytest.mark.parametrize(("damage", "said"), [('{"perplexity": [1.0]}', "has no achieved"), ("{", "damaged")])
+def test_a_damaged_run_is_named(
+    reproduce: ModuleType, made: Path, tmp_path: Path, damage: str, said: str, capsys
+):
+    copy = tmp_path / "copy"
+    shutil.copytree(made, copy)
+    (copy / "runs" / "0.5" / "run.json").write_text(damage)
+    assert reproduce.main(["seeds", "--render", "--out", str(copy), *SMALL, *FEW]) == 2
+    told = capsys.readouterr().err
+    assert said in told and "0.5/run.json" in told and "remove it" in told
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ cut off goes on with its next row, and tables share runs.
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -121,7 +121,7 @@ class Bench:
                 return None
             path.parent.mkdir(parents=True, exist_ok=True)
             _write_json(path, {"found": found})
-        return json.loads(path.read_text(encoding="utf-8"))["found"]
+        return _read_json(path, ("found",))["found"]
 
     @contextmanager
     def as_folder(self, setup: Setup) -> Iterator[Path]:
@@ -200,7 +200,7 @@ class Bench:
         }
         path = self.out / FACTS_FILE
         if path.is_file():
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = _read_json(path, ("dense", "device", "dtype", "versions", "date"))
             unlike = [key for key, value in asked.items() if found.get(key) != value]
             if unlike:
                 raise DataError(
@@ -255,11 +255,25 @@ def _count(decoder: nn.Module) -> int:
 
 
 def _read_outcome(path: Path) -> Outcome:
+    values = _read_json(path, tuple(field.name for field in fields(Outcome)))
+    lists: dict[str, Any] = {key: tuple(values[key]) for key in ("perplexity", "notes")}
+    return Outcome(**(values | lists))
+
+
+def _read_json(path: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Read what `_write_json` wrote.
+
+    Raises:
+        DataError: if the file is damaged or holds something else.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return Outcome(**values | {key: tuple(values[key]) for key in ("perplexity", "notes")})
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"this file is no run: {error}", where=str(path), hint="remove it") from error
+        missing = [name for name in names if name not in values]
+    except (ValueError, TypeError) as error:
+        raise DataError(f"this file is damaged: {error}", where=str(path), hint="remove it") from error
+    if missing:
+        raise DataError(f"this file has no {', '.join(missing)}", where=str(path), hint="remove it")
+    return values
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
