@@ -44,6 +44,9 @@ def score_tasks(
             tokenizer or is unknown to transformers.
     """
     watcher = observer or NullObserver()
+    if isinstance(model, str) and is_output(model) and open_folder(model).config is None:
+        # Said before data is fetched.
+        raise _unknown(model)
     watcher.stage("read tasks")
     harness = Harness(tasks, None if folder is None else Path(folder), shots=shots, limit=limit)
     watcher.stage("open")
@@ -71,12 +74,16 @@ def _decoder(opening: Opening) -> tuple[nn.Module, Any, int]:
         model, config, words = source.model, source.config, source.tokenizer
         name, longest = source.name, context_of(source)
     if config is None or not hasattr(model, "config"):
-        raise DataError(
-            "tasks need a decoder that transformers knows, and this one is a module or a graph of its own",
-            where=name,
-        )
+        raise _unknown(name)
     if words is None:
         raise DataError(
             "tasks are text, which needs a tokenizer", where=name, hint="name one with --tokenizer"
         )
     return model, words, longest
+
+
+def _unknown(name: str) -> DataError:
+    return DataError(
+        "tasks need a decoder that transformers knows, and this one is a module or a graph of its own",
+        where=name,
+    )

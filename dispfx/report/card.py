@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from dispfx.measure.equivalence import Verification
+from dispfx.report.numbers import shown_perplexity
 from dispfx.report.schema import Report
 from dispfx.report.tuning import tuning_lines
 
@@ -72,7 +73,9 @@ def _figures(report: Report) -> str:
     ]
     measured = report.perplexity
     if measured is not None:
-        lines.append(f"| perplexity | {measured.dense:.3f} | {measured.pruned:.3f} |")
+        lines.append(
+            f"| perplexity | {shown_perplexity(measured.dense)} | {shown_perplexity(measured.pruned)} |"
+        )
     lines.extend(
         f"| skill: {name} | {skill.dense:.1%} | {skill.pruned:.1%} |" for name, skill in report.skills.items()
     )

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from dispfx.atomic import replacing
 from dispfx.report.json_form import to_plain
+from dispfx.report.numbers import shown_perplexity
 from dispfx.report.page import document, figure_of, section, table
 from dispfx.report.pictures import CYCLE, MARKERS, Picture, draw_picture
 from dispfx.report.run import Run
+from dispfx.report.tuning import tuning_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +40,7 @@ def run_rows(runs: Sequence[Run]) -> list[Sequence[str]]:
 
 
 def run_notes(runs: Sequence[Run]) -> list[str]:
-    """Return why figures of these runs must not be compared, where that is so."""
+    """Return why figures of these runs must not be compared, where that is so, and what tuning was worth."""
     measured = [run.report.perplexity for run in runs if run.report.perplexity is not None]
     notes = []
     if len({one.protocol for one in measured}) > 1:
@@ -47,6 +49,7 @@ def run_notes(runs: Sequence[Run]) -> list[str]:
         notes.append("the dense decoders are not the same")
     if len({run.report.ratio.of for run in runs}) > 1:
         notes.append("some ratios are of the layers' weights and some of all parameters")
+    notes += [f"{run.name}: {tuning_lines(run.report.tuned)[0]}" for run in ordered(runs) if run.report.tuned]
     return notes
 
 
@@ -143,7 +146,7 @@ def _row(run: Run) -> Sequence[str]:
         f"{report.ratio.achieved:.2%} of {report.ratio.of}",
         f"{report.parameters.pruned:,}",
         f"{report.bytes.pruned / 1e6:,.2f} MB",
-        "—" if measured is None else f"{measured.pruned:,.3f}",
+        "—" if measured is None else shown_perplexity(measured.pruned),
         "—" if measured is None else f"{measured.pruned / measured.dense:.3f}",
         *("—" if value is None else f"{value:.2f}" for value in speedups),
         "yes" if report.verify and all(line.holds for line in report.verify) else "NO",

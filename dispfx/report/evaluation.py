@@ -14,6 +14,7 @@ from dispfx.measure.agreement import Agreement
 from dispfx.measure.perplexity import Perplexity
 from dispfx.measure.tasks import TaskScores
 from dispfx.report.json_form import from_plain, to_plain
+from dispfx.report.numbers import shown_perplexity
 from dispfx.report.tasks import COMPARED_HEADER, HEADER, task_notes, task_rows, tasks_plain
 
 EVALUATION_FILE = "eval.json"
@@ -46,8 +47,8 @@ def text_lines(found: Evaluation) -> list[str]:
         return []
     protocol = found.perplexity.protocol
     lines = [
-        f"perplexity {found.perplexity.value:.3f}  ({protocol['windows']} windows of {protocol['context']} "
-        f"tokens, {protocol['tokens']:,} predicted)"
+        f"perplexity {shown_perplexity(found.perplexity.value)}  ({protocol['windows']} windows of "
+        f"{protocol['context']} tokens, {protocol['tokens']:,} predicted)"
     ]
     alike = found.agreement
     if alike is not None:

@@ -15,6 +15,7 @@ from dispfx.disk import writing
 from dispfx.errors import OutputError
 from dispfx.report.evaluation import Evaluation, task_table, text_lines
 from dispfx.report.layers import Layers, layers_of
+from dispfx.report.numbers import shown_perplexity
 from dispfx.report.pictures import COLOURS, Picture, pictures_of
 from dispfx.report.run import Run, read_run
 from dispfx.report.schema import Report
@@ -120,7 +121,10 @@ def _header(run: Run) -> str:
     ]
     if report.perplexity is not None:
         tiles.append(
-            (f"{report.perplexity.pruned:,.2f}", f"perplexity, {report.perplexity.dense:,.2f} before")
+            (
+                shown_perplexity(report.perplexity.pruned),
+                f"perplexity, {shown_perplexity(report.perplexity.dense)} before",
+            )
         )
     held = sum(line.holds for line in report.verify)
     tiles.append((f"{held} of {len(report.verify)}", "verifications hold"))

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dispfx.measure.equivalence import Verification
+from dispfx.report.numbers import shown_perplexity
 from dispfx.report.schema import Report
 
 Row = tuple[str, str, str, str]
@@ -118,8 +119,8 @@ def _quality_rows(report: Report) -> list[Row]:
         rows.append(
             (
                 f"perplexity ({measured.protocol.windows} × {measured.protocol.context} tokens)",
-                f"{measured.dense:,.3f}",
-                f"{measured.pruned:,.3f}",
+                shown_perplexity(measured.dense),
+                shown_perplexity(measured.pruned),
                 _change(measured.dense, measured.pruned),
             )
         )
@@ -128,7 +129,7 @@ def _quality_rows(report: Report) -> list[Row]:
         protocol = tuned.protocol
         name = f"perplexity, pruned and tuned ({protocol.windows} × {protocol.context} tokens)"
         change = _change(tuned.before, tuned.after)
-        rows.append((name, f"{tuned.before:,.3f}", f"{tuned.after:,.3f}", change))
+        rows.append((name, shown_perplexity(tuned.before), shown_perplexity(tuned.after), change))
     rows.extend(
         (f"skill: {name}", f"{skill.dense:.0%}", f"{skill.pruned:.0%}", f"{skill.pruned - skill.dense:+.0%}")
         for name, skill in report.skills.items()

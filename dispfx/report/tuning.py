@@ -7,6 +7,7 @@ from typing import Any
 
 from dispfx.atomic import replacing
 from dispfx.report.json_form import to_plain
+from dispfx.report.numbers import shown_perplexity
 from dispfx.report.schema import Tuning
 
 RECORD_FILE = "finetune.json"
@@ -17,8 +18,8 @@ def tuning_lines(told: Tuning) -> list[str]:
     protocol = told.protocol
     text = protocol.text or "the given text"
     return [
-        f"perplexity {told.before:.3f} before and {told.after:.3f} after tuning ({protocol.windows} windows "
-        f"of {protocol.context} tokens of {text}, {protocol.tokens:,} predicted)",
+        f"perplexity {shown_perplexity(told.before)} before and {shown_perplexity(told.after)} after tuning "
+        f"({protocol.windows} windows of {protocol.context} tokens of {text}, {protocol.tokens:,} predicted)",
         f"LoRA of rank {told.rank} (alpha {told.alpha:g}), {told.parameters:,} trained parameters: "
         f"{told.steps:,} steps of {told.batch_size} × {told.seq_len} tokens of {told.data}, learning rate "
         f"{told.lr:g}, seed {told.seed}",

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from dispfx.report.layers import layers_of
 from dispfx.report.page import page, write_page
 from dispfx.report.pictures import COLOURS, pictures_of, smoothed, thinned
 from dispfx.report.run import read_run
+from dispfx.report.speed import write_speed
 from tests.report.runs import write_run
+from tests.report.test_speed import DECODE, FACTS, row
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
@@ -145,6 +148,16 @@ def test_measured_speed_is_shown_and_slowdowns_are_flagged(tmp_path: Path):
     write_page(folder)
     cells = outline((folder / "report.html").read_text(encoding="utf-8")).cells
     assert "0.50 ⚠" in cells and "10.00 ms" in cells and "out of memory" in cells
+
+
+def test_what_bench_writes_is_what_the_page_shows(tmp_path: Path):
+    folder = write_run(tmp_path, steps=0)
+    write_speed(folder, [row(), row(shape=DECODE), replace(row(), dense=None, note="no room")], FACTS)
+    write_page(folder)
+    cells = outline((folder / "report.html").read_text(encoding="utf-8")).cells
+    for figure in ("prefill", "decode", "1024", "4.00 ms", "2.50 ms", "1.60", "2.00", "no room"):
+        assert figure in cells, figure
+    assert "a card" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_thousands_of_steps_become_means_of_neighbours():
