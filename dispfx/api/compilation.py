@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dispfx.api.opening import Opening, learn_settings
 from dispfx.api.ordinary import require_ordinary
+from dispfx.api.preflight import require_room_for_weights, require_room_to_learn
 from dispfx.api.programs import analyse, apart, follow, learn, only_planned, require_same_decoder
 from dispfx.api.stages import Stages
 from dispfx.api.text import Text, TextChoice, open_text, require_tokens, separator_of
@@ -111,6 +112,7 @@ def compile(
     refuse_existing(path)
     stages = Stages(watcher)
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
+    require_room_for_weights(opening, copies=2.0 - ratio)
     how = Learning(
         ratio,
         ratio_of,
@@ -185,7 +187,9 @@ def apply(
     chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes))
     with stages("open"):
         chosen.check()
-        source = Opening(model, revision, dtype, device, trust_remote_code, tokenizer).open()
+        opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
+        require_room_for_weights(opening, copies=1.0 + read.budget.keep)
+        source = opening.open()
         require_decoder_for(export, source)
         text = open_text(source, chosen)
     text.require_measurable()
@@ -379,6 +383,7 @@ def ready_to_learn(opening: Opening, chosen: TextChoice, how: Learning, stages: 
     costs = None if how.costs is None else read_costs(how.costs)
     with stages("open"):
         chosen.check()
+        require_room_for_weights(opening)
         source = opening.open()
         require_decoder_for(how.export, source)
         separator = separator_of(source) if settings.packing == "documents" else None
@@ -394,6 +399,7 @@ def ready_to_learn(opening: Opening, chosen: TextChoice, how: Learning, stages: 
     if separator is not None:
         with stages("capture documents"):
             learned_on = apart(source.model, program, separator, skip=how.skip, select=how.select)
+    require_room_to_learn(learned_on, settings, how.compute, how.ranks)
     return Ready(source, text, batches, program, learned_on, settings, costs)
 
 

@@ -1,6 +1,5 @@
 """From a program to the loss that learning calls, computed as fast as it can be trusted."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ from dispfx.ir.program import Program
 from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import Batches
 from dispfx.measure.estimate import estimate
+from dispfx.measure.free_memory import free_bytes
 from dispfx.passes.drop_causal_masks import DropCausalMasks
 from dispfx.passes.group_heads import GroupHeads
 from dispfx.passes.insert_gates import InsertGates
@@ -109,7 +109,7 @@ def short_of_memory(
     sharding: Sharding | None = None,
 ) -> bool:
     """Whether a step that keeps all values of all layers is larger than the memory that is free."""
-    free = _free_bytes(program.device if sharding is None else sharding.device)
+    free = free_bytes(program.device if sharding is None else sharding.device)
     if free is None:
         return False
     own = replace(settings, batch_size=settings.batch_size // ranks.size, samples=1)
@@ -118,13 +118,3 @@ def short_of_memory(
     # Weights in parts are still to come.
     weights = 0 if sharding is None else found.weight_bytes / sharding.size
     return kept + found.hypernetwork_bytes + weights > _USABLE * free
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that a device can still give, or None where it does not say."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    if device.type == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None

@@ -6,17 +6,18 @@ that knows transformers.
 
     pretrained  folder, GGUF file, hub id → module, config and tokenizer
     function    package.module:function → module
+    stored      MODEL → bytes of its weights, before one is read
     causality   a decoder predicts from the past alone; everything else is refused
     text        files and data sets of text, and token files → one vector of token ids
 """
 
 from dispfx.origin import Origin
-from dispfx.source.loading import config_alone, load_config, load_source
+from dispfx.source.loading import config_alone, dtype_of, load_config, load_source
 from dispfx.source.source import Source
 from dispfx.source.text import ReadText, check_readable, encode, read_text, read_tokens
 from dispfx.source.tokenizer import load_folder_tokenizer
 
 __all__ = [
-    "Origin", "ReadText", "Source", "check_readable", "config_alone", "encode", "load_config",
+    "Origin", "ReadText", "Source", "check_readable", "config_alone", "dtype_of", "encode", "load_config",
     "load_folder_tokenizer", "load_source", "read_text", "read_tokens",
 ]  # fmt: skip

@@ -50,7 +50,7 @@ def load_source(
             where=spec,
             hint="`dispfx inspect` shows what can be pruned in it; everything else needs the weights",
         )
-    wanted = _dtype(dtype)
+    wanted = dtype_of(dtype)
     target = _device(device)
     if origin == "function":
         source = Source(*build_module(spec), name=spec, origin=origin)
@@ -82,7 +82,7 @@ def load_config(
     """
     origin = origin_of(spec)
     _check_revision(spec, origin, revision)
-    wanted = _dtype(dtype)
+    wanted = dtype_of(dtype)
     if origin == "gguf":
         raise SourceError("a GGUF file has no config of its own", where=spec, hint="inspect it whole")
     if origin == "function":
@@ -132,7 +132,12 @@ def _with_tokenizer(source: Source, tokenizer: str | None) -> Source:
     )
 
 
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype of a word, or None for none.
+
+    Raises:
+        SourceError: if there is none of that name.
+    """
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in _DTYPES:

@@ -1,0 +1,97 @@
+"""Whether a run fits into memory, asked before hours are spent on it.
+
+1. Before a weight is read: the weights, and for what writes a folder their pruned copy beside them.
+2. Before learning: the estimate of `dispfx.measure.estimate`, less the weights, which are there by then. With
+   checkpoints of layers, which `auto` turns to, what autograd keeps is left out.
+
+An estimate may be wrong by 15%; a run is refused where it would not fit even if it took that much less.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from dispfx.api.opening import Opening
+from dispfx.errors import DispfxError
+from dispfx.ir.program import Program
+from dispfx.learning.settings import LearnSettings
+from dispfx.measure.estimate import Estimate, estimate
+from dispfx.measure.free_memory import free_bytes
+from dispfx.ranks import ALONE, Ranks
+from dispfx.source import dtype_of
+from dispfx.source.stored import loaded_bytes
+from dispfx.training.preparation import Compute
+
+_SURE = 0.85
+_FLOAT_BYTES = 4
+_GIGA = 1e9
+
+
+def require_room_for_weights(opening: Opening, *, copies: float = 1.0) -> None:
+    """Pass if a decoder can be loaded, or its size is not known before it is.
+
+    Args:
+        copies: how many times as large as the weights the run is at the least.
+
+    Raises:
+        DispfxError: saying how much is missing and what would help.
+    """
+    if not isinstance(opening.model, str):
+        return
+    size = loaded_bytes(opening.model, dtype_of(opening.dtype))
+    devices = {torch.device("cpu"), torch.device(opening.device or "cpu")}
+    for device in devices if size is not None else ():
+        free = free_bytes(device)
+        if free is not None and _SURE * copies * size > free:
+            raise _missing(
+                f"the weights take {_sized(size)}, and the run {copies:g} times as much",
+                copies * size,
+                free,
+                device,
+                "--dtype bfloat16 halves float32 weights; `dispfx inspect MODEL --config-only` needs none",
+            )
+
+
+def require_room_to_learn(
+    program: Program, settings: LearnSettings, compute: Compute | None, ranks: Ranks | None = None
+) -> None:
+    """Pass if learning fits beside the weights, which are loaded; or lie in parts, of which nothing is known.
+
+    Raises:
+        DispfxError: saying how much is missing and what would help.
+    """
+    chosen = compute or Compute()
+    if settings.method != "learned" or chosen.shard_on is not None:
+        return
+    rows = max(1, settings.batch_size // (ranks or ALONE).size)
+    found = estimate(program, replace(settings, batch_size=rows, samples=1))
+    needed = bytes_beside_weights(found, checkpoints=chosen.checkpointing != "off")
+    free = free_bytes(program.device)
+    if free is not None and _SURE * needed > free:
+        raise _missing(
+            f"learning takes {_sized(needed)} beside the weights: {_sized(found.hypernetwork_bytes)} for the "
+            f"hypernetwork, the rest for a step of {rows} × {settings.seq_len} tokens",
+            needed,
+            free,
+            program.device,
+            "a smaller --batch-size or --seq-len"
+            + (", --checkpointing on" if chosen.checkpointing == "off" else "")
+            + (", --hypernetwork linear" if settings.hypernetwork == "full" else "")
+            + ", or --launch N",
+        )
+
+
+def bytes_beside_weights(found: Estimate, *, checkpoints: bool) -> int:
+    """Return what learning takes beside the weights; with checkpoints, what it takes at the least."""
+    step = found.step.loss if checkpoints else found.step.peak
+    return found.hypernetwork_bytes + max(step, _FLOAT_BYTES * found.hypernetwork_parameters)
+
+
+def _missing(what: str, needed: float, free: int, device: torch.device, hint: str) -> DispfxError:
+    return DispfxError(
+        f"{what}; {_sized(free)} are free on {device}, so {_sized(needed - free)} are missing", hint=hint
+    )
+
+
+def _sized(size: float) -> str:
+    return f"{size / _GIGA:,.1f} GB" if size >= _GIGA else f"{size / 1e6:,.1f} MB"

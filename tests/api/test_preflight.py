@@ -1,0 +1,117 @@
+"""Runs that cannot fit into memory are refused before they begin."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import dispfx
+from dispfx.api import preflight
+from dispfx.api.opening import Opening
+from dispfx.cli.app import app
+from dispfx.errors import DispfxError
+from dispfx.learning.settings import LearnSettings
+from dispfx.measure.free_memory import free_bytes
+from dispfx.source.stored import loaded_bytes
+from dispfx.training.preparation import Compute
+from tests.tiny_transformers import tiny_transformer
+from tests.trust.hostile import write_gguf
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what says how many bytes are free."""
+
+    def say(size: int) -> None:
+        monkeypatch.setattr(preflight, "free_bytes", lambda _: size)
+
+    return say
+
+
+def test_free_memory_is_known_and_less_than_all_of_it():
+    free = free_bytes(CPU)
+    assert free is not None and 2**20 < free < 2**45
+    assert free_bytes(torch.device("meta")) is None
+
+
+def test_the_size_of_weights_is_read_from_their_headers(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    tensors = {"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=torch.bfloat16)}
+    save_file({"a": tensors["a"]}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"b": tensors["b"]}, tmp_path / "model-00002-of-00002.safetensors")
+    assert loaded_bytes(str(tmp_path), None) == 15 * 4 + 7 * 2
+    assert loaded_bytes(str(tmp_path), torch.float16) == (15 + 7) * 2
+
+
+def test_the_size_of_a_gguf_file_is_that_of_its_numbers_in_float32(tmp_path: Path):
+    write_gguf(tmp_path / "model.gguf")
+    elements = 2 * 16 * 8 + 3 * 8 + 3 * 12 * 8 + 4 * 8 * 8
+    assert loaded_bytes(str(tmp_path / "model.gguf"), None) == 4 * elements
+
+
+@pytest.mark.parametrize("spec", ["some/model", "package.module:function"])
+def test_the_size_of_what_is_not_here_is_not_known(spec: str):
+    assert loaded_bytes(spec, None) is None
+
+
+def test_a_damaged_file_is_left_to_those_who_load_it(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(b"no safetensors")
+    assert loaded_bytes(str(tmp_path), None) is None
+
+
+def test_weights_that_do_not_fit_are_refused_with_what_is_missing(free: Any):
+    size = loaded_bytes("demo", None)
+    assert size is not None
+    free(int(0.86 * size))
+    preflight.require_room_for_weights(Opening("demo"))
+    free(int(0.8 * size))
+    with pytest.raises(DispfxError, match=r"0\.7 MB are missing") as refusal:
+        preflight.require_room_for_weights(Opening("demo"))
+    assert refusal.value.exit_code == 2 and "--dtype bfloat16" in str(refusal.value)
+    with pytest.raises(DispfxError):
+        free(int(1.2 * size))
+        preflight.require_room_for_weights(Opening("demo"), copies=1.7)
+
+
+def test_learning_that_does_not_fit_is_refused_with_what_would_help(free: Any):
+    program = dispfx.capture(tiny_transformer("llama"))
+    settings = LearnSettings(batch_size=4, seq_len=64)
+    off, auto = Compute(checkpointing="off"), Compute()
+    from dispfx.measure.estimate import estimate
+
+    found = estimate(program, settings)
+    whole = preflight.bytes_beside_weights(found, checkpoints=False)
+    least = preflight.bytes_beside_weights(found, checkpoints=True)
+    assert least < whole == found.peak_bytes - found.weight_bytes
+
+    free(whole)
+    preflight.require_room_to_learn(program, settings, off)
+    free(int(0.8 * whole))
+    with pytest.raises(DispfxError, match="are missing") as refusal:
+        preflight.require_room_to_learn(program, settings, off)
+    assert "--batch-size" in str(refusal.value) and "--checkpointing on" in str(refusal.value)
+    preflight.require_room_to_learn(program, settings, auto)
+    free(int(0.8 * least))
+    with pytest.raises(DispfxError):
+        preflight.require_room_to_learn(program, settings, auto)
+
+
+@pytest.mark.parametrize("verb", ["compile", "learn", "apply"])
+def test_no_verb_begins_without_room(verb: str, free: Any, tmp_path: Path):
+    free(1000)
+    words = [verb, "demo", "--out", str(tmp_path / "out")]
+    if verb == "apply":
+        from tests.report.runs import plan_of
+
+        plan_of().save(tmp_path / "plan.safetensors")
+        words.insert(2, str(tmp_path / "plan.safetensors"))
+    else:
+        words += ["--ratio", "0.3", "--steps", "1"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and "are missing" in result.output, result.output
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.state").exists()
