@@ -9,6 +9,7 @@ The header's `format` is "dispfx".  Loaders that do not know these files and che
 """
 
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ INDEX_BUFFERS = "dispfx_index."
 MAX_SHARD_BYTES = 5 * 10**9
 
 _FORMAT = "dispfx"
+# What file systems take, in bytes.
+_LONGEST_NAME = 255
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -191,7 +194,8 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _check_file_name(tensor: str, file: Any) -> None:
-    if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+    plain = isinstance(file, str) and Path(file).name == file and file.endswith(".safetensors")
+    if not plain or "\0" in file or len(os.fsencode(file)) > _LONGEST_NAME:
         raise ValueError(f"{tensor} must lie in a .safetensors file of this folder, not in {file!r}")
 
 

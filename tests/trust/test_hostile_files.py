@@ -33,6 +33,7 @@ from tests.trust.hostile import onnx_model, zipped
 
 INPUTS = int(os.environ.get("DISPFX_INPUTS", "2000"))
 DEEP = "[" * 200_000
+LONG = "x" * 300 + ".safetensors"
 ODD_ROWS = ("1", '{"speedup": "fast"}', '{"speedup": NaN}')
 ODD_PLACES = (
     "../outside",
@@ -221,7 +222,10 @@ def test_an_onnx_model_whose_weights_lie_at_odd_places_of_a_file_is_refused(
         load_model(tmp_path / "model.onnx")
 
 
-@pytest.mark.parametrize("file", ["../outside.safetensors", "/outside.safetensors", "a/b.safetensors", ".."])
+@pytest.mark.parametrize(
+    "file",
+    ["../outside.safetensors", "/outside.safetensors", "a/b.safetensors", "..", LONG, "\0.safetensors"],
+)
 def test_an_index_that_names_weights_elsewhere_is_refused(file: str, tmp_path: Path):
     folder = tmp_path / "folder"
     folder.mkdir()

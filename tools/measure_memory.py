@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""Compare estimates of the memory that learning takes with what processes took, on a CPU.
+
+    tools/measure_memory.py demo 8 128 llama-100m 2 256 model.gguf 2 256 --out record.json
+
+Each MODEL is followed by sequences and tokens of a batch.  `llama-100m` is a random decoder of 110 million
+parameters.  Every decoder is learned for two steps in a process of its own; what is measured is the largest
+resident memory while it learns, less what was resident before.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+RANDOM = "llama-100m"
+_STATUS = Path("/proc/self/status")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", help="MODEL BATCH TOKENS, any number of times")
+    parser.add_argument("--out", type=Path, help="file for the record, as JSON")
+    parser.add_argument("--one", nargs=3, metavar=("MODEL", "BATCH", "TOKENS"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(args.one[0], int(args.one[1]), int(args.one[2]))))
+        return
+    if len(args.cases) % 3 or not args.cases:
+        parser.error("MODEL BATCH TOKENS come in threes")
+    rows = []
+    for start in range(0, len(args.cases), 3):
+        words = [sys.executable, "-W", "ignore", __file__, "--one", *args.cases[start : start + 3]]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            print(f"{args.cases[start]} failed: {done.stderr.strip().splitlines()[-1:]}")
+            continue
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        row = rows[-1]
+        print(
+            f"{row['model']:24} {row['batch']} × {row['tokens']:<5} estimated {row['estimated'] / 1e6:9.1f} MB "
+            f"measured {row['measured'] / 1e6:9.1f} MB  {row['estimated'] / row['measured'] - 1:+.1%}",
+            flush=True,
+        )
+        if args.out:
+            args.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def measure(model: str, batch: int, tokens: int) -> dict[str, Any]:
+    """Learn for two steps, and return bytes as estimated and as they were."""
+    import torch
+
+    from dispfx.api import capture, learn
+    from dispfx.api.opening import Opening, learn_settings
+    from dispfx.api.preflight import bytes_beside_weights
+    from dispfx.measure.estimate import estimate
+    from dispfx.training.preparation import Compute
+
+    torch.set_num_threads(1)
+    decoder = _random_llama() if model == RANDOM else Opening(model).open().model
+    program = capture(decoder)
+    settings = learn_settings(model, batch_size=batch, seq_len=tokens, steps=2)
+    text = torch.randint(program.vocabulary_size or 100, (4 * batch * tokens,))
+    found = bytes_beside_weights(estimate(program, settings), checkpoints=False)
+    before = _settle()
+    began = time.monotonic()
+    learn(program, text, 0.3, settings=settings, compute=Compute("off", "off"))
+    return {
+        "model": Path(model).name,
+        "batch": batch,
+        "tokens": tokens,
+        "estimated": found,
+        "measured": _status("VmHWM") - before,
+        "weights": sum(tensor.nbytes for tensor in decoder.parameters()),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def _random_llama() -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+    }
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16_000)).eval()
+
+
+def _settle() -> int:
+    """Give free memory back to the system, let the peak begin anew, and return what is resident."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()
