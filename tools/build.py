@@ -4,9 +4,9 @@
     tools/build.py --out dist
 
 Only tracked files are built, from a copy in which every time is that of the commit (or SOURCE_DATE_EPOCH),
-with the setuptools that runs this; nothing is downloaded.  setuptools writes the times of its own files into an
-sdist, so that archive is packed again: entries by name, without owners, with that one time.  The bytes also
-depend on the versions of Python and setuptools, which are printed.
+with the setuptools that runs this; nothing is downloaded.  setuptools writes the times of its own files into
+an sdist, so that archive is packed again: entries by name, without owners, with that one time.  The bytes
+also depend on the versions of Python and setuptools, which are printed.
 """
 
 import argparse

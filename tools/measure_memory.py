@@ -43,14 +43,17 @@ def main() -> None:
             print(f"{args.cases[start]} failed: {done.stderr.strip().splitlines()[-1:]}")
             continue
         rows.append(json.loads(done.stdout.splitlines()[-1]))
-        row = rows[-1]
-        print(
-            f"{row['model']:24} {row['batch']} × {row['tokens']:<5} estimated {row['estimated'] / 1e6:9.1f} MB "
-            f"measured {row['measured'] / 1e6:9.1f} MB  {row['estimated'] / row['measured'] - 1:+.1%}",
-            flush=True,
-        )
+        print(_line(rows[-1]), flush=True)
         if args.out:
             args.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def _line(row: dict[str, Any]) -> str:
+    estimated, measured = row["estimated"], row["measured"]
+    return (
+        f"{row['model']:32} {row['batch']} × {row['tokens']:<5} estimated {estimated / 1e6:9.1f} MB, "
+        f"measured {measured / 1e6:9.1f} MB: {estimated / measured - 1:+.1%}"
+    )
 
 
 def measure(model: str, batch: int, tokens: int) -> dict[str, Any]:

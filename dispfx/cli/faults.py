@@ -27,6 +27,8 @@ from dispfx.errors import EXIT_INTERRUPTED, EXIT_OUR_FAULT, DispfxError
 # Too long a name, a loop of links, a place that may not be read, a file where a folder should be, and the
 # other way round.
 _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR, errno.EISDIR)
+# What pathlib says of `~name` where nobody is called so.
+_NO_HOME = "Could not determine home directory"
 
 
 def reports_faults(verb: Callable[..., None]) -> Callable[..., None]:
@@ -60,6 +62,8 @@ def reports_faults(verb: Callable[..., None]) -> Callable[..., None]:
 
 def _refused_path(error: Exception) -> DispfxError | None:
     """Return the error for a path that the system does not take, or None where that is not what happened."""
+    if isinstance(error, RuntimeError) and _NO_HOME in str(error):
+        return DispfxError("a path begins with ~ and a name, and there is no user of that name")
     if not isinstance(error, OSError) or error.errno not in _OF_PATHS or error.filename is None:
         return None
     path = os.fsdecode(error.filename)

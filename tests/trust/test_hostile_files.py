@@ -173,7 +173,14 @@ def test_a_program_with_a_damaged_list_of_tensors_is_a_data_error(listed: str, t
         count_parameters(tmp_path)
 
 
-@pytest.mark.parametrize("words", [["generate", "x" * 10_000, "--prompt", "a"], ["verify", "x" * 10_000]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "x" * 10_000, "--prompt", "a"],
+        ["verify", "x" * 10_000],
+        ["inspect", "~nobody-of-that-name"],
+    ],
+)
 def test_a_path_that_the_system_does_not_take_is_the_inputs_fault(words: list[str]):
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2 and "Traceback" not in result.output
