@@ -91,13 +91,8 @@ def _random_llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-    }
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16_000)).eval()
+    sizes: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=12, vocab_size=16_000)).eval()
 
 
 def _settle() -> int:

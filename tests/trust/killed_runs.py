@@ -2,8 +2,8 @@
 
     python -m tests.trust.killed_runs --kills 50 --out record.json
 
-A run learns, verifies and writes; every fourth exports to ONNX too.  Every third is killed a second time while
-it goes on.  Prints how many were killed, in which stage of the run, and every difference.
+A run learns, verifies and writes; every fourth exports to ONNX too.  Every third is killed a second time
+while it goes on.  Prints how many were killed, in which stage of the run, and every difference.
 """
 
 import argparse
