@@ -15,19 +15,23 @@ from dispfx.report.schema import Report
 
 Row = tuple[str, str, str, str]
 _HEADER: Row = ("", "before", "after", "change")
+_VERIFIED_HEADER: Row = ("verified", "batch × tokens", "error", "tolerance")
 _ALIGN_SLACK = 0.001
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the table of a report."""
-    print_rows(report_rows(report), console, _HEADER)
+    """Print the table of a report; on a narrow terminal, comparisons by the names of their own columns."""
+    sections = report_rows(report)
+    if not _is_too_narrow(console, sections, _HEADER):
+        print_rows(sections, console, _HEADER)
+        return
+    print_rows(sections[:-1], console, _HEADER)
+    print_verifications(report.verify, console)
 
 
 def print_verifications(verifications: Sequence[Verification], console: Console) -> None:
     """Print one line for each comparison."""
-    print_rows(
-        [verification_rows(verifications)], console, ("verified", "batch × tokens", "error", "tolerance")
-    )
+    print_rows([verification_rows(verifications)], console, _VERIFIED_HEADER)
 
 
 def report_rows(report: Report) -> list[list[Row]]:
@@ -62,7 +66,7 @@ def print_rows(sections: Sequence[Sequence[Sequence[str]]], console: Console, he
             # Not wrapped at 80 columns, since another program may want to read it.
             console.print(line.rstrip(), soft_wrap=True, markup=False, highlight=False)
         return
-    if _least_width([header, *(row for section in shown for row in section)]) > console.width:
+    if _is_too_narrow(console, shown, header):
         for row in (row for section in shown for row in section):
             console.print("\n".join(_stacked(row, header)), markup=False, highlight=False)
         return
@@ -74,6 +78,13 @@ def print_rows(sections: Sequence[Sequence[Sequence[str]]], console: Console, he
             table.add_row(*row, style="red" if "FAILED" in row[0] else None)
         table.add_section()
     console.print(table)
+
+
+def _is_too_narrow(
+    console: Console, sections: Sequence[Sequence[Sequence[str]]], header: Sequence[str]
+) -> bool:
+    rows = [header, *(row for section in sections for row in section)]
+    return console.is_terminal and _least_width(rows) > console.width
 
 
 def _least_width(rows: Sequence[Sequence[str]]) -> int:
@@ -88,7 +99,11 @@ def _least_width(rows: Sequence[Sequence[str]]) -> int:
 def _stacked(row: Sequence[str], header: Sequence[str]) -> list[str]:
     """Return a row as lines: its name, then its cells by the names of their columns."""
     named = zip(header[1:], row[1:], strict=True)
-    return [row[0], *(f"  {name}: {cell}" if name else f"  {cell}" for name, cell in named if cell)]
+    # "error: error 0" would say it twice.
+    return [
+        row[0],
+        *(f"  {cell}" if cell.startswith(name) else f"  {name}: {cell}" for name, cell in named if cell),
+    ]
 
 
 def _size_rows(report: Report) -> list[Row]:

@@ -167,5 +167,6 @@ def test_tables_keep_every_figure_on_a_narrow_terminal(report: Report):
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= 40
     text = stream.getvalue()
-    for figure in ("922,112", "701,204", "3.200", "3.280"):
+    for figure in ("before: 922,112", "after: 701,204", "before: 3.200", "batch × tokens: 2 × 9"):
         assert figure in text, figure
+    assert "before: 2 × 9" not in text
