@@ -5,7 +5,8 @@
 
 1. Two fresh processes load DIR and must give the same bits.
 2. The bytes of its tensors against kept weights, the rest and indices, counted from the file.
-3. Loading time of DIR against a dense checkpoint with the same bytes, both from a warm file cache.
+3. Loading time of DIR against a dense checkpoint with the same bytes, both from a warm file cache, in four
+   ways: see WAYS.
 4. LoRA on all linear layers: perplexity before and after, on text that is not trained on.
 
 Writes OUT.json and OUT.md after every part; a part that fails does not lose the others.
@@ -23,20 +24,33 @@ from pathlib import Path
 from typing import Any
 
 LOAD = """
-import sys, time, hashlib
+import sys, time
+started = time.perf_counter()
+import hashlib
 import torch, dispfx
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 logging.disable_progress_bar()
+path, loads, way = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+options = {"dtype": torch.bfloat16} if way == "converted" else {}
 best = 1e9
-for _ in range(int(sys.argv[2])):
-    start = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-    best = min(best, time.perf_counter() - start)
+for _ in range(loads):
+    begun = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(path, **options)
+    if way == "read":
+        sum(float(parameter.detach().max()) for parameter in model.parameters())
+    best = min(best, time.perf_counter() - begun)
+    whole = time.perf_counter() - started
+    if way == "process":
+        best = whole
+        break
 with torch.no_grad():
     logits = model(torch.arange(24).reshape(2, 12)).logits
 print(best, hashlib.sha256(logits.float().numpy().tobytes()).hexdigest())
 """
+# What is timed: the file mapped and modules made; each weight read once, too; converted to another dtype,
+# which reads them all; one load with every import in a new process.
+WAYS = ("mapped", "read", "converted", "process")
 
 
 def main() -> None:
@@ -68,6 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=8, help="windows of perplexity")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--loads", type=int, default=5, help="the fastest of so many loads counts")
+    parser.add_argument("--rounds", type=int, default=2, help="processes for each, pruned and dense in turns")
     parser.add_argument("--skip", nargs="*", default=[], choices=("size", "loading", "adapter"))
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
@@ -116,27 +131,29 @@ def product(sizes: list[int]) -> int:
 
 def loading(args: argparse.Namespace) -> dict[str, Any]:
     """Time loads in fresh processes, pruned and dense in turns, and compare bits between processes."""
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         dense = Path(folder) / "dense"
-        dense_bytes = write_dense_of_same_size(args.folder, dense)
-        times: dict[str, list[float]] = {"pruned": [], "dense": []}
-        digests = set()
-        for _ in range(2):
-            for name, path in (("pruned", args.folder), ("dense", dense)):
-                command = [sys.executable, "-c", LOAD, str(path), str(args.loads)]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-                seconds, digest = done.stdout.split()
-                times[name].append(float(seconds))
-                if name == "pruned":
-                    digests.add(digest)
-    best = {name: min(values) for name, values in times.items()}
-    return {
-        "pruned_seconds": round(best["pruned"], 4),
-        "dense_seconds": round(best["dense"], 4),
-        "ratio": round(best["pruned"] / best["dense"], 3),
-        "dense_bytes": dense_bytes,
-        "fresh_processes_agree": len(digests) == 1,
-    }
+        found["dense_bytes"] = write_dense_of_same_size(args.folder, dense)
+        for way in WAYS:
+            times: dict[str, list[float]] = {"pruned": [], "dense": []}
+            digests = set()
+            for _ in range(args.rounds):
+                for name, path in (("pruned", args.folder), ("dense", dense)):
+                    command = [sys.executable, "-c", LOAD, str(path), str(args.loads), way]
+                    done = subprocess.run(command, capture_output=True, text=True, check=True)
+                    seconds, digest = done.stdout.split()
+                    times[name].append(float(seconds))
+                    if name == "pruned":
+                        digests.add(digest)
+            best = {name: min(values) for name, values in times.items()}
+            found[way] = {
+                "pruned_seconds": round(best["pruned"], 4),
+                "dense_seconds": round(best["dense"], 4),
+                "ratio": round(best["pruned"] / best["dense"], 3),
+                "fresh_processes_agree": len(digests) == 1,
+            }
+    return found
 
 
 def write_dense_of_same_size(pruned: Path, path: Path) -> int:

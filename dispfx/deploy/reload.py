@@ -11,7 +11,9 @@ stored are the tensors of the pruned modules, which may hold more than the graph
 `dispfx.huggingface.widths`); `convert` takes the rest off.
 """
 
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +40,14 @@ def read_plan(folder: Path) -> Plan:
     plan = Plan.load(folder / PLAN_FILE)
     section = read_section(folder)
     _compare(folder, "fingerprint", section.get("fingerprint"), plan.fingerprint)
-    claimed = [(site["name"], site["size"], site["kept"]) for site in _sites(section)]
+    sites = _sites(section)
+    claimed = [(site.name, site.size, site.kept) for site in sites]
     found = [(selection.site, selection.size, len(selection.kept)) for selection in plan.selections]
     _compare(folder, "sites", claimed, found)
     _compare(folder, "selections", section.get("selections"), selections_digest(plan))
     layout = read_layout(folder)
     if layout is None:
-        _check_indices(folder, plan, {site["name"] for site in _sites(section) if site["kind"] != "inner"})
+        _check_indices(folder, plan, {site.name for site in sites if site.kind != "inner"})
     else:
         layout.check_indices(read_tensors(folder, [name for name in read_headers(folder) if is_index(name)]))
     return plan
@@ -121,14 +124,34 @@ def _check_indices(folder: Path, plan: Plan, cut: set[str]) -> None:
             )
 
 
-def _sites(section: Mapping[str, object]) -> list[Mapping[str, Any]]:
-    sites = section.get("sites")
-    known = {"name", "kind", "size", "kept"}
-    if not isinstance(sites, list) or not all(
-        isinstance(site, dict) and known <= site.keys() for site in sites
-    ):
-        raise PlanMismatchError("the config's dispfx section lists no sites", hint=_ONE_COMPILATION)
-    return sites
+@dataclass(frozen=True)
+class _ListedSite:
+    name: str
+    kind: str
+    size: int
+    kept: int
+
+
+def _sites(section: Mapping[str, Any]) -> list[_ListedSite]:
+    """Return the sites that the config lists."""
+    listed = section.get("sites")
+    if isinstance(listed, list):
+        try:
+            return [_listed(site) for site in listed]
+        except (KeyError, TypeError, ValueError):
+            pass
+    raise PlanMismatchError("the config's dispfx section lists no sites", hint=_ONE_COMPILATION)
+
+
+def _listed(site: Any) -> _ListedSite:
+    """Read one site: a text, or the entries that folders of version 3 have."""
+    if isinstance(site, dict):
+        return _ListedSite(site["name"], site["kind"], site["size"], site["kept"])
+    found = re.fullmatch(r"(.+): (\S+) (\d+) of (\d+)", site, re.ASCII)
+    if found is None:
+        raise TypeError(f"{site!r} is no site")
+    name, kind, kept, size = found.groups()
+    return _ListedSite(name, kind, int(size), int(kept))
 
 
 def _compare(folder: Path, what: str, found: object, expected: object) -> None:

@@ -132,13 +132,9 @@ def _section(plan: Plan, sites: Sequence[Site], config: Any) -> dict[str, Any]:
         "of": plan.budget.of,
         "attention": getattr(config, "_attn_implementation", None),
         "experts": getattr(config, "_experts_implementation", None),
+        # One text a site: transformers copies a config again and again while it loads a model.
         "sites": [
-            {
-                "name": selection.site,
-                "kind": site.kind,
-                "size": selection.size,
-                "kept": len(selection.kept),
-            }
+            f"{selection.site}: {site.kind} {len(selection.kept)} of {selection.size}"
             for site, selection in zip(sites, plan.selections, strict=True)
         ],
     }

@@ -30,11 +30,17 @@ def shape_modules(model: nn.Module, layout: Layout, values: Mapping[str, Tensor]
     Raises:
         PlanMismatchError: if the model lacks a module or parameter that the layout names.
     """
+    # Walked once: there are hundreds of modules, and every search for one walks from the top.
+    modules = dict(model.named_modules(remove_duplicate=False))
+    missing_prefix = headless_prefix(model)
     for path, module_layout in layout.modules.items():
-        found = _find(model, path)
-        if found is None:
+        own = _find(modules, path, missing_prefix)
+        if own is None:
             continue
-        _shape(model, found, path, module_layout, values)
+        wrapper = _shape(model, modules[own], path, module_layout, values)
+        if wrapper is not None:
+            parent, _, leaf = own.rpartition(".")
+            modules[parent]._modules[leaf] = wrapper
     for path in layout.buffers:
         _keep_buffer(model, path)
     if layout.marked:
@@ -42,12 +48,15 @@ def shape_modules(model: nn.Module, layout: Layout, values: Mapping[str, Tensor]
         model.register_buffer(MARK, torch.zeros(1, dtype=torch.int32, device=device))
 
 
+def headless_prefix(model: nn.Module) -> str:
+    """Return what paths of the decoder with a head begin with and those of `model`, its body, lack; or ""."""
+    prefix = getattr(model, "base_model_prefix", "")
+    return f"{prefix}." if prefix and not hasattr(model, prefix) else ""
+
+
 def own_path(model: nn.Module, path: str) -> str:
     """Return a path of the decoder with a head as it is in `model`, which may be the body alone."""
-    prefix = getattr(model, "base_model_prefix", "")
-    if prefix and not hasattr(model, prefix) and path.startswith(f"{prefix}."):
-        return path.removeprefix(f"{prefix}.")
-    return path
+    return path.removeprefix(headless_prefix(model))
 
 
 def pruned_twin(model: nn.Module, layout: Layout, values: Mapping[str, Tensor]) -> nn.Module:
@@ -60,26 +69,24 @@ def pruned_twin(model: nn.Module, layout: Layout, values: Mapping[str, Tensor]) 
     return twin
 
 
-def _find(model: nn.Module, path: str) -> str | None:
-    """Return where a module of the layout is, or None where it is part of a head that `model` lacks."""
-    own = own_path(model, path)
-    try:
-        model.get_submodule(own)
-    except AttributeError:
-        if own == path and own_path(model, f"{getattr(model, 'base_model_prefix', '')}.x") == "x":
-            return None
-        raise PlanMismatchError(
-            "the layout names a module that this decoder does not have",
-            where=path,
-            hint="config.json must be the one that was written with the weights",
-        ) from None
-    return own
+def _find(modules: Mapping[str, nn.Module], path: str, missing_prefix: str) -> str | None:
+    """Return where a module of the layout is, or None where it is part of a head that the model lacks."""
+    own = path.removeprefix(missing_prefix)
+    if own in modules:
+        return own
+    if own == path and missing_prefix:
+        return None
+    raise PlanMismatchError(
+        "the layout names a module that this decoder does not have",
+        where=path,
+        hint="config.json must be the one that was written with the weights",
+    )
 
 
 def _shape(
-    model: nn.Module, own: str, path: str, layout: ModuleLayout, values: Mapping[str, Tensor] | None
-) -> None:
-    module = model.get_submodule(own)
+    model: nn.Module, module: nn.Module, path: str, layout: ModuleLayout, values: Mapping[str, Tensor] | None
+) -> PrunedModule | None:
+    """Give one module its shapes, and return the one that is to stand around it, or None."""
     for name, shape in layout.shapes.items():
         old = module._parameters.get(name)
         if old is None:
@@ -96,23 +103,21 @@ def _shape(
             setattr(module, name, size)
         else:
             raise PlanMismatchError("the layout names a size that the module has not", where=f"{path}.{name}")
+    indices = layout.indices
+    if not indices:
+        return None
     device = next(chain(module.parameters(), model.parameters())).device
-
-    def index(name: str) -> Tensor | None:
-        if name not in layout.indices:
-            return None
-        if values is not None:
-            return values[f"{path}.{name}"].to(device)
-        features, kept = layout.indices[name]
-        return empty_index(features if name == WRITE else kept, device)
-
-    selection = index(SELECT)
-    if selection is not None:
-        selecting(module, selection)
-    if layout.wraps:
-        parent, _, leaf = own.rpartition(".")
-        wrapped = PrunedModule(module, index(READ), index(WRITE), padded=layout.padded)
-        model.get_submodule(parent)._modules[leaf] = wrapped
+    made = {
+        name: empty_index(features if name == WRITE else kept, device)
+        if values is None
+        else values[f"{path}.{name}"].to(device)
+        for name, (features, kept) in indices.items()
+    }
+    if SELECT in made:
+        selecting(module, made[SELECT])
+    if not layout.wraps:
+        return None
+    return PrunedModule(module, made.get(READ), made.get(WRITE), padded=layout.padded)
 
 
 def _empty(old: nn.Parameter, shape: tuple[int, ...]) -> Tensor:

@@ -21,7 +21,8 @@ from typing import Any
 from dispfx.errors import OutputError
 
 METHOD = "dispfx"
-SCHEMA_VERSION = 3
+# Version 3 held the same in more entries.
+SCHEMA_VERSION, READABLE_VERSIONS = 4, (3, 4)
 SECTION, LOCK = "quantization_config", "transformers_weights"
 REFUSAL = "this decoder was pruned by dispfx; install dispfx and `import dispfx` before the folder is loaded"
 
@@ -36,9 +37,10 @@ def checked_section(section: Any, where: str | None) -> dict[str, Any]:
         raise OutputError(
             "a folder written by dispfx was expected; its config has no dispfx section", where=where
         )
-    if section.get("schema_version") != SCHEMA_VERSION:
+    if section.get("schema_version") not in READABLE_VERSIONS:
+        known = " and ".join(str(version) for version in READABLE_VERSIONS)
         raise OutputError(
-            f"the folder has format {section.get('schema_version')}, this program reads {SCHEMA_VERSION}",
+            f"the folder has format {section.get('schema_version')}, this program reads {known}",
             where=where,
             hint="use the version of dispfx that wrote it",
         )

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class ModuleLayout:
         """Whether the module is put inside one that reads or writes."""
         return self.read is not None or self.write is not None
 
-    @property
+    @cached_property
     def indices(self) -> dict[str, tuple[int, int]]:
         """(features, kept ones) by the name of the index buffer."""
         named = {SELECT: self.select, READ: self.read, WRITE: self.write}
@@ -81,6 +82,13 @@ class ModuleLayout:
         }
         sizes = {str(name): int(size) for name, size in entries.get("sizes", {}).items()}
         return ModuleLayout(shapes, sizes, padded=bool(entries.get("padded", False)), **pairs)
+
+
+def _entries_of(modules: Any) -> dict[str, Any]:
+    """Return the entries of each module; the first folders have a text for each, later ones one for all."""
+    if isinstance(modules, str):
+        return parse_json(modules)
+    return {path: parse_json(text) for path, text in modules.items()}
 
 
 def _dtype_name(name: Any) -> str:
@@ -115,11 +123,11 @@ class Layout:
     def to_json(self) -> dict[str, Any]:
         """Return the layout as the config holds it.
 
-        A module is one text: transformers copies a config some twenty times while it loads a model, and
+        All modules are one text: transformers copies a config some twenty times while it loads a model, and
         thousands of nested entries took longer to copy than the weights to read.
         """
-        modules = {path: json.dumps(module.to_json()) for path, module in self.modules.items()}
-        entries = {"modules": modules, "indices": self.indices}
+        modules = {path: module.to_json() for path, module in self.modules.items()}
+        entries = {"modules": json.dumps(modules), "indices": self.indices}
         return {**entries, "buffers": list(self.buffers), "dtypes": dict(self.dtypes)}
 
     @staticmethod
@@ -130,8 +138,10 @@ class Layout:
             PlanMismatchError: if it is something else.
         """
         try:
-            texts = entries["modules"].items()
-            modules = {path: ModuleLayout.from_json(parse_json(text)) for path, text in texts}
+            modules = {
+                str(path): ModuleLayout.from_json(module)
+                for path, module in _entries_of(entries["modules"]).items()
+            }
             buffers = tuple(str(path) for path in entries["buffers"])
             dtypes = {str(path): _dtype_name(dtype) for path, dtype in entries["dtypes"].items()}
             return Layout(modules, str(entries["indices"]), buffers, dtypes)

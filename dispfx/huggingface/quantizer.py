@@ -14,7 +14,7 @@ then is imported where it is used.
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dispfx.errors import OutputError
-from dispfx.huggingface.building import own_path, shape_modules
+from dispfx.huggingface.building import headless_prefix, own_path, shape_modules
 from dispfx.huggingface.entries import LOCK, METHOD, checked_section
 from dispfx.huggingface.layout import INNER, Layout
-from dispfx.huggingface.modules import index_buffers
+from dispfx.huggingface.modules import PrunedModule, index_buffers
 
 
 class DispfxConfig(QuantizationConfigMixin):
@@ -82,12 +82,13 @@ class DispfxQuantizer(HfQuantizer):
         for path, dtype in self.layout.dtypes.items():
             _expect_dtype(model, path, getattr(torch, dtype), kwargs.get("dtype"))
         shape_modules(model, self.layout)
-        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self._dtypes = {path: parameter.dtype for path, parameter in _wrapped_parameters(model)}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         found = index_buffers(model)
+        prefix = headless_prefix(model)
         named = {
-            f"{own_path(model, path)}.{name}": f"{path}.{name}"
+            f"{path.removeprefix(prefix)}.{name}": f"{path}.{name}"
             for path, module in self.layout.modules.items()
             for name in module.indices
         }
@@ -96,6 +97,9 @@ class DispfxQuantizer(HfQuantizer):
         _cast(model, self._dtypes)
         _leave_quantised_mode(model)
         return model
+
+    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
+        """Called since transformers 5.20, twice; there are no tensors beside the weights to plan for."""
 
 
 def install() -> None:
@@ -162,10 +166,16 @@ def _held(model: nn.Module, path: str, index: Tensor) -> Tensor:
 
 def _cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     """Give renamed weights the dtype that was asked for; transformers 5.17 reads them as stored."""
-    for path, parameter in model.named_parameters():
-        inside = path.rpartition(".")[0].rpartition(".")[2] == INNER
-        if inside and not parameter.is_meta and parameter.dtype != dtypes.get(path, parameter.dtype):
+    for path, parameter in _wrapped_parameters(model):
+        if not parameter.is_meta and parameter.dtype != dtypes.get(path, parameter.dtype):
             parameter.data = parameter.data.to(dtypes[path])
+
+
+def _wrapped_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for path, module in model.named_modules():
+        if isinstance(module, PrunedModule):
+            for name, parameter in module.linear.named_parameters(recurse=False):
+                yield f"{path}.{INNER}.{name}", parameter
 
 
 def _leave_quantised_mode(model: Any) -> None:

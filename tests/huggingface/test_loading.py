@@ -180,13 +180,23 @@ DOWN = "model.layers.0.mlp.down_proj"
     [
         lambda layout: layout.pop("modules"),
         lambda layout: layout.update(modules=3),
-        lambda layout: layout["modules"].update({DOWN: "{"}),
-        lambda layout: layout["modules"].update({"model.layers.9.mlp": '{"sizes": {"a": 1}}'}),
-        lambda layout: layout["modules"].update({DOWN: '{"sizes": {"forward": 1}}'}),
-        lambda layout: layout["modules"].update({DOWN: '{"shapes": {"other": [1]}}'}),
+        lambda layout: layout.update(modules="{"),
+        lambda layout: layout.update(modules="3"),
+        lambda layout: layout.update(modules=json.dumps({"model.layers.9.mlp": {"sizes": {"a": 1}}})),
+        lambda layout: layout.update(modules=json.dumps({DOWN: {"sizes": {"forward": 1}}})),
+        lambda layout: layout.update(modules=json.dumps({DOWN: {"shapes": {"other": [1]}}})),
         lambda layout: layout.update(dtypes={"model.norm.weight": "save"}),
     ],
-    ids=["no modules", "a number", "no text", "no module", "no size", "no parameter", "no dtype"],
+    ids=[
+        "no modules",
+        "a number",
+        "no JSON",
+        "a number as text",
+        "no module",
+        "no size",
+        "no parameter",
+        "no dtype",
+    ],
 )
 def test_a_layout_that_is_not_the_decoders_is_refused(llama: Folder, tmp_path: Path, change: Any) -> None:
     shutil.copytree(llama.path, tmp_path / "other")
@@ -196,6 +206,36 @@ def test_a_layout_that_is_not_the_decoders_is_refused(llama: Folder, tmp_path: P
 
     with pytest.raises(PlanMismatchError):
         AutoModelForCausalLM.from_pretrained(tmp_path / "other")
+
+
+def test_a_folder_in_the_form_of_version_3_is_read(llama: Folder, tmp_path: Path) -> None:
+    shutil.copytree(llama.path, tmp_path / "old")
+    config = json.loads((llama.path / "config.json").read_text())
+    section = config["quantization_config"]
+    section["schema_version"] = 3
+    modules = json.loads(section["layout"]["modules"])
+    section["layout"]["modules"] = {path: json.dumps(module) for path, module in modules.items()}
+    words = [text.split() for text in section["sites"]]
+    section["sites"] = [
+        {"name": name.removesuffix(":"), "kind": kind, "size": int(size), "kept": int(kept)}
+        for name, kind, kept, _, size in words
+    ]
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+
+    expected = logits(AutoModelForCausalLM.from_pretrained(llama.path))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "old")), expected)
+    assert torch.equal(logits(dispfx.load(tmp_path / "old")), expected)
+
+
+@pytest.mark.parametrize("sites", [None, 3, {"a": 1}, [{"name": "a"}], ["a: read 1"], [3]])
+def test_a_section_that_lists_no_sites_is_refused(llama: Folder, tmp_path: Path, sites: Any) -> None:
+    shutil.copytree(llama.path, tmp_path / "other")
+    config = json.loads((llama.path / "config.json").read_text())
+    config["quantization_config"]["sites"] = sites
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(PlanMismatchError, match="lists no sites"):
+        dispfx.load(tmp_path / "other")
 
 
 def test_every_index_buffer_is_stored(llama: Folder) -> None:
