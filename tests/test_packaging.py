@@ -1,8 +1,5 @@
 """What an installation holds: every package once, and the data files."""
 
-import shutil
-import subprocess
-import sys
 import tarfile
 import tomllib
 import zipfile
@@ -12,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dispfx import __version__
+from tests.wheels import CHECKOUT, build, copied_checkout
 
-CHECKOUT = Path(__file__).parent.parent
 SETUPTOOLS = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
 
@@ -30,28 +27,10 @@ def packages_on_disk() -> dict[str, Path]:
     return found
 
 
-def build(kind: str, source: Path, into: Path) -> Path:
-    """Build a wheel or sdist of `source` without a network."""
-    code = f"from setuptools.build_meta import build_{kind}; print(build_{kind}({str(into)!r}))"
-    into.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return into / done.stdout.split()[-1]
-
-
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkout's files that a build reads, so that it leaves nothing in the checkout."""
-    copy = tmp_path_factory.mktemp("source") / "checkout"
-    copy.mkdir()
-    for room in ("dispfx", "passes"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(CHECKOUT / room, copy / room, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "LICENSE", "README.md", "dispfx_autoload.py"):
-        shutil.copy(CHECKOUT / name, copy / name)
-    return copy
+    """The checkout's files that a build reads."""
+    return copied_checkout(tmp_path_factory.mktemp("source"))
 
 
 def test_every_package_is_listed():

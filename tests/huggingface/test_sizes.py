@@ -32,7 +32,6 @@ MIXTURES = {
         num_experts_per_tok=8,
         num_attention_heads=32,
         num_key_value_heads=4,
-        head_dim=128,
         decoder_sparse_step=1,
     ),
 }
@@ -48,7 +47,7 @@ def mixture(request: pytest.FixtureRequest) -> tuple[Program, Any]:
 
 
 def planned(program: Program, model: Any, shares: dict[str, float], odd: bool) -> tuple[Planned, Plan]:
-    """Plan the modules for a plan that keeps a share of each kind of site, in multiples of 8 or odd numbers."""
+    """Plan the modules for a plan that keeps a share of each kind of site, in eights or in odd numbers."""
     kept = []
     for number, site in enumerate(program.sites):
         width = int(shares[site.kind] * site.each) // 8 * 8 + (1 + 2 * (number % 3) if odd else 0)
