@@ -14,6 +14,7 @@ Writes OUT.json and OUT.md after every part; a part that fails does not lose the
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -133,13 +134,16 @@ def loading(args: argparse.Namespace) -> dict[str, Any]:
     """Time loads in fresh processes, pruned and dense in turns, and compare bits between processes."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        dense = Path(folder) / "dense"
-        found["dense_bytes"] = write_dense_of_same_size(args.folder, dense)
+        written, dense, pruned = (Path(folder) / name for name in ("written", "dense", "pruned"))
+        found["dense_bytes"] = write_dense_of_same_size(args.folder, written)
+        # Both are copies, since how a file was written decides how its pages lie in the cache.
+        shutil.copytree(written, dense)
+        shutil.copytree(args.folder, pruned, ignore=shutil.ignore_patterns("onnx", "dense"))
         for way in WAYS:
             times: dict[str, list[float]] = {"pruned": [], "dense": []}
             digests = set()
             for _ in range(args.rounds):
-                for name, path in (("pruned", args.folder), ("dense", dense)):
+                for name, path in (("pruned", pruned), ("dense", dense)):
                     command = [sys.executable, "-c", LOAD, str(path), str(args.loads), way]
                     done = subprocess.run(command, capture_output=True, text=True, check=True)
                     seconds, digest = done.stdout.split()

@@ -79,19 +79,41 @@ if accelerator.is_main_process:
 """
 
 
+TRAINER = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+rows = [{"input_ids": row, "labels": row} for row in torch.arange(64).reshape(4, 16)]
+options = {"use_cpu": True, "report_to": [], "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True}
+options |= {"per_device_train_batch_size": 2, "num_train_epochs": 6, "learning_rate": 1e-2}
+trainer = Trainer(model, TrainingArguments(sys.argv[2], **options), train_dataset=rows)
+trainer.train()
+trainer.save_model(sys.argv[2])
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+if trainer.is_world_process_zero():
+    print("trained", trainer.accelerator.num_processes, losses[0], losses[-1])
+"""
+# accelerate starts several processes on a CPU by MPI alone; torchrun starts them by itself.
+ACCELERATE = "accelerate.commands.accelerate_cli launch --cpu --num_processes 1 --num_machines 1"
+ACCELERATE += " --mixed_precision no --dynamo_backend no --main_process_port 0"
+TORCHRUN = "torch.distributed.run --standalone --nproc-per-node 2"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1])
-def test_accelerate_launch_trains_a_folder_with_a_script_that_does_not_know_dispfx(
-    llama: Folder, installed: dict[str, str], tmp_path: Path, processes: int
+@pytest.mark.parametrize(
+    ("launch", "script", "processes"),
+    [(ACCELERATE, TRAIN, 1), (TORCHRUN, TRAIN, 2), (TORCHRUN, TRAINER, 2)],
+    ids=["accelerate launch", "torchrun", "torchrun and the Trainer"],
+)
+def test_a_script_that_does_not_know_dispfx_trains_a_folder(
+    llama: Folder, installed: dict[str, str], tmp_path: Path, launch: str, script: str, processes: int
 ) -> None:
     pytest.importorskip("accelerate")
-    (tmp_path / "train.py").write_text(TRAIN)
-    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
-    launch += ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
-    launch += ["--dynamo_backend", "no", "--main_process_port", "0"]
+    (tmp_path / "train.py").write_text(script)
 
     ran = subprocess.run(
-        [*launch, "train.py", str(llama.path), str(tmp_path / "tuned")],
+        [sys.executable, "-m", *launch.split(), "train.py", str(llama.path), str(tmp_path / "tuned")],
         env=installed | {"DISPFX_AUTOLOAD": "1", "HF_HOME": str(tmp_path / "home")},
         cwd=tmp_path,
         capture_output=True,
