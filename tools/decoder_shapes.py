@@ -22,6 +22,7 @@ from dispfx.api.speed import Contender
 from dispfx.ir.budget import Groups, ParameterCount, harden
 from dispfx.ir.plan import Budget, Plan
 from dispfx.ir.program import Program
+from dispfx.ir.sites import Site
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.pipeline import Pipeline
 
@@ -90,7 +91,10 @@ def zeros_decoder(config: PreTrainedConfig, device: torch.device, dtype: torch.d
 
 def _without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the same config with one small layer: its buffers are those of the whole decoder."""
-    return type(config).from_dict(config.to_dict() | {"num_hidden_layers": 1})
+    first = {"num_hidden_layers": 1}
+    if kinds := getattr(config, "layer_types", None):
+        first["layer_types"] = kinds[:1]
+    return type(config).from_dict(config.to_dict() | first)
 
 
 def captured(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> Program:
@@ -113,11 +117,17 @@ def periodic_plan(program: Program, ratio: float, *, period: int, align: int, se
     budget = Budget(ratio, "blocks", align)
     count = ParameterCount.of_sites(sites, program.shapes, "blocks")
     alike = harden(torch.cat(logits), sites, count, budget, groups=groups)
-    kept = [
-        torch.randperm(site.size, generator=generator)[: len(indices)].sort().values.to(torch.int32)
-        for site, indices in zip(sites, alike, strict=True)
-    ]
+    kept = [_drawn(site, len(indices), generator) for site, indices in zip(sites, alike, strict=True)]
     return Plan.of(program, budget, kept, seed)
+
+
+def _drawn(site: Site, number: int, generator: torch.Generator) -> Tensor:
+    """Return `number` random features of a site, (number,) int32, ascending, equally many of each expert."""
+    drawn = [
+        expert * site.each + torch.randperm(site.each, generator=generator)[: number // site.experts]
+        for expert in range(site.experts)
+    ]
+    return torch.cat(drawn).sort().values.to(torch.int32)
 
 
 def _place(program: Program, index: int, period: int) -> tuple[object, ...]:

@@ -170,7 +170,7 @@ def _arguments() -> argparse.ArgumentParser:
     add("--data", nargs="*", default=[], help="texts to learn from; the demo brings its own")
     add("--other-data", nargs="*", default=[], help="a second text, for the tables of two texts")
     add("--eval-data", nargs="*", default=[], help="text to measure on (the last tenth of the data)")
-    add("--recipe", choices=("paper", "informed"), help="defaults of learning (paper; demo: informed)")
+    add("--recipe", choices=("paper", "informed"), help="defaults of learning (informed)")
     add("--steps", type=int, help="of learning (the recipe's)")
     add("--batch-size", type=int)
     add("--seq-len", type=int)

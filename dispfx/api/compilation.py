@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from dispfx.api.opening import Opening, learn_settings
+from dispfx.api.opening import Opening, learn_settings, settings_for
 from dispfx.api.ordinary import require_ordinary
 from dispfx.api.preflight import require_room_for_weights, require_room_to_learn
 from dispfx.api.programs import analyse, apart, follow, learn, only_planned, require_same_decoder
@@ -39,7 +39,7 @@ from dispfx.source.text import Words
 from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Reading
 from dispfx.training.preparation import Compute
 
-ALIGNMENT = {"cuda": 64, "cpu": 8}
+ALIGNMENT = {"cuda": 16, "cpu": 8}
 
 
 def compile(
@@ -85,10 +85,10 @@ def compile(
         data_weights: share of the sequences from each text of `data`, in order; joined without them.
         data_field: of JSON lines, parquet and data sets, that holds the text.
         data_bytes: of text that are read at most; of longer ones, evenly spaced pieces.
-        settings: of learning; the paper's by default, the demo's own for `demo`.
+        settings: of learning; those of the `informed` recipe by default, with sizes of its own for `demo`.
         compute: how the decoder is run while masks are learned; chosen by the device by default.
         ranks: the processes of the run, of which this one leads; the others call `follow_command`.
-        align: widths become multiples of this; 64 for a GPU target and 8 for a CPU by default.
+        align: widths become multiples of this; 16 for a GPU target and 8 for a CPU by default.
         costs: table of times on the target device (tools/measure_costs.py); branches that would be slower
             are left dense.
         select: `after-norm`; or `before-norm`, one selection for the whole residual stream, for constrained
@@ -399,6 +399,7 @@ def ready_to_learn(opening: Opening, chosen: TextChoice, how: Learning, stages: 
     if separator is not None:
         with stages("capture documents"):
             learned_on = apart(source.model, program, separator, skip=how.skip, select=how.select)
+    settings = settings_for(learned_on, settings, stages.observer.note)
     require_room_to_learn(learned_on, settings, how.compute, how.ranks)
     return Ready(source, text, batches, program, learned_on, settings, costs)
 

@@ -1,42 +1,60 @@
 """What a command starts from: the decoder, and the defaults that belong to it."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from dispfx.learning.settings import LearnSettings
+from dispfx.ir.ops import is_grouped
+from dispfx.ir.program import Program
+from dispfx.learning.settings import DEFAULT_RECIPE, LearnSettings
 from dispfx.learning.settings import recipe as recipe_of
 from dispfx.source import Source, load_source
 
-DEFAULT_RECIPE = "paper"
-# Better on the demo at every ratio tried; `docs/recipe.md` has the figures.
-DEMO_RECIPE = "informed"
 DEMO_CONTEXT = 256
 LONGEST_CONTEXT = 2048
 
 _DEMO_SETTINGS: dict[str, Any] = {"steps": 400, "seq_len": 128, "batch_size": 8, "lr": 3e-3}
+# Four hundred steps are too few for a falling rate to gain anything (docs/recipe.md).
+_DEMO_SETTINGS |= {"schedule": "constant", "weight_decay": 0.05}
 
 
-def learn_settings(model: str | nn.Module, *, recipe: str | None = None, **chosen: Any) -> LearnSettings:
+def learn_settings(
+    model: str | nn.Module | None, *, recipe: str | None = None, **chosen: Any
+) -> LearnSettings:
     """Return the settings a user chose, over those of a recipe; the demo has sizes of its own.
 
     Args:
-        recipe: `paper` or `informed`; the paper's by default, for the demo the other.
+        recipe: `informed`, the default, or `paper`.
         chosen: single settings by their names.
 
     Raises:
         DispfxError: if there is no such recipe, or a setting has a value with which no run makes sense.
     """
-    settings = recipe_of(recipe or (DEMO_RECIPE if model == "demo" else DEFAULT_RECIPE))
+    settings = recipe_of(recipe or DEFAULT_RECIPE)
     if model == "demo":
         settings |= _DEMO_SETTINGS
     settings |= chosen
     # A batch that the user made smaller draws fewer masks, not none.
     if "samples" not in chosen:
         settings["samples"] = math.gcd(settings.get("samples", 1), settings.get("batch_size", 1))
+        settings["fewer_samples"] = settings["samples"] > 1
     return LearnSettings(**settings)
+
+
+def settings_for(program: Program, settings: LearnSettings, note: Callable[[str], None]) -> LearnSettings:
+    """Return the settings with one mask a batch where nobody asked for more and the decoder cannot take them.
+
+    Experts that take tokens in sorted runs see the tokens of all sequences of a batch mixed.
+    """
+    if not settings.fewer_samples or settings.samples == 1:
+        return settings
+    if not any(map(is_grouped, program.graph_module.graph.nodes)):
+        return settings
+    note("one mask a batch: the experts of this decoder take the tokens of all its sequences together")
+    return replace(settings, samples=1)
 
 
 @dataclass(frozen=True, eq=False)

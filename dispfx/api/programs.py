@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dispfx.api.opening import learn_settings, settings_for
 from dispfx.api.training import device_of_learning, prepared_loss
 from dispfx.capturing import capture as capture_module
 from dispfx.errors import CaptureError, DispfxError, PlanMismatchError, UnsupportedGraphError
@@ -296,7 +297,7 @@ def learn(
         of: what is counted.
         align: widths become multiples of this, or the full width.
         costs: times on the target device; a branch that cutting would make slower is left dense.
-        settings: of the run; the paper's by default.
+        settings: of the run; those of the `informed` recipe by default.
         state_dir, resume, on_step: as in `dispfx.learning.trainer.learn`.
         compute: how the decoder is run: compiled, with checkpoints, in parts; by default as the device asks.
         ranks: the processes of the run, of which this one leads; the others call `follow`.
@@ -308,7 +309,8 @@ def learn(
         DataError: if the text is shorter than one sequence.
         DispfxError: if the decoder cannot be run as `compute` says.
     """
-    chosen = replace(settings or LearnSettings(), **changes)
+    whole = learn_settings(None, **changes) if settings is None else replace(settings, **changes)
+    chosen = settings_for(program, whole, note)
     text = batches_of(data, chosen) if isinstance(data, Tensor) else data
     budget = Budget(ratio, of, align, costs)
     _check_packing(program, chosen)

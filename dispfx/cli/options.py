@@ -61,7 +61,7 @@ RatioOf = Annotated[
     typer.Option(help="Count the layers' weights, or embeddings and head too."),
 ]
 Align = Annotated[
-    int | None, typer.Option(min=1, help="Widths become multiples of this: 64 for cuda, 8 for cpu.")
+    int | None, typer.Option(min=1, help="Widths become multiples of this: 16 for cuda, 8 for cpu.")
 ]
 Costs = Annotated[
     Path | None,
@@ -113,9 +113,14 @@ EvalWindows = Annotated[
 # Learning.
 Recipe = Annotated[
     Literal["paper", "informed"] | None,
-    typer.Option(help="Settings to start from (paper; demo: informed); each has an option of its own."),
+    typer.Option(help="Settings to start from (informed); each has an option of its own."),
 ]
-Samples = Annotated[int | None, typer.Option(help="Masks drawn a step; a divisor of the batch size (1).")]
+Samples = Annotated[
+    int | None,
+    typer.Option(
+        help="Masks drawn a step; a divisor of the batch size (one a sequence; 1 where experts sort tokens)."
+    ),
+]
 Packing = Annotated[
     Literal["joined", "documents"] | None,
     typer.Option(
@@ -125,16 +130,16 @@ Packing = Annotated[
 ]
 Start = Annotated[
     Literal["uniform", "sensitivity"] | None,
-    typer.Option(help="First logits: all alike, or by how sensitive the loss is (uniform)."),
+    typer.Option(help="First logits: all alike, or by how sensitive the loss is (sensitivity)."),
 ]
 Method = Annotated[
     Literal["learned", "magnitude", "activation", "fluctuation", "sensitivity", "random"] | None,
     typer.Option(help="How features are chosen: learned, or scored once (learned)."),
 ]
-Steps = Annotated[int | None, typer.Option(help="Steps of learning (10,000; demo: 400).")]
-SeqLen = Annotated[int | None, typer.Option(help="Tokens a sequence (2048; demo: 128).")]
-BatchSize = Annotated[int | None, typer.Option(help="Sequences a step, of all processes (1; demo: 8).")]
-Lr = Annotated[float | None, typer.Option(help="Learning rate (1e-3; demo: 3e-3).")]
+Steps = Annotated[int | None, typer.Option(help="Steps of learning (2,500; demo: 400).")]
+SeqLen = Annotated[int | None, typer.Option(help="Tokens a sequence (1024; demo: 128).")]
+BatchSize = Annotated[int | None, typer.Option(help="Sequences a step, of all processes (8).")]
+Lr = Annotated[float | None, typer.Option(help="Learning rate (3e-3, falling by a cosine).")]
 Lambda = Annotated[float | None, typer.Option("--lambda", help="Weight of the budget loss (6).")]
 Estimator = Annotated[
     Literal["reinmax", "gumbel", "straight-through"] | None,

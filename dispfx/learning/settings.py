@@ -22,6 +22,7 @@ Method = Literal["learned", "magnitude", "activation", "fluctuation", "sensitivi
 
 RecipeName = Literal["paper", "informed"]
 # What a recipe sets; `paper` is what LearnSettings says.  Both learn from 20.5 million tokens.
+DEFAULT_RECIPE: RecipeName = "informed"
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {},
     "informed": {
@@ -31,6 +32,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "lr": 3e-3,
         "samples": 8,
         "start": "sensitivity",
+        "weight_decay": 1.0,
+        "schedule": "cosine",
     },
 }
 
@@ -62,6 +65,8 @@ class LearnSettings:
         weight_decay: of AdamW.
         lambda_: weight of the budget loss.
         samples: masks drawn a step; each serves batch_size / samples sequences.
+        fewer_samples: whether one will do for a decoder that mixes the sequences of a batch, as experts
+            that take tokens in sorted runs do; otherwise such a decoder is refused.
         start: logits to start from: the bias alone, or also how sensitive the loss is to each feature.
         estimator: how gradients pass the sampled masks.
         hypernetwork: what the logits come from; `none` learns them one by one.
@@ -86,6 +91,7 @@ class LearnSettings:
     weight_decay: float = 0.05
     lambda_: float = 6.0
     samples: int = 1
+    fewer_samples: bool = False
     start: Start = "uniform"
     estimator: EstimatorName = "reinmax"
     hypernetwork: HypernetworkName = "full"

@@ -21,7 +21,7 @@ from dispfx.ir.budget import Groups, ParameterCount
 from dispfx.ir.plan import BudgetOf
 from dispfx.ir.program import Program
 from dispfx.learning.hypernetwork import hypernetwork_parameters
-from dispfx.learning.settings import LearnSettings
+from dispfx.learning.settings import DEFAULT_RECIPE, LearnSettings, recipe
 from dispfx.measure.devices import Device
 from dispfx.measure.graph_sizes import Sizes
 from dispfx.measure.step_memory import StepMemory, needing_gradients, step_memory
@@ -95,10 +95,10 @@ def estimate(program: Program, settings: LearnSettings | None = None, *, of: Bud
 
     Args:
         program: analysed, with its sites.
-        settings: of the run; the paper's by default.
+        settings: of the run; those of the default recipe by default.
         of: which parameters `gated_parameters` counts.
     """
-    settings = settings or LearnSettings()
+    settings = settings or LearnSettings(**recipe(DEFAULT_RECIPE))
     twin = Pipeline([InsertGates()], verify=False).run(program.clone())
     inputs = [node for node in twin.graph.nodes if node.op == "placeholder"]
     needs = needing_gradients(twin.graph, inputs[-len(program.sites) :])

@@ -2,9 +2,13 @@
 
 import pytest
 
-from dispfx.api.opening import learn_settings
+from dispfx.api.opening import learn_settings, settings_for
+from dispfx.api.programs import analyse
 from dispfx.errors import DispfxError
+from dispfx.ir.program import Program
 from dispfx.learning.settings import RECIPES, LearnSettings
+from dispfx.source.experts import Experts
+from tests.tiny_transformers import tiny_transformer
 
 
 def test_the_recipe_of_the_paper_is_what_the_settings_say():
@@ -45,6 +49,23 @@ def test_an_unknown_recipe_names_those_that_there_are():
         learn_settings("a-model", recipe="better")
 
 
-def test_the_demo_learns_by_the_better_recipe_and_other_models_by_the_paper_s():
-    assert learn_settings("demo").start == "sensitivity"
-    assert learn_settings("demo", recipe="paper").start == learn_settings("a-model").start == "uniform"
+def test_every_decoder_learns_by_the_better_recipe_unless_the_paper_s_is_asked():
+    assert learn_settings("demo").start == learn_settings("a-model").start == "sensitivity"
+    assert learn_settings("demo", recipe="paper").start == "uniform"
+
+
+def sorts(experts: Experts) -> Program:
+    return analyse(tiny_transformer("mixtral"), experts=experts)
+
+
+def test_experts_that_sort_tokens_get_one_mask_a_batch_and_a_note_says_so():
+    said: list[str] = []
+    of_recipe = learn_settings("a-model")
+    assert settings_for(sorts("grouped"), of_recipe, said.append).samples == 1
+    assert len(said) == 1 and "one mask a batch" in said[0]
+    assert settings_for(sorts("batched"), of_recipe, said.append) == of_recipe and len(said) == 1
+
+
+def test_masks_that_the_user_asked_for_are_not_taken_away():
+    asked = learn_settings("a-model", samples=4)
+    assert settings_for(sorts("grouped"), asked, pytest.fail) == asked
