@@ -39,8 +39,9 @@ def require_room_for_weights(opening: Opening, *, copies: float = 1.0) -> None:
     if not isinstance(opening.model, str):
         return
     size = loaded_bytes(opening.model, dtype_of(opening.dtype))
-    devices = {torch.device("cpu"), torch.device(opening.device or "cpu")}
-    for device in devices if size is not None else ():
+    if size is None:
+        return
+    for device in {torch.device("cpu"), torch.device(opening.device or "cpu")}:
         free = free_bytes(device)
         if free is not None and _SURE * copies * size > free:
             raise _missing(
