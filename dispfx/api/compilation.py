@@ -280,6 +280,12 @@ def learn_from(
             resume=how.resume,
             on_step=stages.observer.learning,
         )
+    if plan.emptied:
+        stages.observer.note(
+            f"{len(plan.emptied)} of {len(plan.selections)} sites keep the least that a site may, "
+            f"{plan.budget.align} of their features: {', '.join(plan.emptied[:3])}"
+            + (" …" if len(plan.emptied) > 3 else "")
+        )
     # Scores leave no state behind, and a plan has to lie somewhere while the folder is made.
     state.mkdir(parents=True, exist_ok=True)
     plan.save(state / PLAN_FILE)

@@ -143,6 +143,16 @@ class Plan:
         """Kept indices by site name."""
         return {selection.site: selection.kept for selection in self.selections}
 
+    @property
+    def emptied(self) -> tuple[str, ...]:
+        """Sites that would keep nothing, if a site could: they keep the least that the alignment allows."""
+        return tuple(
+            selection.site
+            for selection in self.selections
+            if len(selection.kept) < selection.size
+            and len(selection.kept) <= self.budget.align * selection.experts
+        )
+
     @staticmethod
     def random(
         program: "Program", ratio: float, seed: int, *, of: BudgetOf = "blocks", align: int = 1

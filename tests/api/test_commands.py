@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,17 @@ def test_learn_plan_writes_the_plan_alone(tmp_path: Path, tokens: Path, compiled
     again = learn_plan(MODEL, RATIO, out=path, data=tokens, resume=True, observer=watcher)
     assert not (tmp_path / f"{path.name}.state").exists()
     assert again == plan and watcher.notes == [f"{path} is complete; there is nothing to do"]
+
+
+def test_sites_that_would_keep_nothing_keep_one_feature_and_a_line_says_so(tmp_path: Path, tokens: Path):
+    watcher = Watcher()
+    settings = replace(SETTINGS, method="random")
+    plan = learn_plan(
+        MODEL, 0.97, out=tmp_path / "p", data=tokens, settings=settings, align=1, observer=watcher
+    )
+    assert plan.emptied and all(len(selection.kept) >= 1 for selection in plan.selections)
+    told = f"{len(plan.emptied)} of {len(plan.selections)} sites keep the least that a site may, 1 of their "
+    assert any(note.startswith(f"{told}features: {plan.emptied[0]}") for note in watcher.notes)
 
 
 def test_the_demo_is_written_as_a_checkpoint(demo: tuple[Path, Report]):

@@ -321,6 +321,17 @@ def test_a_ratio_out_of_reach_is_refused_with_the_largest(program: Program):
         Plan.random(program, 0.9999, 0)
 
 
+def test_sites_that_keep_the_least_they_may_are_named():
+    selections = (
+        Selection("one", 4, indices(2), ("a:0",)),
+        Selection("two", 4, indices(0, 2), ("b:0",)),
+        Selection("whole", 1, indices(0), ("c:0",)),
+        Selection("one an expert", 4, indices(1, 3), ("d:0",), experts=2),
+    )
+    assert Plan("f" * 64, Budget(0.3), selections, 0.3).emptied == ("one", "one an expert")
+    assert "two" in Plan("f" * 64, Budget(0.3, "blocks", 2), selections, 0.3).emptied
+
+
 def test_selections_are_compared_by_their_indices():
     kept = Selection("a", 4, indices(0, 2), ("w:0",))
     assert kept == Selection("a", 4, indices(0, 2), ("w:0",))
