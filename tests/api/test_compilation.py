@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import dispfx
 from dispfx.api import apply, load
@@ -26,7 +27,7 @@ from dispfx.measure.equivalence import Verification
 from dispfx.report import load_report
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Compiled, Watcher, random_tokens
 from tests.api.plain import another_decoder, build_decoder
-from tests.plain_decoders import VOCABULARY
+from tests.plain_decoders import FORMS, VOCABULARY, build
 from tests.programs import token_ids
 
 
@@ -197,6 +198,28 @@ def test_apply_needs_no_text_and_then_measures_nothing(compiled: Compiled, tmp_p
 def test_apply_refuses_the_plan_of_another_decoder_and_writes_nothing(compiled: Compiled, tmp_path: Path):
     with pytest.raises(PlanMismatchError, match="made for a decoder with fingerprint"):
         apply(another_decoder(), compiled.path / "plan.safetensors", out=tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def tuned_a_little(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for tensor in model.parameters():
+        tensor.data *= 1 + 1e-4 * torch.randn(tensor.shape, generator=generator)
+
+
+def layers_exchanged(model: nn.Module) -> None:
+    first, second = (list(layer.parameters()) for layer in list(model.layers)[:2])  # type: ignore[arg-type]
+    for one, other in zip(first, second, strict=True):
+        one.data, other.data = other.data, one.data
+
+
+@pytest.mark.parametrize("change", [tuned_a_little, layers_exchanged])
+def test_another_revision_and_another_order_of_layers_are_refused(tmp_path: Path, change):
+    model = build(FORMS["pre-norm"], layers=2)
+    plan = Plan.random(dispfx.capture(model), RATIO, seed=0)
+    change(model)
+    with pytest.raises(PlanMismatchError, match="made for a decoder with fingerprint"):
+        apply(model, plan, out=tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
