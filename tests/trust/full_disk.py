@@ -1,14 +1,17 @@
 """Let every write of a run fail once, as on a full disk, and go on when there is room again.
 
-    python -m tests.trust.full_disk
+    python -m tests.trust.full_disk                 a limit on the size of files
+    python -m tests.trust.full_disk --file-system   a small file system in memory; needs leave to mount one
 
-A process may write files of a given size at most; the sizes go from nothing to nearly the largest file.
-Prints how many runs were stopped, and every fault, as JSON.
+A process may write files of a given size at most, or all of its files together may take no more; the sizes go
+from nothing to nearly the largest file, or to nearly all of them.  Going on, there is room.  Prints how many
+runs were stopped, and every fault, as JSON.
 """
 
 import argparse
 import json
 import resource
+import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -25,14 +28,54 @@ SIZES = [0, 100, 1_000, 4_000, 12_000, 20_000, 40_000, 60_000, 80_000, 120_000]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the largest file")
-    sizes = parser.parse_args().sizes
+    parser.add_argument("--file-system", action="store_true", help="a file system of that size instead")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        record = fill(Path(folder), sizes)
+        record = fill(Path(folder), args.sizes, FileSystem if args.file_system else FileLimit)
     print(json.dumps(record, indent=1))
     return int(bool(record["faults"]))
 
 
-def fill(folder: Path, sizes: list[int]) -> dict[str, object]:
+class FileLimit:
+    """No file may be larger than that."""
+
+    def __init__(self, folder: Path, size: int):
+        self.before = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
+
+    def grow(self) -> None:
+        """Do nothing: the limit is that of the process that has ended."""
+
+    def remove(self) -> None:
+        """Do nothing: the folder is an ordinary one."""
+
+
+class FileSystem:
+    """A folder that holds so much and no more; sizes are rounded up to pages of 4096 bytes.
+
+    Raises:
+        CalledProcessError: if this process may not mount a file system.
+    """
+
+    before = None
+
+    def __init__(self, folder: Path, size: int):
+        self.folder = folder
+        _call("mount", "-t", "tmpfs", "-o", f"size={max(size, 1)}", "tmpfs", str(folder))
+
+    def grow(self) -> None:
+        """Make room for everything."""
+        _call("mount", "-o", "remount,size=64m", str(self.folder))
+
+    def remove(self) -> None:
+        """Leave an empty folder."""
+        _call("umount", str(self.folder))
+
+
+def _call(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, timeout=30)
+
+
+def fill(folder: Path, sizes: list[int], place: type[FileLimit] | type[FileSystem]) -> dict[str, object]:
     """Return how many runs were stopped by a limit, and faults in words."""
     tokens = write_tokens(folder / "tokens.safetensors")
     whole = folder / "whole"
@@ -42,23 +85,22 @@ def fill(folder: Path, sizes: list[int]) -> dict[str, object]:
     for size in sizes if not faults else []:
         out = folder / str(size) / "out"
         out.parent.mkdir()
+        disk = place(out.parent, size)
         words = command(tokens, out)
-        ended = run(words, before=partial(_no_larger_files_than, size))
-        if ended.code == 0:
-            continue
-        stopped += 1
-        faults += [f"{size} bytes: {fault}" for fault in _faults(ended.code, ended.said, out)]
-        again = run([*words, "--resume"])
-        if (
-            again.code != 0
-            or (out / "plan.safetensors").read_bytes() != (whole / "plan.safetensors").read_bytes()
-        ):
-            faults.append(f"{size} bytes: --resume ended with {again.code}: {again.said}")
+        ended = run(words, before=disk.before)
+        if ended.code != 0:
+            stopped += 1
+            faults += [f"{size} bytes: {fault}" for fault in _faults(ended.code, ended.said, out)]
+            disk.grow()
+            again = run([*words, "--resume"])
+            if again.code != 0 or _plan(out) != _plan(whole):
+                faults.append(f"{size} bytes: --resume ended with {again.code}: {again.said}")
+        disk.remove()
     return {"runs": len(sizes), "stopped": stopped, "faults": faults}
 
 
-def _no_larger_files_than(size: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+def _plan(folder: Path) -> bytes:
+    return (folder / "plan.safetensors").read_bytes()
 
 
 def _faults(code: int, said: str, out: Path) -> list[str]:

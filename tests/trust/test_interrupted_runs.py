@@ -38,6 +38,18 @@ def test_a_full_disk_stops_a_run_with_a_message_and_it_goes_on():
     assert not record["faults"]
 
 
+def test_a_full_file_system_stops_a_run_with_a_message_and_it_goes_on(tmp_path):
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("a file system cannot be mounted here")
+    subprocess.run(["umount", tmp_path], check=True)
+    record = program("full_disk", "--file-system", "--sizes", "20000", "300000")
+    assert record["stopped"] == record["runs"] == 2
+    assert not record["faults"]
+
+
 @pytest.mark.parametrize("out", ["/proc/dispfx", "/dev/null/out"])
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(out):
     words = ["compile", "demo", "--ratio", "0.3", "--steps", "1", "--out", out]
