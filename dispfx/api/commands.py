@@ -36,7 +36,7 @@ from dispfx.measure.equivalence import Verification, compare_decoders, random_to
 from dispfx.measure.perplexity import Perplexity
 from dispfx.preconditions import check_ratio
 from dispfx.ranks import Ranks
-from dispfx.report import NullObserver, Observer
+from dispfx.report import NullObserver, Observer, load_report
 from dispfx.source import config_alone, encode, load_config
 from dispfx.source.text import ReadText, Words, read_text
 from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Reading
@@ -256,7 +256,7 @@ def agree(
         before.decoder,
         after.decoder,
         text.tokens,
-        context=context or before.context,
+        context=context or min(before.context, after.context),
         windows=windows,
         device=device or "cpu",
     )
@@ -339,6 +339,13 @@ def generate(
     return ready.tokenizer.decode(longer[0, ids.shape[1] :], skip_special_tokens=True)
 
 
+def _measured_context(folder: Path) -> int | None:
+    """Return the windows in which a folder's perplexity was measured, or None where it was not."""
+    path = folder / "report.json"
+    change = load_report(path).perplexity if path.is_file() else None
+    return None if change is None else change.protocol.context
+
+
 def _ready(opening: Opening) -> _Ready:
     """Return a decoder that runs, from MODEL or from an output folder."""
     if isinstance(opening.model, str) and is_output(opening.model):
@@ -346,7 +353,9 @@ def _ready(opening: Opening) -> _Ready:
             opening.model, device=opening.device or "cpu", trust_remote_code=opening.trust_remote_code
         )
         config = opened.config
-        context, known = longest_context(config), opened.vocabulary_size
+        # A module of one's own says nowhere how much it reads; the compile knew.
+        told = None if config is not None else _measured_context(opened.path)
+        context, known = told or longest_context(config), opened.vocabulary_size
         return _Ready(opened.decoder, opened.tokenizer, config, context, opening.model, known)
     source = opening.open()
     decoder = partial(module_logits, source.model)

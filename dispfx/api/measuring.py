@@ -26,5 +26,5 @@ def measure(decoder: Callable[[Tensor], Any], tokens: Tensor, *, context: int, *
             f"perplexity needs a decoder that runs on windows of {context} tokens; this one does not: "
             f"{first_line(error)}",
             where=protocol.get("text"),
-            hint="measure with a shorter context, or leave out the text to measure on",
+            hint="measure shorter windows (--context N), or leave out the text to measure on",
         ) from error

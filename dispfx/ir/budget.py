@@ -154,7 +154,7 @@ def _out_of_reach(budget: Budget, most: float) -> BudgetError:
         f"ratio {budget.ratio:.4f} of the {budget.of} parameters was asked, and the sites can give up at "
         f"most {most:.4f}{aligned}",
         hint="ask for a smaller ratio"
-        + (", a smaller alignment" if aligned else "")
+        + (", a smaller alignment (--align)" if aligned else "")
         + (", or count blocks only" if budget.of == "total" else ""),
     )
 
@@ -163,5 +163,5 @@ def _not_met(budget: Budget, reached: float) -> BudgetError:
     return BudgetError(
         f"ratio {budget.ratio:.4f} of the {budget.of} parameters was asked, and the closest widths "
         f"(multiples of {budget.align}) remove {reached:.4f}",
-        hint="ask for that ratio, or for a smaller alignment",
+        hint="ask for that ratio, or for a smaller alignment (--align)",
     )

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dispfx.api import apply, evaluate, export, generate, inspect, learn_plan, load, verify
+from dispfx.api import agree, apply, evaluate, export, generate, inspect, learn_plan, load, verify
 from dispfx.errors import DataError, DispfxError, OutputError, VerificationError
 from dispfx.ir.plan import Plan
 from dispfx.measure.equivalence import Verification
@@ -121,6 +121,17 @@ def test_evaluate_measures_a_plain_module_on_tokens_of_a_given_window(tokens: Pa
     assert found.protocol["context"] == 32 and found.protocol["windows"] == 19
     with pytest.raises(DataError, match="runs on windows of 2048 tokens"):
         evaluate(MODEL, eval_data=tokens)
+
+
+def test_a_folder_of_a_plain_module_is_measured_in_the_windows_of_its_report(
+    compiled: Compiled, tokens: Path
+):
+    measured = compiled.report.perplexity
+    assert measured is not None
+    found = evaluate(str(compiled.path), eval_data=tokens, windows=1)
+    assert found.protocol["context"] == measured.protocol.context < 2048
+    compared = agree(compiled.path, MODEL, eval_data=tokens, windows=1).tokens
+    assert measured.protocol.context - 1 <= compared <= measured.protocol.context
 
 
 def test_evaluate_needs_a_text():
