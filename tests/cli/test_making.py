@@ -63,6 +63,7 @@ def test_compile_hands_on_every_option(dispfx, replaced, report: Report, tmp_pat
     words += ["--save-every", 2, "--align", 8, "--skip", "a", "--skip", "b", "--target", "cuda"]
     words += ["--dtype", "bfloat16", "--device", "cpu", "--trust-remote-code", "--export", "onnx"]
     words += ["--print-after", "canonicalize", "--resume", "--select", "before-norm"]
+    words += ["--recipe", "paper"]
     result = dispfx(*words)
 
     assert result.exit_code == 0, result.output
