@@ -112,7 +112,6 @@ def compile(
     refuse_existing(path)
     stages = Stages(watcher)
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
-    require_room_for_weights(opening, copies=2.0 - ratio)
     how = Learning(
         ratio,
         ratio_of,
@@ -129,7 +128,8 @@ def compile(
         select,
     )
     chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes))
-    learned = learn_from(opening, chosen, how, state_folder(path, resume), stages)
+    # The pruned weights stand beside the dense ones while the folder is written.
+    learned = learn_from(opening, chosen, how, state_folder(path, resume), stages, copies=2.0 - ratio)
     return _finish(
         Task(
             path,
@@ -254,13 +254,18 @@ def learn_from(
     how: Learning,
     state: Path,
     stages: Stages,
+    *,
+    copies: float = 1.0,
 ) -> Learned:
     """Open a decoder and a text, learn a plan, and keep it in `state`.
+
+    Args:
+        copies: how many times as large as the weights the run is at the least.
 
     Raises:
         DispfxError: for everything in the input that cannot be used.
     """
-    ready = ready_to_learn(opening, chosen, how, stages)
+    ready = ready_to_learn(opening, chosen, how, stages, copies=copies)
     program, settings = ready.program, ready.settings
     if how.resume:
         stages.observer.note(_resumption(state))
@@ -378,8 +383,13 @@ class Ready:
     costs: CostTable | None
 
 
-def ready_to_learn(opening: Opening, chosen: TextChoice, how: Learning, stages: Stages) -> Ready:
+def ready_to_learn(
+    opening: Opening, chosen: TextChoice, how: Learning, stages: Stages, *, copies: float = 1.0
+) -> Ready:
     """Open decoder and text and analyse the decoder; nothing is written.
+
+    Args:
+        copies: as for `learn_from`.
 
     Raises:
         DispfxError: for everything in the input that cannot be used.
@@ -389,7 +399,7 @@ def ready_to_learn(opening: Opening, chosen: TextChoice, how: Learning, stages: 
     costs = None if how.costs is None else read_costs(how.costs)
     with stages("open"):
         chosen.check()
-        require_room_for_weights(opening)
+        require_room_for_weights(opening, copies=copies)
         source = opening.open()
         require_decoder_for(how.export, source)
         separator = separator_of(source) if settings.packing == "documents" else None

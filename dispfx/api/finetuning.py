@@ -61,7 +61,7 @@ from dispfx.report import (
 )
 from dispfx.report.page import write_page
 from dispfx.report.tuning import RECORD_FILE, adapter_card, write_record
-from dispfx.source import Source
+from dispfx.source import Source, dtype_of
 from dispfx.source.text import Words
 from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Reading
 
@@ -177,7 +177,7 @@ def _require_modules(opened: Opened) -> None:
 
 def _decoder(opened: Opened, dtype: str | None) -> nn.Module:
     """Return the folder's decoder anew, in its own dtype or another."""
-    chosen = {} if dtype is None else {"dtype": getattr(torch, dtype)}
+    chosen = {} if dtype is None else {"dtype": dtype_of(dtype)}
     return load_model(
         opened.path,
         device=opened.device,

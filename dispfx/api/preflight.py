@@ -18,13 +18,13 @@ from dispfx.learning.settings import LearnSettings
 from dispfx.measure.estimate import Estimate, estimate
 from dispfx.measure.free_memory import free_bytes
 from dispfx.ranks import ALONE, Ranks
+from dispfx.report.numbers import shown_bytes
 from dispfx.source import dtype_of
 from dispfx.source.stored import loaded_bytes
 from dispfx.training.preparation import Compute
 
 _SURE = 0.85
 _FLOAT_BYTES = 4
-_GIGA = 1e9
 
 
 def require_room_for_weights(opening: Opening, *, copies: float = 1.0) -> None:
@@ -45,7 +45,7 @@ def require_room_for_weights(opening: Opening, *, copies: float = 1.0) -> None:
         free = free_bytes(device)
         if free is not None and _SURE * copies * size > free:
             raise _missing(
-                f"the weights take {_sized(size)}, and the run {copies:g} times as much",
+                f"the weights take {shown_bytes(size)}, and the run {copies:g} times as much",
                 copies * size,
                 free,
                 device,
@@ -70,8 +70,9 @@ def require_room_to_learn(
     free = free_bytes(program.device)
     if free is not None and _SURE * needed > free:
         raise _missing(
-            f"learning takes {_sized(needed)} beside the weights: {_sized(found.hypernetwork_bytes)} for the "
-            f"hypernetwork, the rest for a step of {rows} × {settings.seq_len} tokens",
+            f"learning takes {shown_bytes(needed)} beside the weights: "
+            f"{shown_bytes(found.hypernetwork_bytes)} for the hypernetwork, the rest for a step of "
+            f"{rows} × {settings.seq_len} tokens",
             needed,
             free,
             program.device,
@@ -90,9 +91,6 @@ def bytes_beside_weights(found: Estimate, *, checkpoints: bool) -> int:
 
 def _missing(what: str, needed: float, free: int, device: torch.device, hint: str) -> DispfxError:
     return DispfxError(
-        f"{what}; {_sized(free)} are free on {device}, so {_sized(needed - free)} are missing", hint=hint
+        f"{what}; {shown_bytes(free)} are free on {device}, so {shown_bytes(needed - free)} are missing",
+        hint=hint,
     )
-
-
-def _sized(size: float) -> str:
-    return f"{size / _GIGA:,.1f} GB" if size >= _GIGA else f"{size / 1e6:,.1f} MB"

@@ -116,7 +116,7 @@ def _widths(program: Program, budget: Budget, settings: LearnSettings) -> tuple[
     """Return the ratio, and the parameters left, of widths that meet the budget with equal logits."""
     sites = program.sites
     count = ParameterCount.of_sites(sites, program.shapes, budget.of)
-    groups = Groups.constrained(sites) if settings.constrained else Groups.alone(sites)
+    groups = Groups.of_run(sites, constrained=settings.constrained)
     check_reachable(sites, count, budget, groups=groups)
     masks = hard_masks(sites, harden(torch.zeros(groups.features), sites, count, budget, groups=groups))
     total = ParameterCount.of_sites(sites, program.shapes, "total")

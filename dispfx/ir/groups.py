@@ -78,6 +78,11 @@ class Groups:
             [index if site.kind == "inner" else ("stream", site.size) for index, site in enumerate(sites)],
         )
 
+    @staticmethod
+    def of_run(sites: Sequence[Site], *, constrained: bool) -> "Groups":
+        """Group the sites as a run learns them: all reads and writes alike, or every site alone."""
+        return Groups.constrained(sites) if constrained else Groups.alone(sites)
+
     @property
     def features(self) -> int:
         """Length of a flat vector over all groups."""

@@ -160,7 +160,7 @@ def problem_of(
         )
     ranks.check(settings.batch_size, settings.samples)
     count = ParameterCount.of_sites(sites, shapes, budget.of)
-    groups = Groups.constrained(sites) if settings.constrained else Groups.alone(sites)
+    groups = Groups.of_run(sites, constrained=settings.constrained)
     check_reachable(sites, count, budget, groups=groups)
     return Problem(
         gated=gated,

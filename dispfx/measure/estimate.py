@@ -103,7 +103,7 @@ def estimate(program: Program, settings: LearnSettings | None = None, *, of: Bud
     inputs = [node for node in twin.graph.nodes if node.op == "placeholder"]
     needs = needing_gradients(twin.graph, inputs[-len(program.sites) :])
     sizes = Sizes(twin.graph, settings.batch_size, settings.seq_len)
-    groups = Groups.constrained(program.sites) if settings.constrained else Groups.alone(program.sites)
+    groups = Groups.of_run(program.sites, constrained=settings.constrained)
     by_dtype = _bytes_by_dtype(program)
     return Estimate(
         settings=settings,

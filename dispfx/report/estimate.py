@@ -6,6 +6,7 @@ from rich.console import Console
 
 from dispfx.measure.devices import CARDS, Device
 from dispfx.measure.estimate import Estimate
+from dispfx.report.numbers import shown_bytes
 
 _GIGA = 1e9
 
@@ -22,9 +23,9 @@ def estimate_lines(estimate: Estimate) -> list[str]:
     return [
         f"{estimate.gated_parameters:,} of {estimate.parameters:,} parameters are gated ({share:.1%})",
         f"learning at {settings.batch_size} × {settings.seq_len} tokens is estimated to take "
-        f"{_gigabytes(estimate.peak_bytes)}: weights {_gigabytes(estimate.weight_bytes)}, "
-        f"hypernetwork {_gigabytes(estimate.hypernetwork_bytes)}, "
-        f"one step {_gigabytes(estimate.step.peak)}",
+        f"{shown_bytes(estimate.peak_bytes)}: weights {shown_bytes(estimate.weight_bytes)}, "
+        f"hypernetwork {shown_bytes(estimate.hypernetwork_bytes)}, "
+        f"one step {shown_bytes(estimate.step.peak)}",
         *(_card_line(estimate, card) for card in CARDS.values()),
     ]
 
@@ -59,10 +60,6 @@ def _card_line(estimate: Estimate, card: Device) -> str:
         f"  {card.name}: {duration(estimate.seconds(card))} on one for {estimate.settings.steps:,} steps; "
         f"{fits} ({card.memory_bytes / _GIGA:.0f} GB)"
     )
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / _GIGA:,.1f} GB" if size >= _GIGA else f"{size / 1e6:,.1f} MB"
 
 
 def duration(seconds: float) -> str:

@@ -1,6 +1,5 @@
 """The language model evaluation harness runs on a pruned folder, offline, with a task of one's own."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import dispfx
 from dispfx.api import apply
 from dispfx.demo import DECODER_FOLDER
+from tests.local_tasks import write_tasks
 
 lm_eval = pytest.importorskip("lm_eval")
-
-TASK = """
-task: copied_word
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {data}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "copy {{{{word}}}} ="
-doc_to_choice: [" {{{{word}}}}", " {{{{other}}}}"]
-doc_to_target: 0
-metric_list:
-  - metric: acc
-"""
 
 
 @pytest.mark.slow
@@ -38,11 +24,7 @@ def test_a_task_on_a_pruned_folder_through_hflm(tmp_path: Path, monkeypatch: pyt
     dense = AutoModelForCausalLM.from_pretrained(DECODER_FOLDER)
     program = dispfx.capture(dense)
     apply(dense, dispfx.Plan.random(program, 0.05, 0), out=tmp_path / "pruned", export="dense")
-    rows = [{"word": word, "other": word[::-1]} for word in ("abc", "xyz", "kmt", "dfg")]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "copied_word.yaml").write_text(TASK.format(data=data))
+    tasks = write_tasks(tmp_path)
 
     tokenizer = AutoTokenizer.from_pretrained(DECODER_FOLDER)
     found = []
@@ -50,12 +32,12 @@ def test_a_task_on_a_pruned_folder_through_hflm(tmp_path: Path, monkeypatch: pyt
         harness = HFLM(pretrained=str(folder), tokenizer=tokenizer, device="cpu", batch_size=2)
         results: Any = lm_eval.simple_evaluate(
             model=harness,
-            tasks=["copied_word"],
-            task_manager=TaskManager(include_path=str(tmp_path / "tasks")),
+            tasks=["mine"],
+            task_manager=TaskManager(include_path=str(tasks)),
             bootstrap_iters=0,
         )
         assert type(harness.model) is type(dense)
-        found.append(results["results"]["copied_word"]["acc,none"])
+        found.append(results["results"]["mine"]["acc,none"])
 
     # The full-size checkpoint with zeros is read without dispfx and chooses the same.
     assert found[0] == found[1] and found[0] > 0
