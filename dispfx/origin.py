@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from dispfx.errors import SourceError
+from dispfx.python_code import suggestion_for
 
 Origin = Literal["demo", "folder", "gguf", "config", "hub", "function"]
 
@@ -43,12 +44,15 @@ def origin_of(spec: str) -> Origin:
         return "folder"
     if spec and path.exists():
         raise SourceError(
-            "MODEL is a file; only .gguf files can be read by themselves", where=spec, hint=_FOLDER_HINT
+            "MODEL is a file; only .gguf files can be read by themselves",
+            where=spec,
+            hint=suggestion_for(spec) or _FOLDER_HINT,
         )
     if _FUNCTION.fullmatch(spec):
         return "function"
     if _HUB_ID.fullmatch(spec):
         return "hub"
     if "/" in spec or spec.startswith("~"):
-        raise SourceError("MODEL names a folder and there is none", where=spec, hint=_FOLDER_HINT)
-    raise SourceError("MODEL has none of the known forms", where=spec, hint=FORMS)
+        hint = suggestion_for(spec) or _FOLDER_HINT
+        raise SourceError("MODEL names a folder and there is none", where=spec, hint=hint)
+    raise SourceError("MODEL has none of the known forms", where=spec, hint=suggestion_for(spec) or FORMS)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from dispfx.errors import SourceError
+from dispfx.python_code import suggestion_for
 
 
 def build_module(spec: str) -> tuple[nn.Module, None, Any | None]:
@@ -46,7 +47,8 @@ def _find(spec: str) -> Callable[[], Any]:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
         absent = isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or "?")
-        hint = f"it is looked for in {os.getcwd()} and among the installed packages" if absent else None
+        looked = f"it is looked for in {os.getcwd()} and among the installed packages"
+        hint = (suggestion_for(spec) or looked) if absent else None
         raise SourceError(
             f"the module {module_name} cannot be imported: {type(error).__name__}: {error}",
             where=spec if absent else _line_of(error),
@@ -54,7 +56,7 @@ def _find(spec: str) -> Callable[[], Any]:
         ) from error
     for name in path.split("."):
         if not hasattr(found, name):
-            raise SourceError(f"{module_name} has no {path}", where=spec)
+            raise SourceError(f"{module_name} has no {path}", where=spec, hint=suggestion_for(spec))
         found = getattr(found, name)
     if not callable(found):
         raise SourceError(f"{path} must be a function and is of type {type(found).__name__}", where=spec)

@@ -9,6 +9,7 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, R
 
 from dispfx.errors import SourceError
 from dispfx.origin import FORMS
+from dispfx.python_code import suggestion_for
 
 _HUB_SECONDS = 10.0
 
@@ -73,7 +74,7 @@ def reach_hub(hub_id: str, revision: str | None) -> Location:
         raise SourceError(
             "MODEL is no folder here, and the hub has no model of that name that you may read",
             where=hub_id,
-            hint=f"check the spelling; {FORMS}",
+            hint=suggestion_for(hub_id) or f"check the spelling; {FORMS}",
         ) from error
     except RevisionNotFoundError as error:
         raise SourceError(f"the model has no revision {revision}", where=hub_id) from error
@@ -84,7 +85,8 @@ def reach_hub(hub_id: str, revision: str | None) -> Location:
             raise SourceError(
                 f"MODEL is no folder here, and the hub cannot be reached ({type(error).__name__})",
                 where=hub_id,
-                hint="check the path or the network, or download the model first",
+                hint=suggestion_for(hub_id)
+                or f"check the path or the network, or download the model first; {FORMS}",
             ) from error
         return Location(hub_id, revision, hub=True, offline=True)
     return Location(hub_id, revision, hub=True)
