@@ -1,8 +1,11 @@
-"""The pages, their fenced blocks, and the commands in them, run in this process and cut short."""
+"""The pages, their fenced blocks, and the commands in them, run and cut short."""
 
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from typer.testing import CliRunner
 from dispfx.cli.app import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # A checkpoint folder with its tokenizer, for where a page says MODEL.
 CHECKPOINT = str(ROOT / "dispfx" / "demo" / "decoder")
@@ -28,6 +31,9 @@ _SHORTER = {
 
 # Data on the hub is out of reach: files of the same names, which tests/local_tasks.py writes, stand in.
 _TASKS = ["--task-folder", "tasks", "--limit", "2"]
+# A line is a command where its first word, behind variables, is one of these programs.
+_PROGRAM = r"dispfx|git|pip|python|accelerate|lm_eval|tensorboard|torchrun|(?:\./)?tools/\w[\w.]*"
+_COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ +)*(?:{_PROGRAM})(?: .*)?")
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
@@ -36,12 +42,29 @@ def blocks(page: Path) -> Iterator[tuple[str, str]]:
         yield found.group(1), found.group(2)
 
 
+def lines(text: str) -> Iterator[str]:
+    """Yield each command of a block as one line; a remark stands behind three or more spaces, or a #."""
+    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        if _COMMAND.fullmatch(line):
+            aligned = re.sub(r"^(dispfx \w+) {1,6}(?! )", r"\1 ", line)
+            yield re.split(r" {3,}| +# ", aligned)[0]
+
+
 def commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command; a remark stands behind three or more spaces."""
-    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
+    """Yield the words behind `dispfx` of each command that begins with it."""
+    for line in lines(text):
         if line.startswith("dispfx "):
-            aligned = re.sub(r"^dispfx (\w+) {1,6}(?! )", r"dispfx \1 ", line)
-            yield shlex.split(re.split(r" {3,}", aligned)[0])[1:]
+            yield shlex.split(line)[1:]
+
+
+def spans(page: Path) -> Iterator[str]:
+    """Yield each command in the prose; a verb alone is none."""
+    prose = FENCED.sub("", page.read_text(encoding="utf-8"))
+    for span in re.findall(r"`([^`]+)`", prose):
+        line = " ".join(span.split())
+        bare = re.fullmatch(r"(dispfx|accelerate) [a-z]+|\S+", line)
+        if _COMMAND.fullmatch(line) and not bare:
+            yield line
 
 
 def filled(words: list[str], places: Mapping[str, str]) -> list[str]:
@@ -49,12 +72,37 @@ def filled(words: list[str], places: Mapping[str, str]) -> list[str]:
     return [places.get(word, word) for word in words]
 
 
+def shortened(words: list[str]) -> list[str]:
+    """Return a command with less to learn and to measure."""
+    return [*words, *(_TASKS if "--tasks" in words else _SHORTER.get(words[0], []))]
+
+
 def run(words: list[str]) -> str:
     """Run a command in the current folder, with less to learn and to measure, and return what it prints."""
-    shorter = _TASKS if "--tasks" in words else _SHORTER.get(words[0], [])
-    done = CliRunner().invoke(app, [*words, *shorter])
+    done = CliRunner().invoke(app, shortened(words))
     assert done.exit_code == 0, f"{' '.join(words)}\n{done.output[-3000:]}\n{done.exception!r}"
     return done.output
+
+
+def start(words: list[str]) -> subprocess.Popen[str]:
+    """Start a program of the interpreter in the current folder, on one thread."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [sys.executable, "-m", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Wait for a program that must end well."""
+    try:
+        output, _ = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, f"{process.args}\n{output[-3000:]}"
 
 
 def printed(shown: str, output: str) -> bool:

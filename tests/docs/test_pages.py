@@ -13,7 +13,9 @@ from dispfx.capturing import capture
 from dispfx.cli.app import app
 from dispfx.passes.canonicalize import Canonicalize
 from dispfx.pipeline import Pipeline
-from tests.docs.pages import FENCED, PAGES, ROOT, blocks, commands
+from tests.docs.listed import ELSEWHERE, LISTED
+from tests.docs.pages import FENCED, PAGES, ROOT, blocks, commands, lines, spans
+from tests.docs.test_other_pages import OTHER_PAGES
 
 ALL = [(page.name, words) for page in PAGES for _, text in blocks(page) for words in commands(text)]
 
@@ -24,6 +26,31 @@ def test_every_command_has_a_verb_and_options_that_exist(page: str, words: list[
     synopsis = [word for word in words if word not in ("…", "[--out", "page.html]")]
     verb = group.commands[synopsis[0]]
     verb.make_context(synopsis[0], synopsis[1:])
+
+
+def test_every_command_is_run_by_a_test_or_listed_with_the_reason():
+    by_page = {"README.md", "guide.md", *OTHER_PAGES}
+    run = set(LISTED)
+    for page in PAGES:
+        for line in [line for kind, text in blocks(page) if kind in ("", "sh") for line in lines(text)]:
+            run |= {line} if page.name in by_page and line.startswith("dispfx ") else set()
+            assert line in run, f"{page.name}: no test runs `{line}`"
+    for page in PAGES:
+        for line in spans(page):
+            assert line in run, f"{page.name}: no test runs `{line}`"
+
+
+def test_the_list_names_commands_of_the_pages_and_tests_that_exist():
+    written = {line for page in PAGES for _, text in blocks(page) for line in lines(text)}
+    assert written | {line for page in PAGES for line in spans(page)} >= LISTED
+    for place in ELSEWHERE.values():
+        file, _, name = place.partition("::")
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), place
+
+
+def test_python_stands_on_pages_whose_tests_run_it():
+    with_python = {page.name for page in PAGES if any(kind == "python" for kind, _ in blocks(page))}
+    assert with_python == {"README.md", "guide.md", "contributing.md", "huggingface.md"}
 
 
 def test_the_guide_and_the_readme_have_commands_to_check():

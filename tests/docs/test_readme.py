@@ -1,5 +1,6 @@
 """Every command and every piece of Python in the README runs, in its order."""
 
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,11 @@ import dispfx.api
 from dispfx.api.programs import learn
 from dispfx.demo.text import generate_text
 from dispfx.source import load_source
+from tests.docs.listed import LISTED
 from tests.docs.pages import CHECKPOINT, ROOT, blocks, commands, filled, run
 
 README = ROOT / "README.md"
 PLACES = {"MODEL": CHECKPOINT, "DIR": "made", "MODEL|DIR": "made", "PLAN": "plan.safetensors"}
-# They take long, and the guide has the same.
-GUIDE_RUNS = {"bench", "finetune", "--tasks"}
 
 
 @pytest.mark.slow
@@ -26,7 +26,7 @@ def test_the_commands_and_the_python_of_the_readme_run(tmp_path: Path, monkeypat
     ran = []
     for kind, text in blocks(README):
         for words in commands(text) if not kind else ():
-            if not GUIDE_RUNS & set(words):
+            if shlex.join(["dispfx", *words]) not in LISTED:
                 run(command(words))
                 ran.append(words[0])
     assert len(ran) >= 13 and Path("made/onnx/model.onnx").is_file() and Path("page.html").is_file()

@@ -1,0 +1,147 @@
+"""The commands and the Python of the pages on data, learning and transformers run, in their order."""
+
+import json
+import socket
+import time
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+from dispfx.demo.text import generate_text
+from dispfx.learning.records import MetricsLog
+from dispfx.report import load_report
+from tests.docs.listed import LISTED
+from tests.docs.pages import CHECKPOINT, ROOT, blocks, commands, end, filled, lines, run, shortened, start
+from tests.learning.test_records import record
+
+OTHER_PAGES = ("data.md", "huggingface.md", "learning.md")
+# A CPU stands in for GPUs.
+PLACES = {"MODEL": CHECKPOINT, "cuda": "cpu"}
+WIKITEXT = """---
+configs:
+- config_name: wikitext-2-raw-v1
+  data_files:
+  - {split: train, path: train.jsonl}
+  - {split: test, path: test.jsonl}
+---
+"""
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(generate_text(7, 20_000))
+
+
+def page_commands(name: str) -> list[list[str]]:
+    """Return the commands of a page that are not listed as run elsewhere, with real names."""
+    page = ROOT / "docs" / name
+    wanted = [line for _, text in blocks(page) for line in lines(text) if line not in LISTED]
+    return [filled(words, PLACES) for line in wanted for words in commands(line)]
+
+
+def write_records(file: Path, seed: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    records = (json.dumps({"text": line}) for line in generate_text(seed, 20_000).splitlines())
+    file.write_text("\n".join(records))
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_on_data_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    # A folder goes before a data set of the hub that has its name.
+    for split, seed in (("train", 1), ("test", 2)):
+        write_records(Path("Salesforce/wikitext") / f"{split}.jsonl", seed)
+    Path("Salesforce/wikitext/README.md").write_text(WIKITEXT)
+    write_records(Path("tatsu-lab/alpaca/train.jsonl"), 3)
+
+    one_text, two_texts = page_commands("data.md")
+    run(filled(one_text, {"DIR": "one"}))
+    run(filled(two_texts, {"DIR": "two"}))
+
+    measured = [load_report(Path(name) / "report.json").perplexity for name in ("one", "two")]
+    assert measured[0] is not None and measured[0].protocol.held_out_share is None
+    assert measured[0].protocol.text.endswith("wikitext-2-raw-v1:test")
+    assert measured[1] is not None and "alpaca" in measured[1].protocol.text
+
+
+@pytest.mark.slow
+def test_the_commands_and_the_python_of_the_page_on_transformers_run():
+    pytest.importorskip("peft")
+    (narrower,) = page_commands("huggingface.md")
+    run(narrower)
+    sizes = [json.loads(Path(name, "config.json").read_text()) for name in (CHECKPOINT, "DIR/dense")]
+    assert "dispfx" not in str(sizes[1]) and sizes[1]["intermediate_size"] < sizes[0]["intermediate_size"]
+    known: dict[str, Any] = {}
+    for kind, text in blocks(ROOT / "docs" / "huggingface.md"):
+        if kind == "python":
+            exec(compile(text, "huggingface.md", "exec"), known)
+    assert known["tuned"].peft_config and Path("TUNED/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_on_learning_run():
+    launched, applied = page_commands("learning.md")
+    at = launched.index("--launch")
+    assert launched[at + 1] == "4"
+    end(start(["dispfx", *shortened([*launched[:at], "--launch", "2", *launched[at + 2 :]])]))
+    assert load_report(Path("DIR/report.json")).verify
+
+    (hosts,) = [
+        line
+        for _, text in blocks(ROOT / "docs" / "learning.md")
+        for line in lines(text)
+        if "torchrun" in line
+    ]
+    words = filled(hosts.replace("HOST:29400", f"localhost:{free_port()}").split()[1:], PLACES)
+    words[words.index("--nproc-per-node") + 1] = "1"
+    here = words.index("-m") + 2
+    words[here:] = shortened(words[here:])
+    for process in [start(["torch.distributed.run", *words]) for _ in range(2)]:
+        end(process)
+    run(filled(applied, {"DIR": "of-the-hosts"}))
+    assert load_report(Path("of-the-hosts/report.json")).verify
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_the_figures_of_a_run():
+    if find_spec("tensorboard") is None:
+        pytest.skip("TensorBoard is not installed")
+    Path("DIR.state").mkdir()
+    with MetricsLog(Path("DIR.state"), 0) as log:
+        log.append(record(1, loss=2.5))
+    (told,) = [
+        line for _, text in blocks(ROOT / "docs" / "data.md") for line in lines(text) if "logdir" in line
+    ]
+    port = free_port()
+    process = start(["tensorboard.main", *told.split()[1:], "--port", str(port)])
+    try:
+        tags = polled(f"http://localhost:{port}/data/plugin/scalars/tags")
+    finally:
+        process.kill()
+        process.communicate()
+    assert "learning/loss" in tags["."]
+
+
+def polled(address: str) -> Any:
+    """Return what a server has, as soon as it answers with something in it."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            with urlopen(address, timeout=10) as answer:
+                found = json.load(answer)
+            if found:
+                return found
+        time.sleep(0.3)
+    raise AssertionError(f"{address} has nothing")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
