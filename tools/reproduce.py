@@ -182,7 +182,7 @@ def _arguments() -> argparse.ArgumentParser:
     add("--lambdas", type=float, nargs="+", default=usual.lambdas)
     add("--seeds", type=int, nargs="+", default=usual.seeds)
     add("--prompts", nargs="*", default=[], help="of the generation samples")
-    add("--tasks", nargs="+", default=usual.tasks, help="of lm-eval, for the table of tasks")
+    add("--tasks", nargs="+", default=[], help="of lm-eval (the paper's five; for the demo, its own skills)")
     add("--task-folder", help="with task files of one's own, where lm-eval's data cannot be had")
     add("--task-limit", type=int, help="questions of each task at most (all)")
     add("--price", type=float, help="dollars for one device for one hour")

@@ -2,10 +2,11 @@
 
 from dispfx.api.bench import bench
 from dispfx.api.cached import CachedDecoder, capture_cached, lower_cached
-from dispfx.api.commands import agree, evaluate, export, generate, inspect, learn_plan, verify
+from dispfx.api.commands import agree, evaluate, export, generate, inspect, learn_plan
 from dispfx.api.compilation import apply, compile, follow_command
 from dispfx.api.doctor import doctor
 from dispfx.api.finetuning import finetune, tune_settings
+from dispfx.api.folder_verification import verify
 from dispfx.api.folders import load
 from dispfx.api.opening import learn_settings
 from dispfx.api.preview import preview

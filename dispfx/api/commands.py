@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.api.compilation import Learning, learn_from, remove_state, state_folder
-from dispfx.api.folders import is_output, open_folder, require_record
+from dispfx.api.folders import is_output, open_folder
 from dispfx.api.measuring import measure
-from dispfx.api.onnx_folder import FOLDER, folder_onnx_lines, has_onnx, onnx_runner, write_onnx
+from dispfx.api.onnx_folder import FOLDER, onnx_runner, write_onnx
 from dispfx.api.opening import Opening, context_of, longest_context
 from dispfx.api.programs import WriteSpelling, analyse
 from dispfx.api.stages import Stages
 from dispfx.api.text import TextChoice, require_known, vocabulary_of
-from dispfx.api.verification import exported_lines, tolerance_of
-from dispfx.api.writing import DENSE_FOLDER
+from dispfx.api.verification import exported_lines
 from dispfx.capturing import export_program, module_logits
 from dispfx.deploy import exported
 from dispfx.deploy.folder import refuse_existing
@@ -26,13 +25,15 @@ from dispfx.deploy.generate import generate as continue_ids
 from dispfx.deploy.onnx.exporting import OPSET
 from dispfx.deploy.onnx.legalize import Flavor
 from dispfx.errors import DataError, VerificationError
-from dispfx.huggingface.loading import load_model
 from dispfx.ir.plan import BudgetOf, Plan
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Select
 from dispfx.learning.settings import LearnSettings
 from dispfx.measure.agreement import Agreement, agreement
-from dispfx.measure.equivalence import Verification, compare_decoders, random_token_ids, require
+from dispfx.measure.equivalence import (
+    random_token_ids,
+    require,
+)
 from dispfx.measure.perplexity import Perplexity
 from dispfx.preconditions import check_ratio
 from dispfx.ranks import Ranks
@@ -151,29 +152,6 @@ def learn_plan(
     learned.plan.save(path)
     remove_state(learned.state)
     return learned.plan
-
-
-def verify(folder: str | Path) -> list[Verification]:
-    """Compare every form of the decoder that a folder holds with its checkpoint, as read from disk.
-
-    Raises:
-        OutputError, DataError, PlanMismatchError: if the folder is not whole, or its report not of its plan.
-    """
-    opened = open_folder(folder)
-    require_record(opened.path)
-    compared = partial(compare_decoders, vocabulary_size=opened.vocabulary_size)
-    lines: list[Verification] = []
-    if opened.program is not None:
-        tolerance = tolerance_of(opened.program)
-        lines += compared("gather-add = checkpoint", opened.decoder, opened.fast(), tolerance)
-        if (opened.path / exported.PROGRAM_FILE).is_file():
-            lines += exported_lines(opened.path, opened.decoder, opened.vocabulary_size)
-        if (opened.path / DENSE_FOLDER).is_dir():
-            dense = partial(module_logits, load_model(opened.path / DENSE_FOLDER))
-            lines += compared("dense = checkpoint", partial(module_logits, opened.decoder), dense, tolerance)
-    if has_onnx(opened.path):
-        lines += folder_onnx_lines(opened)
-    return lines
 
 
 def evaluate(

@@ -26,6 +26,7 @@ from dispfx.api.writing import device_name, versions
 from dispfx.capturing import module_logits
 from dispfx.deploy import weights
 from dispfx.deploy.checkpoint import PLAN_FILE, implementations
+from dispfx.deploy.digests import digests
 from dispfx.deploy.folder import new_folder, refuse_existing
 from dispfx.deploy.section import read_layout
 from dispfx.errors import OutputError
@@ -296,4 +297,5 @@ def _report(
         seconds=dict(stages.seconds),
         command=command or "dispfx.api.finetune",
         tuned=told,
+        files=digests(folder),
     )

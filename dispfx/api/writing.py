@@ -35,6 +35,7 @@ from dispfx.capturing import export_program, first_line
 from dispfx.demo.probe import skill_probe
 from dispfx.deploy import exported, weights
 from dispfx.deploy.checkpoint import site_indices, underived_buffers, write_checkpoint
+from dispfx.deploy.digests import digests
 from dispfx.deploy.folder import new_folder
 from dispfx.errors import DispfxError
 from dispfx.huggingface.dense import write_ordinary, zeroed_twin
@@ -167,7 +168,8 @@ def write_output(task: Task, stages: Stages) -> Report:
         with stages("measure"):
             measured = _perplexity(task, reloaded)
             skills = _skills(task, reloaded)
-        report = _report(task, folder, tuple(lines), measured, skills, stages)
+            files = digests(folder)
+        report = _report(task, folder, tuple(lines), measured, skills, files, stages)
         _write_words(task, folder, report, as_modules=isinstance(pruned, PrunedModel))
     return report
 
@@ -285,6 +287,7 @@ def _report(
     lines: tuple[Verification, ...],
     measured: PerplexityChange | None,
     skills: dict[str, SkillChange],
+    files: dict[str, str],
     stages: Stages,
 ) -> Report:
     dense = {**task.program.parameters, **_unused_parameters(task.program)}
@@ -317,6 +320,7 @@ def _report(
         seconds=dict(stages.seconds),
         command=task.command or "dispfx.compile",
         skills=skills,
+        files=files,
     )
 
 

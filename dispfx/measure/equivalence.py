@@ -20,6 +20,8 @@ from dispfx.errors import VerificationError
 # (batch, tokens) at which every pair of forms is compared.  Neither is a size that a capture is traced
 # with, so that a graph which silently fixed its batch or its length is found out.
 SHAPES_BT = ((2, 9), (1, 17))
+# How the line of a file ends that is compared with what the report recorded of it.
+OF_REPORT = " = report"
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Verification:
 
     Args:
         name: which two forms, as in "reloaded = lowered".
-        shape: (batch, tokens) of the input ids.
+        shape: (batch, tokens) of the input ids; empty where files are compared.
         max_abs_error: max|a - b|; infinite where either side is not finite.
         max_rel_error: max|a - b| / max|b| with b the expected tensor; 0 where both are all zero.
         tolerance: largest relative error that passes; 0.0 asks for equal bits.
@@ -84,6 +86,12 @@ def require(*verifications: Verification) -> None:
     failed = [verification for verification in verifications if not verification.holds]
     if not failed:
         return
+    files = [one.name.removesuffix(OF_REPORT) for one in failed if one.name.endswith(OF_REPORT)]
+    if files:
+        raise VerificationError(
+            f"{', '.join(files)}: missing, or not what was written",
+            hint="copy the folder again, or write it anew; its other forms may be as they were",
+        )
     worst = max(failed, key=lambda verification: verification.max_rel_error)
     others = f" ({len(failed)} of {len(verifications)} comparisons fail)" if len(failed) > 1 else ""
     raise VerificationError(

@@ -26,7 +26,7 @@ Shape = typing.TypeVar("Shape")
 def to_json(report: Report) -> str:
     """Return the report as indented JSON."""
     plain = to_plain(report)
-    for absent in [name for name in ("skills", "tuned") if not getattr(report, name)]:
+    for absent in [name for name in ("skills", "tuned", "files") if not getattr(report, name)]:
         del plain[absent]
     return json.dumps(plain, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 

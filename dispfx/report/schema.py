@@ -142,6 +142,8 @@ class Report:
         skills: share of right answers by skill, where the model has a probe; not written when empty.
         tuned: where the weights are not the original's any more, how they came to be; not written when None.
             `verify` then holds what was compared since, and `perplexity` is None.
+        files: SHA-256 of each file that holds the decoder, as it was written, by its path in the folder; what
+            `export` adds later is not among them.  Empty in reports of before there was such an entry.
     """
 
     ratio: Ratio
@@ -158,6 +160,7 @@ class Report:
     command: str
     skills: Mapping[str, SkillChange] = field(default_factory=dict)
     tuned: Tuning | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def _repr_html_(self) -> str:
         from dispfx.report.notebook import report_html

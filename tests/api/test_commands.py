@@ -13,7 +13,7 @@ from torch import nn
 from dispfx.api import agree, apply, evaluate, export, generate, inspect, learn_plan, load, verify
 from dispfx.errors import DataError, DispfxError, OutputError, VerificationError
 from dispfx.ir.plan import Plan
-from dispfx.measure.equivalence import Verification
+from dispfx.measure.equivalence import Verification, require
 from dispfx.report import Report
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Compiled, Watcher, random_tokens
 from tests.api.plain import build_decoder
@@ -79,8 +79,10 @@ def test_the_demo_is_written_as_a_checkpoint(demo: tuple[Path, Report]):
 
 def test_verify_compares_every_form_that_is_there(demo: tuple[Path, Report]):
     lines = verify(demo[0])
-    assert {line.name for line in lines} == {"gather-add = checkpoint", "program.pt2 = checkpoint"}
-    assert all(line.holds for line in lines) and len(lines) == 4
+    assert {line.name for line in lines} == {
+        "files = report", "gather-add = checkpoint", "program.pt2 = checkpoint",
+    }  # fmt: skip
+    assert all(line.holds for line in lines) and len(lines) == 5
 
 
 @pytest.mark.slow
@@ -93,6 +95,27 @@ def test_verify_sees_a_weight_that_was_changed_in_one_form(demo: tuple[Path, Rep
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     lines = {line.name: line.holds for line in verify(copy)}
     assert lines["program.pt2 = checkpoint"] is False and lines["gather-add = checkpoint"] is True
+    assert lines["model.safetensors = report"] is False and "files = report" not in lines
+
+
+@pytest.mark.slow
+def test_verify_sees_weights_that_were_changed_where_there_is_one_form(compiled: Compiled, tmp_path: Path):
+    names = [path.name for path in compiled.path.iterdir()]
+    assert "program.pt2" in names and "model.safetensors" not in names
+    assert [(line.name, line.holds) for line in verify(compiled.path)] == [("files = report", True)]
+    copy = tmp_path / "out"
+    shutil.copytree(compiled.path, copy)
+    program = torch.export.load(copy / "program.pt2")
+    weight = next(path for path in program.state_dict if path.endswith("down.weight"))
+    program.state_dict[weight].mul_(1.001)
+    torch.export.save(program, copy / "program.pt2")
+    before, after = (load(path)(token_ids(2, 9)) for path in (compiled.path, copy))
+    assert not torch.equal(before, after), "it is another decoder, and runs"
+    lines = verify(copy)
+    assert [(line.name, line.holds) for line in lines] == [("program.pt2 = report", False)]
+    with pytest.raises(VerificationError, match=r"^program.pt2: missing, or not what was written") as failure:
+        require(*lines)
+    assert failure.value.exit_code == 1
 
 
 def test_verify_refuses_what_is_no_output(tmp_path: Path):

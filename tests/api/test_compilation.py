@@ -54,7 +54,7 @@ def test_the_report_has_the_fields_of_the_contract(compiled: Compiled):
     report = json.loads((compiled.path / "report.json").read_text())
     assert set(report) == {
         "ratio", "parameters", "bytes", "perplexity", "verify", "sites", "refused", "seed", "versions",
-        "device", "seconds", "command",
+        "device", "seconds", "command", "files",
     }  # fmt: skip
     assert set(report["ratio"]) == {"requested", "achieved", "of"}
     assert set(report["parameters"]) == {"dense", "pruned", "gated"}

@@ -100,6 +100,27 @@ def test_tasks_are_asked_of_the_dense_and_of_each_pruned_decoder(made: Path):
     assert "winogrande by acc," in found["notes"][0] and "cuts" in " ".join(found["notes"])
 
 
+def test_the_demo_is_asked_for_its_own_skills_where_no_tasks_are_named(
+    reproduce: ModuleType, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    copy = tmp_path / "copy"
+    shutil.copytree(made, copy)
+    for file in copy.rglob("tasks.json"):
+        file.unlink()
+    monkeypatch.setattr(importlib.import_module("datasets").config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    assert reproduce.main(["tasks", "--out", str(copy), "--task-limit", "6", *SMALL, *FEW]) == 0
+    found = table(copy, "tasks")
+    assert found["header"] == ["", "copy", "recall", "arithmetic", "counting", "agreement"]
+    assert {row[0]: row[1] for row in found["rows"]}["dense"] == "100.00", "the demo copies without a mistake"
+    notes = " ".join(found["notes"])
+    assert "6 questions each" in notes and "Not run: piqa, winogrande" in notes
+
+
+def test_figures_of_the_paper_are_said_to_be_second_hand(reproduce: ModuleType, made: Path):
+    assert "6.85 at 30%" in table(made, "ratio")["notes"][0]
+    assert sys.modules["reproduction.paper"].SECOND_HAND in table(made, "ratio")["notes"][0]
+
+
 def test_tasks_without_their_data_cost_their_cells_alone(reproduce: ModuleType, made: Path, tmp_path: Path):
     copy = tmp_path / "copy"
     shutil.copytree(made, copy)

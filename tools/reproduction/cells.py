@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dispfx.measure.tasks import PAPER_METRICS
 from dispfx.report.pictures import Picture
 from reproduction.paper import PERPLEXITY, family
 from reproduction.runs import Bench
@@ -22,7 +21,7 @@ class Options:
         ratios, lambdas, seeds: of the others.
         price: of one hour of one device, in dollars.
         prompts: of the generation samples.
-        tasks: of lm-eval.
+        tasks: of lm-eval; the paper's five where there are none, or the demo's own skills.
         task_folder: with task files of one's own, where lm-eval's data cannot be had.
         task_limit: questions of each at most.
     """
@@ -33,7 +32,7 @@ class Options:
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     price: float | None = None
     prompts: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = tuple(PAPER_METRICS)
+    tasks: tuple[str, ...] = ()
     task_folder: str | None = None
     task_limit: int | None = None
 
@@ -101,6 +100,12 @@ class RunTable:
             return [cell(bench, row, outcome) for _, cell in self.columns]
         assert row.setup is not None
         return [bench.failures.get(row.setup.name, NOT_RUN), *[""] * (len(self.columns) - 1)]
+
+
+def why_not(bench: Bench, setup: Setup | None, file: str) -> str:
+    """Return why a file of a run, or of the dense decoder, is not there."""
+    name = "dense" if setup is None else setup.name
+    return bench.failures.get(f"{name}: {file}") or bench.failures.get(name) or NOT_RUN
 
 
 def perplexity(bench: Bench, row: Row, outcome: Outcome) -> str:

@@ -1,13 +1,11 @@
-"""The tables that are more than one run a row: curves, texts, speed, samples, tasks."""
+"""The tables that are more than one run a row: curves, texts, speed, samples."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from dispfx.api.cached import capture_cached, lower_cached
 from dispfx.api.programs import lower, lower_program
 from dispfx.api.speed import Contender, Mode, compare
-from dispfx.api.tasks import score_tasks
 from dispfx.deploy.generate import generate
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.ir.plan import Plan
@@ -17,12 +15,12 @@ from dispfx.passes.gather_add import GatherAdd
 from dispfx.pipeline import Pipeline
 from dispfx.report.pictures import CYCLE, MARKERS, Picture, draw_picture, smoothed, thinned
 from dispfx.report.plans import difference_rows, plan_difference
-from dispfx.report.tasks import task_notes
 from dispfx.source import encode
-from reproduction.cells import NOT_RUN, Content, Options
-from reproduction.paper import THROUGHPUT, ZERO_SHOT, family
+from reproduction.cells import NOT_RUN, Content, Options, why_not
+from reproduction.paper import SECOND_HAND, THROUGHPUT, family
 from reproduction.runs import Bench
 from reproduction.setup import Setup
+from reproduction.tasks import tasks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +33,6 @@ _SHAPES = {
 }
 _MODES: dict[str, tuple[Mode, ...]] = {"cpu": ("eager",), "cuda": ("eager", "compiled")}
 _NEW_TOKENS = 48
-_TASKS_FILE = "tasks.json"
 _DEMO_PROMPTS = ("copy abc xyz =", "7 + 5 =", "keys mo = bird , ra = 12 ; ra ->")
 _PROMPTS = ("The city lies on the river", "In 1905, Albert Einstein", "To make bread, first")
 
@@ -144,14 +141,16 @@ def throughput(name: str, bench: Bench, options: Options) -> Content:
         return Content(header, [(NOT_RUN, *[""] * 5)])
     rows = bench.kept(setup, "speed.json", lambda: _timed(bench, plan))
     if rows is None:
-        return Content(header, [(_reason(bench, setup, "speed.json"), *[""] * 5)])
+        return Content(header, [(why_not(bench, setup, "speed.json"), *[""] * 5)])
     notes = [
         f"{plan.achieved:.1%} of the layers' weights removed; widths are multiples of {plan.budget.align}."
     ]
     known = family(bench.source.name)
     if known in THROUGHPUT:
         least, most = THROUGHPUT[known]
-        notes.append(f"The paper, {known}: {least:.2f} to {most:.2f} times the dense throughput.")
+        notes.append(
+            f"The paper, {known}: {least:.2f} to {most:.2f} times the dense throughput. {SECOND_HAND}"
+        )
     return Content(header, rows, notes)
 
 
@@ -209,55 +208,6 @@ def samples(name: str, bench: Bench, options: Options) -> Content:
 
 def _one_line(text: str) -> str:
     return text.strip().replace("\n", " ⏎ ").replace("|", "\\|")
-
-
-def tasks(name: str, bench: Bench, options: Options) -> Content:
-    """Ask lm-eval's tasks, dense and pruned, each measured by its own metric."""
-    figures = ZERO_SHOT.get(family(bench.source.name) or "", {})
-    header = ["", *options.tasks, "mean of the paper's five", "paper"]
-    rows, notes = [], []
-    for ratio in (0.0, *options.ratios):
-        setup = Setup.of(ratio) if ratio else None
-        found = _asked(bench, setup, options)
-        cells = [_reason(bench, setup, _TASKS_FILE), *[""] * len(options.tasks)]
-        if found is not None:
-            cells, notes = found["cells"], found["notes"]
-        label = f"{ratio:.0%} removed" if ratio else "dense"
-        rows.append([label, *cells, f"{figures[ratio]:.2f}" if ratio in figures else "—"])
-    return Content(header, rows, notes)
-
-
-def _asked(bench: Bench, setup: Setup | None, options: Options) -> dict[str, list[str]] | None:
-    """Return a row's cells and notes; none for a pruned one where the dense one could not be asked."""
-    if setup is not None and (bench.run(setup) is None or f"dense: {_TASKS_FILE}" in bench.failures):
-        return None
-    return bench.kept(setup, _TASKS_FILE, lambda: _scores(bench, setup, options))
-
-
-def _scores(bench: Bench, setup: Setup | None, options: Options) -> dict[str, list[str]]:
-    """Return the cells of one row, in percent, and what a reader must know."""
-    with ExitStack() as stack:
-        asked = bench.common.model if setup is None else str(stack.enter_context(bench.as_folder(setup)))
-        found = score_tasks(
-            asked,
-            options.tasks,
-            folder=options.task_folder,
-            limit=options.task_limit,
-            device=bench.common.device,
-            dtype=bench.common.dtype if setup is None else None,
-        )
-    scores = {score.task: score for score in found.scores}
-    cells = [f"{100 * scores[task].value:.2f}" for task in options.tasks]
-    metrics = ", ".join(f"{task} by {scores[task].metric}" for task in options.tasks)
-    notes = [f"In percent: {metrics}.", *(f"{note[0].upper()}{note[1:]}." for note in task_notes(found))]
-    average = "—" if found.average is None else f"{100 * found.average:.2f}"
-    return {"cells": [*cells, average], "notes": notes}
-
-
-def _reason(bench: Bench, setup: Setup | None, file: str) -> str:
-    """Return why a file of a run is not there."""
-    name = "dense" if setup is None else setup.name
-    return bench.failures.get(f"{name}: {file}") or bench.failures.get(name) or NOT_RUN
 
 
 OTHERS: dict[str, tuple[str, Fill]] = {

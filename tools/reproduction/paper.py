@@ -1,7 +1,6 @@
 """Figures of the paper (DISP-LLM, arXiv 2410.11988), as later papers and summaries of it quote them.
 
-Only figures that were found quoted are here; a table without one says so.  LLaMA-2-7B at 20, 30 and
-40% is worked back from a quotation's interpolation.
+Only figures that were found quoted are here; a table without one says so.
 """
 
 import re
@@ -22,6 +21,12 @@ COST = {
 }
 # Throughput over the dense decoder's, least and most.
 THROUGHPUT = {"LLaMA-13B": (1.08, 1.50)}
+
+# To stand beside every one of them.
+SECOND_HAND = (
+    "The paper's figures are second-hand: as later papers quote them, not compared with the paper itself."
+)
+WORKED_BACK = "Those at 20, 30 and 40% are worked back from the interpolation in such a quotation."
 
 _FAMILIES = ("LLaMA-2-13B", "LLaMA-2-7B", "LLaMA-13B", "LLaMA-7B")
 

@@ -23,7 +23,7 @@ from reproduction.cells import (
     steps,
     steps_to_budget,
 )
-from reproduction.paper import COST, PERPLEXITY, family
+from reproduction.paper import COST, PERPLEXITY, SECOND_HAND, WORKED_BACK, family
 from reproduction.runs import Bench
 from reproduction.setup import Setup
 
@@ -110,11 +110,15 @@ def spread(bench: Bench, options: Options, found: Found) -> list[str]:
 
 
 def paper_note(bench: Bench, options: Options, found: Found) -> list[str]:
-    if family(bench.source.name) in PERPLEXITY:
-        return []
+    own = family(bench.source.name)
+    if own in PERPLEXITY:
+        return [f"{SECOND_HAND} {WORKED_BACK}" if own == "LLaMA-2-7B" else SECOND_HAND]
     known = PERPLEXITY["LLaMA-2-7B"]
     said = ", ".join(f"{value:.2f} at {ratio:.0%}" for ratio, value in known.items())
-    return [f"The paper has no figure for this decoder. Its LLaMA-2 7B, on WikiText-2: {said}."]
+    return [
+        f"The paper has no figure for this decoder. Its LLaMA-2 7B, on WikiText-2: {said}. {SECOND_HAND} "
+        f"{WORKED_BACK}"
+    ]
 
 
 def cost_notes(bench: Bench, options: Options, found: Found) -> list[str]:
@@ -129,7 +133,8 @@ def cost_notes(bench: Bench, options: Options, found: Found) -> list[str]:
     if known in COST:
         cards, each = COST[known]
         notes.append(
-            f"The paper, {known}, {PAPER_STEPS:,} steps: {each} h on {cards} A100 ({cards * each:.2f} hours)."
+            f"The paper, {known}, {PAPER_STEPS:,} steps: {each} h on {cards} A100, {cards * each:.2f} hours. "
+            f"{SECOND_HAND}"
         )
     return notes
 

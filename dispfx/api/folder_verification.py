@@ -1,0 +1,50 @@
+"""Compare what lies in an output folder: its files with what was written, and its forms with each other."""
+
+import math
+from functools import partial
+from pathlib import Path
+
+from dispfx.api.folders import open_folder, require_record
+from dispfx.api.onnx_folder import folder_onnx_lines, has_onnx
+from dispfx.api.verification import exported_lines, tolerance_of
+from dispfx.api.writing import DENSE_FOLDER
+from dispfx.capturing import module_logits
+from dispfx.deploy import exported
+from dispfx.deploy.digests import changed
+from dispfx.huggingface.loading import load_model
+from dispfx.measure.equivalence import OF_REPORT, Verification, compare_decoders
+from dispfx.report import load_report
+
+
+def verify(folder: str | Path) -> list[Verification]:
+    """Compare a folder's files with the digests in its report, and every form with the checkpoint.
+
+    A file or a form that differs gives a line that does not hold, and no error.
+
+    Raises:
+        OutputError, DataError, PlanMismatchError: if the folder is not whole, or its report not of its plan.
+    """
+    opened = open_folder(folder)
+    require_record(opened.path)
+    lines = _file_lines(opened.path)
+    compared = partial(compare_decoders, vocabulary_size=opened.vocabulary_size)
+    if opened.program is not None:
+        tolerance = tolerance_of(opened.program)
+        lines += compared("gather-add = checkpoint", opened.decoder, opened.fast(), tolerance)
+        if (opened.path / exported.PROGRAM_FILE).is_file():
+            lines += exported_lines(opened.path, opened.decoder, opened.vocabulary_size)
+        if (opened.path / DENSE_FOLDER).is_dir():
+            dense = partial(module_logits, load_model(opened.path / DENSE_FOLDER))
+            lines += compared("dense = checkpoint", partial(module_logits, opened.decoder), dense, tolerance)
+    if has_onnx(opened.path):
+        lines += folder_onnx_lines(opened)
+    return lines
+
+
+def _file_lines(folder: Path) -> list[Verification]:
+    """Return one line if all recorded files are as they were, or one for each that is not."""
+    recorded = load_report(folder / "report.json").files
+    other = changed(folder, recorded)
+    if other or not recorded:
+        return [Verification(f"{name}{OF_REPORT}", (), math.inf, math.inf, 0.0) for name in other]
+    return [Verification(f"files{OF_REPORT}", (), 0.0, 0.0, 0.0)]

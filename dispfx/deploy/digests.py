@@ -1,0 +1,46 @@
+"""SHA-256 of the files that hold a decoder: recorded when a folder is written, compared when it is verified.
+
+They tell that a file is the one that was written, on any machine.  Forms are compared with each other
+besides; a folder with one form alone has nothing else to be compared with.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from dispfx.errors import DataError
+
+# Not what describes the decoder to people, nor tokenizers, which users may change.
+_ENDINGS = (".safetensors", ".pt2", ".onnx", ".data")
+_NAMES = ("config.json", "model.safetensors.index.json")
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return the digest of every file of the decoder in `folder`, by its path from there, sorted."""
+    files = [path for path in folder.rglob("*") if path.suffix in _ENDINGS or path.name in _NAMES]
+    return {path.relative_to(folder).as_posix(): _digest(path) for path in sorted(files)}
+
+
+def changed(folder: Path, recorded: Mapping[str, str]) -> list[str]:
+    """Return the recorded files that are missing in `folder`, or are not those that were recorded.
+
+    Raises:
+        DataError: if a name leads out of the folder.
+    """
+    for name in recorded:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or "\0" in name:
+            raise DataError("the report names a file outside of its folder", where=f"{folder}: {name!r}")
+    return [name for name, digest in recorded.items() if not _is(folder / name, digest)]
+
+
+def _is(path: Path, digest: str) -> bool:
+    try:
+        return path.is_file() and _digest(path) == digest
+    except OSError:
+        return False
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
