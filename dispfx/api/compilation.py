@@ -268,7 +268,7 @@ def learn_from(
     ready = ready_to_learn(opening, chosen, how, stages, copies=copies)
     program, settings = ready.program, ready.settings
     if how.resume:
-        stages.observer.note(_resumption(state))
+        stages.observer.note(resumption(state))
     with stages("learn"):
         plan = learn(
             ready.learned_on,
@@ -420,7 +420,7 @@ def ready_to_learn(
     return Ready(source, text, batches, program, learned_on, settings, costs)
 
 
-def _resumption(state: Path) -> str:
+def resumption(state: Path) -> str:
     step = saved_step(state)
     return f"no state in {state}: starting at step 0" if step is None else f"going on at step {step}"
 

@@ -7,7 +7,10 @@ The plan stays what it was.  What a compile proved about the original weights ho
 folder only what was compared anew is reported.
 """
 
+import hashlib
+import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dispfx.api.compilation import remove_state, resumption, state_folder
 from dispfx.api.folders import Opened, open_folder
 from dispfx.api.measuring import measure
 from dispfx.api.opening import longest_context
@@ -30,17 +34,17 @@ from dispfx.deploy.digests import digests
 from dispfx.deploy.folder import new_folder, refuse_existing
 from dispfx.deploy.section import read_layout
 from dispfx.errors import OutputError
+from dispfx.huggingface.adapter_training import Keeping, TuneStep, train
 from dispfx.huggingface.loading import load_model
 from dispfx.huggingface.saving import PrunedModel
 from dispfx.huggingface.tuning import (
     TuneSettings,
-    TuneStep,
     load_adapters,
     peft_library,
     save_adapters,
-    train,
     with_adapters,
 )
+from dispfx.learning.text import TokenBatches
 from dispfx.measure.equivalence import (
     SHAPES_BT,
     Verification,
@@ -61,7 +65,7 @@ from dispfx.report import (
     save_report,
 )
 from dispfx.report.page import write_page
-from dispfx.report.tuning import RECORD_FILE, adapter_card, write_record
+from dispfx.report.tuning import RECORD_FILE, adapter_card, read_record, write_record
 from dispfx.source import Source, dtype_of
 from dispfx.source.text import Words
 from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Reading
@@ -90,6 +94,8 @@ def finetune(
     trust_remote_code: bool = False,
     observer: Observer | None = None,
     command: str | None = None,
+    save_every: int = 500,
+    resume: bool = False,
 ) -> Tuning:
     """Train adapters on the decoder of an output folder, and write them, or a folder with them merged in.
 
@@ -104,34 +110,44 @@ def finetune(
         dtype: of the frozen weights while adapters are trained; by default that of the folder.  Adapters
             are float32 by default of PEFT, and what is written has the folder's dtype.
         device: where it runs; the CPU by default.
+        save_every: steps between two states, which lie in OUT.state until OUT is complete.
+        resume: go on from OUT.state; with a complete OUT, do nothing.
 
     Raises:
         DispfxError: for everything in the input that cannot be used, PEFT missing among it.
+        KeyboardInterrupt: after the state was saved, where adapters were being trained.
         VerificationError: if the merged folder does not compute what adapters and DIR compute.
     """
-    path = refuse_existing(Path(out).expanduser())
+    path = Path(out).expanduser()
+    stages = Stages(observer or NullObserver())
+    if resume and (path / RECORD_FILE).is_file():
+        stages.observer.note(f"{path} is complete; there is nothing to do")
+        remove_state(state_folder(path, resume))
+        return read_record(path)
+    refuse_existing(path)
+    state = state_folder(path, resume)
     peft_library()
     chosen = TextChoice(data, eval_data, None, Reading(data_field, data_bytes))
     chosen.check()
     opened = open_folder(folder, device=device or "cpu", trust_remote_code=trust_remote_code)
     _require_modules(opened)
-    stages = Stages(observer or NullObserver())
     settings = settings or tune_settings(folder)
     with stages("open"):
         model = _decoder(opened, dtype)
         known = Source(model, opened.tokenizer, opened.config, str(folder), "folder")
         text = open_text(known, chosen)
     text.require_measurable()
+    batches = TokenBatches(torch.cat(text.learn), settings.seq_len, settings.batch_size, settings.seed)
     gauge = partial(_measured, opened, text, eval_windows)
     with stages("measure"):
         before = gauge(model)
-    log: list[TuneStep] = []
     tuned = with_adapters(model, settings, str(folder))
     trained = sum(one.numel() for one in tuned.parameters() if one.requires_grad)
+    if resume:
+        stages.observer.note(resumption(state))
+    keeping = Keeping(state, _fingerprint(opened.path), save_every, resume)
     with stages("tune"):
-        train(
-            tuned, torch.cat(text.learn), settings, torch.device(opened.device), _watch(log, settings, stages)
-        )
+        log = train(tuned, batches, settings, torch.device(opened.device), _watch(settings, stages), keeping)
     with new_folder(path) as partial_folder:
         place = partial_folder / _ADAPTERS if merge else partial_folder
         save_adapters(tuned, place)
@@ -148,11 +164,13 @@ def finetune(
             protocol=Protocol(**before.protocol),
             **asdict(settings),
         )
-        if not merge:
-            write_record(partial_folder, told, log)
+        if merge:
+            told = _write_merged(opened, adapted, partial_folder, path.name, told, gauge, stages, command)
+        else:
             (partial_folder / "README.md").write_text(adapter_card(told, path.name), encoding="utf-8")
-            return told
-        return _write_merged(opened, adapted, partial_folder, path.name, told, log, gauge, stages, command)
+        write_record(partial_folder, told, log)
+    remove_state(state)
+    return told
 
 
 def tune_settings(folder: str | Path, **chosen: Any) -> TuneSettings:
@@ -201,9 +219,14 @@ def _measured(opened: Opened, text: Text, windows: int | None, decoder: nn.Modul
     )
 
 
-def _watch(log: list[TuneStep], settings: TuneSettings, stages: Stages) -> Any:
+def _fingerprint(folder: Path) -> str:
+    """Identify the weights that adapters are trained on; forms that are exported later do not count."""
+    found = {name: digest for name, digest in digests(folder).items() if name.startswith("model")}
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def _watch(settings: TuneSettings, stages: Stages) -> Callable[[TuneStep], None]:
     def on_step(step: TuneStep) -> None:
-        log.append(step)
         stages.observer.working("tuning", step.step, settings.steps, f"loss {step.loss:.3f}")
 
     return on_step
@@ -215,7 +238,6 @@ def _write_merged(
     folder: Path,
     name: str,
     told: Tuning,
-    log: list[TuneStep],
     gauge: Any,
     stages: Stages,
     command: str | None,
@@ -243,7 +265,6 @@ def _write_merged(
     save_report(report, folder / "report.json")
     card = model_card(report, base_model=told.base, folder=name, data="")
     (folder / "README.md").write_text(card, encoding="utf-8")
-    write_record(folder, told, log)
     write_page(folder, name)
     return told
 

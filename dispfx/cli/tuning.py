@@ -39,19 +39,19 @@ def finetune(
         typer.Option(help="Type of the frozen weights while adapters are trained; the folder's by default."),
     ] = None,
     device: given.Device = None,
+    save_every: given.SaveEvery = None,
+    resume: given.Resume = False,
     trust_remote_code: given.TrustRemoteCode = False,
     json: given.Json = False,
     quiet: given.Quiet = False,
     debug: given.Debug = False,
 ) -> None:
-    """Train LoRA adapters on a pruned decoder, to recover what pruning has cost.
-
-    An interrupted run keeps nothing.
-    """
+    """Train LoRA adapters on a pruned decoder, to recover what pruning has cost."""
     check_folder(folder)
     check_texts(data)
     check_texts(eval_data or [])
-    refuse_existing(out)
+    if not resume:
+        refuse_existing(out)
     from dispfx import api
     from dispfx.report import to_plain
     from dispfx.report.tuning import tuning_lines
@@ -78,6 +78,8 @@ def finetune(
             trust_remote_code=trust_remote_code,
             observer=observer,
             command=command_line(),
+            resume=resume,
+            **({} if save_every is None else {"save_every": save_every}),
         )
     screen.print_json({"out": str(out), "merged": merge, **to_plain(told)})
     for line in tuning_lines(told):

@@ -6,7 +6,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from dispfx.atomic import replacing
-from dispfx.report.json_form import to_plain
+from dispfx.errors import DataError
+from dispfx.json_text import read_json
+from dispfx.report.json_form import from_plain, to_plain
 from dispfx.report.numbers import shown_perplexity
 from dispfx.report.schema import Tuning
 
@@ -31,6 +33,20 @@ def write_record(folder: Path, told: Tuning, log: Sequence[Any]) -> None:
     plain = {**to_plain(told), "log": to_plain(list(log))}
     with replacing(folder / RECORD_FILE) as partial:
         partial.write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_record(folder: Path) -> Tuning:
+    """Return what `write_record` wrote, without the losses.
+
+    Raises:
+        DataError: if it is damaged, or something else.
+    """
+    path = folder / RECORD_FILE
+    try:
+        plain = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"this is no record of a tuned decoder: {error}", where=str(path)) from error
+    return from_plain(Tuning, plain, str(path))
 
 
 def adapter_card(told: Tuning, name: str) -> str:

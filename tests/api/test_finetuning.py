@@ -1,12 +1,17 @@
 """LoRA on a pruned demo: adapters, and a merged folder that is one like any other."""
 
 import json
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import dispfx
@@ -15,8 +20,11 @@ from dispfx.capturing import module_logits
 from dispfx.demo import DECODER_FOLDER
 from dispfx.demo.text import generate_text
 from dispfx.errors import DataError, DispfxError, OutputError
+from dispfx.huggingface.adapter_training import Keeping, TuneStep, train
 from dispfx.huggingface.modules import PrunedModule
 from dispfx.huggingface.tuning import TuneSettings
+from dispfx.learning.state import STATE_FILE, saved_step
+from dispfx.learning.text import TokenBatches
 from dispfx.report import Tuning, load_report
 from tests.api.conftest import MODEL, Watcher
 from tests.programs import token_ids
@@ -139,6 +147,110 @@ def test_the_same_seed_gives_the_same_bits(pruned: Path, text: Path, tmp_path: P
     assert all(torch.equal(tensor, adapters[1][name]) for name, tensor in adapters[0].items())
 
 
+class Stopped(Watcher):
+    """Interrupts a run when a step is shown, once or several times."""
+
+    def __init__(self, *steps: int):
+        super().__init__()
+        self.at = list(steps)
+
+    def working(self, name: str, done: int, total: int, figures: str) -> None:
+        if name == "tuning" and self.at and done == self.at[0]:
+            self.at.pop(0)
+            os.kill(os.getpid(), signal.SIGTERM if self.at else signal.SIGINT)
+
+
+def test_a_run_that_was_stopped_twice_goes_on_to_the_same_bits(pruned: Path, text: Path, tmp_path: Path):
+    words: dict[str, Any] = {"data": str(text), "settings": SETTINGS, "eval_windows": 1}
+    whole = finetune(pruned, out=tmp_path / "whole", **words)
+    out, state = tmp_path / "out", tmp_path / "out.state"
+    for stop, told in ((2, "no state in"), (5, "going on at step 2")):
+        watcher = Stopped(stop, 9) if stop == 2 else Stopped(stop)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(pruned, out=out, resume=True, observer=watcher, **words)
+        assert saved_step(state) == stop and not out.exists()
+        assert any(told in note for note in watcher.notes)
+    with pytest.raises(OutputError, match="an unfinished run left its state"):
+        finetune(pruned, out=out, **words)
+    assert finetune(pruned, out=out, resume=True, **words) == whole
+    assert not state.exists()
+    for name in ("adapter_model.safetensors", "finetune.json"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+    watcher = Watcher()
+    assert finetune(pruned, out=out, resume=True, observer=watcher, **words) == whole
+    assert watcher.notes == [f"{out} is complete; there is nothing to do"] and not watcher.stages
+
+
+def test_dropout_goes_on_where_it_was(tmp_path: Path):
+    expected = train_dropped(tmp_path / "whole", None)
+    with pytest.raises(KeyboardInterrupt):
+        train_dropped(tmp_path / "cut", 3)
+    assert train_dropped(tmp_path / "cut", None) == expected
+
+
+def train_dropped(folder: Path, stop: int | None) -> list[TuneStep]:
+    """Train a layer behind dropout, interrupted when a step is shown, or going on."""
+    settings = TuneSettings(lr=0.1, steps=6, batch_size=2, seq_len=4)
+    torch.manual_seed(1)
+    text = TokenBatches(torch.randint(8, (200,)), 4, 2)
+
+    def on_step(step: TuneStep) -> None:
+        if step.step == stop:
+            raise KeyboardInterrupt
+
+    return train(Dropped(), text, settings, torch.device("cpu"), on_step, Keeping(folder, "one", resume=True))
+
+
+class Dropped(torch.nn.Module):
+    """Stands for a decoder: the loss of predicting each token from itself, features dropped in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table, self.head = torch.nn.Embedding(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.head(torch.nn.functional.dropout(self.table(input_ids), 0.5, self.training))
+        return SimpleNamespace(loss=torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda tensors: tensors.pop("losses"), "losses"),
+        (lambda tensors: tensors.update(losses=torch.zeros(2, dtype=torch.float64)), "2 losses of 3 steps"),
+        (lambda tensors: tensors.update({"adapter.table.weight": torch.zeros(3)}), "size"),
+        (lambda tensors: tensors.update({"optimizer.exp_avg.head.bias": torch.zeros(3)}), "has the shape"),
+        (lambda tensors: tensors.update({"generator.cpu": torch.zeros(3, dtype=torch.uint8)}), "damaged"),
+    ],
+)
+def test_a_damaged_state_is_refused(damage: Any, said: str, tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt):
+        train_dropped(tmp_path, 3)
+    file = tmp_path / STATE_FILE
+    with safe_open(file, "pt") as opened:
+        header = opened.metadata()
+    tensors = load_file(file)
+    damage(tensors)
+    save_file(tensors, file, metadata=header)
+    with pytest.raises(DataError, match=f"the state to resume from is damaged.*{said}|{said}.*"):
+        train_dropped(tmp_path, None)
+
+
+def test_a_state_of_another_decoder_or_other_settings_is_refused(
+    merged: tuple[Path, Tuning], pruned: Path, text: Path, tmp_path: Path
+):
+    words: dict[str, Any] = {"data": str(text), "out": tmp_path / "out", "eval_windows": 1, "resume": True}
+    with pytest.raises(KeyboardInterrupt):
+        finetune(pruned, settings=SETTINGS, observer=Stopped(1), **words)
+    with pytest.raises(DispfxError, match="another decoder: its fingerprint differ"):
+        finetune(merged[0], settings=SETTINGS, **words)
+    with pytest.raises(DataError, match="rank was 4 and is 2"):
+        finetune(pruned, settings=replace(SETTINGS, rank=2), **words)
+    assert saved_step(tmp_path / "out.state") == 1 and not (tmp_path / "out").exists()
+
+
 def test_a_merged_folder_can_be_tuned_again(
     merged: tuple[Path, Tuning], text: Path, other: Path, tmp_path: Path
 ):
@@ -152,7 +264,7 @@ def test_too_short_a_text_a_loss_without_bounds_and_a_graph_leave_nothing(
     short = tmp_path / "short.txt"
     short.write_text("copy abc = abc\n" * 3)
     out = tmp_path / "out"
-    with pytest.raises(DataError, match="a sequence has 48 tokens"):
+    with pytest.raises(DataError, match="one sequence needs 48 tokens"):
         finetune(pruned, data=str(short), out=out, settings=SETTINGS)
     wild = TuneSettings(rank=4, lr=1e30, steps=4, batch_size=2, seq_len=16)
     with pytest.raises(DispfxError, match="the loss of step"):

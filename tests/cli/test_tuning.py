@@ -29,12 +29,13 @@ def test_finetune_hands_on_every_option(dispfx, replaced, written: Path):
     result = dispfx(
         "finetune", written, "--data", text, "--out", out, "--merge", "--rank", 8, "--alpha", 16,
         "--steps", 5, "--batch-size", 2, "--seq-len", 16, "--eval-data", text, "--eval-windows", 2,
-        "--dtype", "float32", "--device", "cpu",
+        "--dtype", "float32", "--device", "cpu", "--save-every", 3, "--resume",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     given = run.call_args.kwargs
     assert given["settings"] == TuneSettings(rank=8) and given["merge"] is True
     assert (given["dtype"], given["device"], given["eval_windows"]) == ("float32", "cpu", 2)
+    assert (given["save_every"], given["resume"]) == (3, True)
     assert given["command"].startswith(f"dispfx finetune {written} --data")
     assert "perplexity 5.000 before and 4.000 after" in result.stdout and f"written: {out}" in result.stdout
 
@@ -61,9 +62,13 @@ def test_finetune_refuses_wrong_words_first(dispfx, replaced, written: Path, tmp
     assert not run.called
 
 
-def test_an_interrupted_run_says_that_it_keeps_nothing(dispfx, replaced, written: Path):
+def test_an_interrupted_run_says_how_to_go_on(dispfx, replaced, written: Path):
     replaced("tune_settings", TuneSettings())
     replaced("finetune", error=KeyboardInterrupt())
     words = ["finetune", written, "--data", written.with_name("text.txt"), "--out", written.with_name("out")]
     result = dispfx(*words)
-    assert result.exit_code == 130 and "nothing was written" in result.stderr
+    assert result.exit_code == 130 and "no state was saved yet" in result.stderr
+    written.with_name("out.state").mkdir()
+    result = dispfx(*words)
+    assert result.exit_code == 130 and f"the state is in {written.with_name('out.state')}" in result.stderr
+    assert "--resume" in result.stderr
