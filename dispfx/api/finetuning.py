@@ -34,7 +34,7 @@ from dispfx.deploy.digests import digests
 from dispfx.deploy.folder import new_folder, refuse_existing
 from dispfx.deploy.section import read_layout
 from dispfx.errors import OutputError
-from dispfx.huggingface.adapter_training import Keeping, TuneStep, train
+from dispfx.huggingface.adapter_training import SAVE_EVERY, Keeping, TuneStep, train
 from dispfx.huggingface.loading import load_model
 from dispfx.huggingface.saving import PrunedModel
 from dispfx.huggingface.tuning import (
@@ -94,7 +94,7 @@ def finetune(
     trust_remote_code: bool = False,
     observer: Observer | None = None,
     command: str | None = None,
-    save_every: int = 500,
+    save_every: int | None = None,
     resume: bool = False,
 ) -> Tuning:
     """Train adapters on the decoder of an output folder, and write them, or a folder with them merged in.
@@ -110,12 +110,12 @@ def finetune(
         dtype: of the frozen weights while adapters are trained; by default that of the folder.  Adapters
             are float32 by default of PEFT, and what is written has the folder's dtype.
         device: where it runs; the CPU by default.
-        save_every: steps between two states, which lie in OUT.state until OUT is complete.
+        save_every: steps between two states, which lie in OUT.state until OUT is complete (500); one is
+            saved on an interrupt, too.
         resume: go on from OUT.state; with a complete OUT, do nothing.
 
     Raises:
         DispfxError: for everything in the input that cannot be used, PEFT missing among it.
-        KeyboardInterrupt: after the state was saved, where adapters were being trained.
         VerificationError: if the merged folder does not compute what adapters and DIR compute.
     """
     path = Path(out).expanduser()
@@ -132,6 +132,8 @@ def finetune(
     opened = open_folder(folder, device=device or "cpu", trust_remote_code=trust_remote_code)
     _require_modules(opened)
     settings = settings or tune_settings(folder)
+    every = SAVE_EVERY if save_every is None else save_every
+    keeping = Keeping(state, _fingerprint(opened.path), every, resume)
     with stages("open"):
         model = _decoder(opened, dtype)
         known = Source(model, opened.tokenizer, opened.config, str(folder), "folder")
@@ -145,7 +147,6 @@ def finetune(
     trained = sum(one.numel() for one in tuned.parameters() if one.requires_grad)
     if resume:
         stages.observer.note(resumption(state))
-    keeping = Keeping(state, _fingerprint(opened.path), save_every, resume)
     with stages("tune"):
         log = train(tuned, batches, settings, torch.device(opened.device), _watch(settings, stages), keeping)
     with new_folder(path) as partial_folder:

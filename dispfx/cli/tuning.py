@@ -79,7 +79,7 @@ def finetune(
             observer=observer,
             command=command_line(),
             resume=resume,
-            **({} if save_every is None else {"save_every": save_every}),
+            save_every=save_every,
         )
     screen.print_json({"out": str(out), "merged": merge, **to_plain(told)})
     for line in tuning_lines(told):

@@ -23,6 +23,7 @@ from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
 from dispfx.learning.state import Position, load_state, save_state
 from dispfx.learning.text import Batches
 
+SAVE_EVERY = 500
 _LARGEST_NORM = 1.0
 
 
@@ -48,8 +49,17 @@ class Keeping:
 
     folder: Path
     decoder: str
-    save_every: int = 500
+    save_every: int = SAVE_EVERY
     resume: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the number of steps.
+
+        Raises:
+            DispfxError: if it is none.
+        """
+        if self.save_every < 1:
+            raise DispfxError(f"save_every must be at least 1, and {self.save_every} was given")
 
 
 @dataclass(eq=False)

@@ -248,6 +248,8 @@ def test_a_state_of_another_decoder_or_other_settings_is_refused(
         finetune(merged[0], settings=SETTINGS, **words)
     with pytest.raises(DataError, match="rank was 4 and is 2"):
         finetune(pruned, settings=replace(SETTINGS, rank=2), **words)
+    with pytest.raises(DispfxError, match="save_every must be at least 1"):
+        finetune(pruned, settings=SETTINGS, save_every=0, **words)
     assert saved_step(tmp_path / "out.state") == 1 and not (tmp_path / "out").exists()
 
 
