@@ -72,10 +72,12 @@ def _may_be_causal(node: fx.Node) -> bool:
 
 def _is_causal(program: Program, mask: fx.Node, tokens: int) -> bool:
     """Compute a mask at two sequences of that length and compare it (rule 1)."""
-    module = _alone(program, mask)
-    if module is None or program.device.type == "meta":
+    # A program without values is asked on the CPU.
+    device = torch.device("cpu") if program.device.type == "meta" else program.device
+    module = _alone(program, mask, device)
+    if module is None:
         return False
-    ids = torch.zeros(2, tokens, dtype=torch.int64, device=program.device)
+    ids = torch.zeros(2, tokens, dtype=torch.int64, device=device)
     with torch.no_grad():
         value = module(ids)
     if value.shape[-2:] != (tokens, tokens):
@@ -86,8 +88,11 @@ def _is_causal(program: Program, mask: fx.Node, tokens: int) -> bool:
     return bool((value.masked_select(seen) == 0).all() & (value.masked_select(~seen) <= _HIDDEN).all())
 
 
-def _alone(program: Program, value: fx.Node) -> fx.GraphModule | None:
-    """Return ids → value, or None where it depends on more than the shape of the ids."""
+def _alone(program: Program, value: fx.Node, device: torch.device) -> fx.GraphModule | None:
+    """Return ids → value on a device, or None where it depends on more than the shape of the ids.
+
+    A tensor of a program without values is more, too.
+    """
     ids = next(iter(program.graph.nodes))
     inside: set[fx.Node] = set()
     pending = [value]
@@ -95,7 +100,7 @@ def _alone(program: Program, value: fx.Node) -> fx.GraphModule | None:
         node = pending.pop()
         if node in inside:
             continue
-        if node.op == "placeholder":
+        if node.op == "placeholder" or (node.op == "get_attr" and program.device.type == "meta"):
             return None
         inside.add(node)
         pending += [below for below in node.all_input_nodes if not _only_sized(node, below, ids)]
@@ -104,6 +109,8 @@ def _alone(program: Program, value: fx.Node) -> fx.GraphModule | None:
     for node in program.graph.nodes:
         if node in inside:
             copies[node] = graph.node_copy(node, lambda old: copies[old])
+            if "device" in node.kwargs:
+                copies[node].update_kwarg("device", device)
     graph.output(copies[value])
     return fx.GraphModule(program.graph_module, graph)
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from dispfx.api.programs import apart, capture, learn, lower
-from dispfx.api.training import training_passes
 from dispfx.documents import positions_in_documents
 from dispfx.errors import CaptureError, DispfxError
 from dispfx.learning.objective import NO_TARGET, next_tokens
@@ -17,6 +16,7 @@ from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
 from dispfx.training.comparison import sample_masks, value_and_gradient
 from dispfx.training.decoder import TrainingDecoder
+from dispfx.training.fast_passes import training_passes
 from dispfx.training.preparation import PlainDecoder
 from tests.plain_decoders import FORMS, build
 from tests.tiny_transformers import VOCABULARY, tiny_transformer

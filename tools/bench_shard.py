@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispfx.api.programs import batches_of, capture
-from dispfx.api.training import prepared_loss, training_passes
+from dispfx.api.training import prepared_loss
 from dispfx.ir.placing import placed
 from dispfx.ir.plan import Budget
 from dispfx.ir.program import Program
@@ -44,6 +44,7 @@ from dispfx.measure.estimate import estimate
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
 from dispfx.ranks import ALONE, Ranks, joined, local_device
+from dispfx.training.fast_passes import training_passes
 from dispfx.training.preparation import Compute, PreparedLoss, prepare
 from dispfx.training.shards import Sharding
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Compare estimates of the memory that learning takes with what processes took, on a CPU.
 
-    tools/measure_memory.py demo 8 128 llama-100m 2 256 model.gguf 2 256 --out record.json
+    tools/measure_memory.py demo 8 128 grouped 2 256 model.gguf 2 256 --out record.json
 
-Each MODEL is followed by sequences and tokens of a batch.  `llama-100m` is a random decoder of 110 million
-parameters.  Every decoder is learned for two steps in a process of its own; what is measured is the largest
-resident memory while it learns, less what was resident before.
+Each MODEL is followed by sequences and tokens of a batch.  Of random weights there are `grouped` (38 million
+parameters, heads share keys and values), `experts` (45 million, a mixture of 8), `biased` (38 million, biases
+and LayerNorm) and `large` (110 million).  Every decoder is learned for two steps in a process of its own;
+what is measured is the largest resident memory while it learns, less what was resident before.
 """
 
 import argparse
@@ -18,7 +19,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-RANDOM = "llama-100m"
+_SMALL: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
+_SMALL |= {"vocab_size": 16_000}
+RANDOM: dict[str, tuple[str, dict[str, Any]]] = {
+    "grouped": ("Qwen3", _SMALL | {"intermediate_size": 1408, "num_key_value_heads": 2, "head_dim": 64}),
+    "experts": (
+        "Mixtral",
+        _SMALL
+        | {"intermediate_size": 384, "num_hidden_layers": 5, "num_local_experts": 8}
+        | {"num_key_value_heads": 4},
+    ),
+    "biased": ("GPT2", {"n_embd": 512, "n_layer": 8, "n_head": 8, "vocab_size": 16_000}),
+    "large": (
+        "Llama",
+        _SMALL
+        | {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
+        | {"num_attention_heads": 12},
+    ),
+}
 _STATUS = Path("/proc/self/status")
 
 
@@ -67,11 +85,11 @@ def measure(model: str, batch: int, tokens: int) -> dict[str, Any]:
     from dispfx.training.preparation import Compute
 
     torch.set_num_threads(1)
-    decoder = _random_llama() if model == RANDOM else Opening(model).open().model
+    decoder = _random(model) if model in RANDOM else Opening(model).open().model
     program = capture(decoder)
     settings = learn_settings(model, batch_size=batch, seq_len=tokens, steps=2)
     text = torch.randint(program.vocabulary_size or 100, (4 * batch * tokens,))
-    found = bytes_beside_weights(estimate(program, settings), checkpoints=False)
+    found = bytes_beside_weights(estimate(program, settings), program.device, checkpoints=False)
     before = _settle()
     began = time.monotonic()
     learn(program, text, 0.3, settings=settings, compute=Compute("off", "off"))
@@ -86,13 +104,14 @@ def measure(model: str, batch: int, tokens: int) -> dict[str, Any]:
     }
 
 
-def _random_llama() -> Any:
+def _random(name: str) -> Any:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=12, vocab_size=16_000)).eval()
+    kind, sizes = RANDOM[name]
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
 def _settle() -> int:

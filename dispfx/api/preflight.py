@@ -1,22 +1,23 @@
 """Whether a run fits into memory, asked before hours are spent on it.
 
 1. Before a weight is read: the weights, and for what writes a folder their pruned copy beside them.
-2. Before learning: the estimate of `dispfx.measure.estimate`, less the weights, which are there by then. With
-   checkpoints of layers, which `auto` turns to, what autograd keeps is left out.
+2. Before learning: the estimate of `dispfx.measure.estimate`, less the weights, which are there by then, and
+   on a CPU with what the allocator keeps (`dispfx.measure.resident`). With checkpoints of layers, which
+   `auto` turns to, what autograd keeps is left out.
 
 An estimate may be wrong by 15%; a run is refused where it would not fit even if it took that much less.
 """
 
-from dataclasses import replace
-
 import torch
 
 from dispfx.api.opening import Opening
+from dispfx.api.training import own_part
 from dispfx.errors import DispfxError
 from dispfx.ir.program import Program
 from dispfx.learning.settings import LearnSettings
 from dispfx.measure.estimate import Estimate, estimate
 from dispfx.measure.free_memory import free_bytes
+from dispfx.measure.resident import resident_bytes
 from dispfx.ranks import ALONE, Ranks
 from dispfx.report.numbers import shown_bytes
 from dispfx.source import dtype_of
@@ -64,15 +65,15 @@ def require_room_to_learn(
     chosen = compute or Compute()
     if settings.method != "learned" or chosen.shard_on is not None:
         return
-    rows = max(1, settings.batch_size // (ranks or ALONE).size)
-    found = estimate(program, replace(settings, batch_size=rows, samples=1))
-    needed = bytes_beside_weights(found, checkpoints=chosen.checkpointing != "off")
+    own = own_part(settings, ranks or ALONE)
+    found = estimate(program, own)
+    needed = bytes_beside_weights(found, program.device, checkpoints=chosen.checkpointing != "off")
     free = free_bytes(program.device)
     if free is not None and _SURE * needed > free:
         raise _missing(
             f"learning takes {shown_bytes(needed)} beside the weights: "
             f"{shown_bytes(found.hypernetwork_bytes)} for the hypernetwork, the rest for a step of "
-            f"{rows} × {settings.seq_len} tokens",
+            f"{own.batch_size} × {own.seq_len} tokens",
             needed,
             free,
             program.device,
@@ -83,10 +84,12 @@ def require_room_to_learn(
         )
 
 
-def bytes_beside_weights(found: Estimate, *, checkpoints: bool) -> int:
+def bytes_beside_weights(found: Estimate, device: torch.device, *, checkpoints: bool) -> int:
     """Return what learning takes beside the weights; with checkpoints, what it takes at the least."""
     step = found.step.loss if checkpoints else found.step.peak
-    return found.hypernetwork_bytes + max(step, _FLOAT_BYTES * found.hypernetwork_parameters)
+    gradient = _FLOAT_BYTES * found.hypernetwork_parameters
+    behind_it = resident_bytes(found.hypernetwork_bytes + gradient, 0, device)
+    return max(resident_bytes(found.hypernetwork_bytes, step, device), behind_it)
 
 
 def _missing(what: str, needed: float, free: int, device: torch.device, hint: str) -> DispfxError:

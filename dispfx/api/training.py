@@ -12,12 +12,11 @@ from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import Batches
 from dispfx.measure.estimate import estimate
 from dispfx.measure.free_memory import free_bytes
-from dispfx.passes.drop_causal_masks import DropCausalMasks
-from dispfx.passes.group_heads import GroupHeads
+from dispfx.measure.resident import resident_bytes
 from dispfx.passes.insert_gates import InsertGates
-from dispfx.passes.outline_layers import OutlineLayers
-from dispfx.pipeline import Pass, Pipeline
+from dispfx.pipeline import Pipeline
 from dispfx.ranks import ALONE, Ranks
+from dispfx.training.fast_passes import training_passes
 from dispfx.training.preparation import Compute, PreparedLoss, prepare
 from dispfx.training.shards import Sharding, rows_of
 
@@ -96,9 +95,11 @@ def _sharding(program: Program, compute: Compute, ranks: Ranks) -> Sharding | No
     return Sharding(rows_of(dict(program.tensors())), ranks.size, torch.device(compute.shard_on))
 
 
-def training_passes(tokens: int) -> list[Pass]:
-    """Return the passes that make a gated program fast to learn on, for sequences of that length."""
-    return [DropCausalMasks(tokens), GroupHeads(masked=False, requires="gated"), OutlineLayers()]
+def own_part(settings: LearnSettings, ranks: Ranks) -> LearnSettings:
+    """Return the settings of a run that does what one of these processes does."""
+    rows = max(1, settings.batch_size // ranks.size)
+    samples = max(1, settings.samples // ranks.size)
+    return replace(settings, batch_size=rows, samples=samples if rows % samples == 0 else 1)
 
 
 def short_of_memory(
@@ -112,9 +113,10 @@ def short_of_memory(
     free = free_bytes(program.device if sharding is None else sharding.device)
     if free is None:
         return False
-    own = replace(settings, batch_size=settings.batch_size // ranks.size, samples=1)
+    own = own_part(settings, ranks)
     found = estimate(program, own)
     kept = found.step.kept * (_KEPT_BY_COMPILED if compiled else 1.0)
     # Weights in parts are still to come.
     weights = 0 if sharding is None else found.weight_bytes / sharding.size
-    return kept + found.hypernetwork_bytes + weights > _USABLE * free
+    beside = resident_bytes(found.hypernetwork_bytes, kept, program.device)
+    return beside + weights > _USABLE * free

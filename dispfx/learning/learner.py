@@ -177,6 +177,8 @@ class Learner:
                 self._commit()
             else:
                 self._roll_back()
+        # As large as the hypernetwork, and not needed while the decoder computes.
+        self._optimizer.zero_grad(set_to_none=True)
         if self.position.bad_in_a_row >= settings.max_bad_steps:
             raise _diverged(self.position, numbers[0])
         return StepOutcome(numbers[0], numbers[1], 1.0 - numbers[2] / problem.count.dense, finite)

@@ -5,17 +5,19 @@
 Memory is the weights, the hypernetwork with its optimizer, and one step (`dispfx.measure.step_memory`).
 The decoder's step and the hypernetwork's gradients are not there at the same time:
 
-    peak = weights + 12 bytes · hypernetwork + features · 48 bytes + max(step, 4 bytes · hypernetwork)
+    peak = weights + 12 bytes · hypernetwork + features · (20 + 12 · samples) bytes
+         + max(step, 4 bytes · hypernetwork)
 
 since the hypernetwork and AdamW's two moments are float32 and its gradient appears when the decoder's
-step is over.  Time is products only (`dispfx.measure.step_work`), at the rate of a device: right where
-products dominate, too short for decoders so small that starting an operation takes longer than the
-operation.
+step is over and is freed before the next.  Time is products only (`dispfx.measure.step_work`), at the rate
+of a device: right where products dominate, too short for decoders so small that starting an operation
+takes longer than the operation.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import fx
 
 from dispfx.ir.budget import Groups, ParameterCount
 from dispfx.ir.plan import BudgetOf
@@ -28,12 +30,16 @@ from dispfx.measure.step_memory import StepMemory, needing_gradients, step_memor
 from dispfx.measure.step_work import StepWork, step_work
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
+from dispfx.training.decoder import head_takes_stream_alone
+from dispfx.training.fast_passes import training_passes
+from dispfx.training.preparation import SHORT
 
 _FLOAT_BYTES = 4
 # Weight and two moments.
 _OPTIMIZER_COPIES = 3
-# Two orders of the features as int64, and logits, sample, slope, noise and their gradients as float32.
-_BYTES_A_FEATURE = 48
+# Two orders of the features as int64 and logits as float32; of every sample mask, slope and gradient.
+_BYTES_A_FEATURE = 20
+_BYTES_A_SAMPLE = 12
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Estimate:
     def hypernetwork_bytes(self) -> int:
         """The hypernetwork, AdamW's moments and the vectors over all features."""
         heads = _FLOAT_BYTES * _OPTIMIZER_COPIES * self.hypernetwork_parameters
-        return heads + _BYTES_A_FEATURE * self.features
+        return heads + (_BYTES_A_FEATURE + _BYTES_A_SAMPLE * self.settings.samples) * self.features
 
     @property
     def peak_bytes(self) -> int:
@@ -99,10 +105,8 @@ def estimate(program: Program, settings: LearnSettings | None = None, *, of: Bud
         of: which parameters `gated_parameters` counts.
     """
     settings = settings or LearnSettings(**recipe(DEFAULT_RECIPE))
-    twin = Pipeline([InsertGates()], verify=False).run(program.clone())
-    inputs = [node for node in twin.graph.nodes if node.op == "placeholder"]
-    needs = needing_gradients(twin.graph, inputs[-len(program.sites) :])
-    sizes = Sizes(twin.graph, settings.batch_size, settings.seq_len)
+    plain = Pipeline([InsertGates()], verify=False).run(program.clone())
+    sizes = Sizes(plain.graph, settings.batch_size, settings.seq_len)
     groups = Groups.of_run(program.sites, constrained=settings.constrained)
     by_dtype = _bytes_by_dtype(program)
     return Estimate(
@@ -114,9 +118,32 @@ def estimate(program: Program, settings: LearnSettings | None = None, *, of: Bud
         weight_bytes_by_dtype=by_dtype,
         hypernetwork_parameters=hypernetwork_parameters(settings.hypernetwork, groups.sizes),
         features=groups.features,
-        step=step_memory(twin.graph, needs, sizes),
-        work=step_work(twin.graph, needs, sizes),
+        step=_step_memory(plain, settings),
+        work=step_work(plain.graph, needing_gradients(plain.graph, _masks(plain)), sizes),
     )
+
+
+def _masks(gated: Program) -> list[fx.Node]:
+    inputs = [node for node in gated.graph.nodes if node.op == "placeholder"]
+    return inputs[-len(gated.sites) :]
+
+
+def _step_memory(plain: Program, settings: LearnSettings) -> StepMemory:
+    """Return the memory of a step as `dispfx.training` computes it, or of the comparison before all steps."""
+    whole = Sizes(plain.graph, settings.batch_size, settings.seq_len)
+    needs = needing_gradients(plain.graph, _masks(plain))
+    fast = Pipeline(training_passes(settings.seq_len), verify=False).run(plain.clone())
+    if fast.outline is None:
+        return step_memory(plain.graph, needs, whole)
+    short = Sizes(plain.graph, 1, min(settings.seq_len, SHORT))
+    compared = step_memory(plain.graph, needs, short)
+    # Layers hand a gradient on to the first value of the stream too.
+    first = fast.nodes[fast.outline.prologue.results[0]]
+    needs = needing_gradients(fast.graph, [*_masks(fast), first])
+    sizes = Sizes(fast.graph, settings.batch_size, settings.seq_len)
+    stream = fast.nodes[fast.outline.epilogue.values[0]] if head_takes_stream_alone(fast) else None
+    step = step_memory(fast.graph, needs, sizes, stream)
+    return replace(step, peak=max(step.peak, compared.peak))
 
 
 def _bytes_by_dtype(program: Program) -> dict[str, int]:

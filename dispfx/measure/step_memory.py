@@ -3,8 +3,10 @@
 1. Forward: a value lives until its last user has run, as in the graph's own code, or until its
    backward pass where autograd keeps it (`dispfx.measure.autograd_memory`).  Values that share memory
    are counted once.
-2. Loss: the logits become float32 and a log-softmax of them is kept; on the way back that, its gradient
-   and the gradient of the logits live together, three float32 numbers a logit.
+2. Loss of whole logits: they become float32 and a log-softmax of them is kept; on the way back that, its
+   gradient and the gradient of the logits live together, three float32 numbers a logit.  Loss in chunks
+   (`dispfx.training.head_loss`): the logits, float32 copies and a mask of one chunk of rows live together,
+   and a gradient of the shape of the stream is kept instead of what the head would keep.
 3. Backward: the gradient of a value lives from its first user's turn to its own.  Additions and views
    hand on the gradient that they got; what reaches a value from two users is added up.  What an
    operation kept is released after its turn.
@@ -13,6 +15,7 @@ Not counted: what kernels need inside, and what an allocator rounds up.
 """
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -21,8 +24,11 @@ from dispfx.ir import ops
 from dispfx.ir.ops import aten, packet
 from dispfx.measure.autograd_memory import kept_by
 from dispfx.measure.graph_sizes import Sizes, storage
+from dispfx.training.head_loss import chunk_rows, even_rows
 
 _FLOAT_BYTES = 4
+# Of a chunk's logits: the exponentials, the targets as numbers, and the difference of the two.
+_FLOATS_OF_A_CHUNK = 3
 _HANDING_ON = ops.packets("add sub")
 
 
@@ -41,24 +47,46 @@ class StepMemory:
     peak: int
 
 
-def step_memory(graph: fx.Graph, needs: frozenset[fx.Node], sizes: Sizes) -> StepMemory:
+def step_memory(
+    graph: fx.Graph, needs: frozenset[fx.Node], sizes: Sizes, chunked_from: fx.Node | None = None
+) -> StepMemory:
     """Return the memory of one step.
 
     Args:
         graph: gated.
         needs: its values that need a gradient, as `needing_gradients` finds them.
         sizes: of the graph at the batch and length of a step.
+        chunked_from: the stream as the head takes it, where the loss is computed in chunks behind it.
     """
-    kept = _Kept(graph, needs, sizes)
-    forward = _forward_peak(graph, kept, sizes)
-    loss = _loss_bytes(ops.logits_of(graph), sizes)
-    backward = _backward_peak(graph, needs, kept, sizes)
+    head = _behind(chunked_from)
+    body = [node for node in graph.nodes if node not in head]
+    kept = _Kept(body, needs, sizes)
+    forward = _forward_peak(body, kept, sizes)
+    if chunked_from is None:
+        end = ops.logits_of(graph)
+        loss, first = _loss_bytes(end, sizes), sizes.bytes(end)
+    else:
+        end = chunked_from
+        loss, first = _chunked_loss_bytes(graph, end, head, needs, sizes), 2 * sizes.bytes(end)
+    backward = _backward_peak(body, end, first, needs, kept, sizes)
     return StepMemory(kept.total, loss, max(forward, kept.total + loss, backward))
 
 
-def needing_gradients(graph: fx.Graph, masks: list[fx.Node]) -> frozenset[fx.Node]:
-    """Return the masks of a gated graph and every value that a gradient reaches them through."""
-    needs = set(masks)
+def _behind(stream: fx.Node | None) -> set[fx.Node]:
+    """Return what depends on the stream as the head takes it."""
+    found: set[fx.Node] = set()
+    pending = [] if stream is None else list(stream.users)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.users
+    return found
+
+
+def needing_gradients(graph: fx.Graph, leaves: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """Return the leaves, such as masks, and every value that a gradient reaches them through."""
+    needs = set(leaves)
     for node in graph.nodes:
         value = node.meta.get("val")
         whole = isinstance(value, Tensor) and not value.is_floating_point()
@@ -70,18 +98,18 @@ def needing_gradients(graph: fx.Graph, masks: list[fx.Node]) -> frozenset[fx.Nod
 class _Kept:
     """Which memory autograd holds, and whose turn in the backward pass releases it."""
 
-    def __init__(self, graph: fx.Graph, needs: frozenset[fx.Node], sizes: Sizes):
+    def __init__(self, nodes: Sequence[fx.Node], needs: frozenset[fx.Node], sizes: Sizes):
         self.bytes_of: dict[object, int] = {}
         self.released_by: dict[fx.Node, list[object]] = {}
         first: dict[object, fx.Node] = {}
-        weights = {storage(node) for node in graph.nodes if node.op == "get_attr"}
+        weights = {storage(node) for node in nodes if node.op == "get_attr"}
         owner: dict[object, fx.Node] = {}
-        for node in graph.nodes:
+        for node in nodes:
             owner.setdefault(storage(node), node)
             if node not in needs or node.op != "call_function":
                 continue
             held = kept_by(node, needs, sizes)
-            for key in {storage(value) for value in held.values} - weights:
+            for key in {storage(value) for value in held.values}.intersection(owner) - weights:
                 self.bytes_of.setdefault(key, sizes.bytes(owner[key]))
                 first.setdefault(key, node)
             if held.further_bytes:
@@ -96,13 +124,12 @@ class _Kept:
         return sum(self.bytes_of.values())
 
 
-def _forward_peak(graph: fx.Graph, kept: _Kept, sizes: Sizes) -> int:
-    """Return the largest sum of values alive while the graph runs."""
-    nodes = list(graph.nodes)
+def _forward_peak(nodes: Sequence[fx.Node], kept: _Kept, sizes: Sizes) -> int:
+    """Return the largest sum of values alive while the nodes run."""
     last: dict[object, int] = {}
     position = {node: index for index, node in enumerate(nodes)}
     for node in nodes:
-        users = [position[user] for user in node.users]
+        users = [position.get(user, len(nodes) - 1) for user in node.users]
         last[storage(node)] = max([last.get(storage(node), 0), position[node], *users])
     ends: dict[int, list[object]] = {}
     for key, index in last.items():
@@ -129,6 +156,22 @@ def _loss_bytes(logits: fx.Node, sizes: Sizes) -> int:
     # The last token is cut off, which copies where there are several sequences.
     forward = width * (2 if sizes.batch > 1 else 1) + (_FLOAT_BYTES if width != _FLOAT_BYTES else 0)
     return count * max(forward + _FLOAT_BYTES, 3 * _FLOAT_BYTES)
+
+
+def _chunked_loss_bytes(
+    graph: fx.Graph, stream: fx.Node, head: set[fx.Node], needs: frozenset[fx.Node], sizes: Sizes
+) -> int:
+    """Return the stream, its gradient, and what one chunk of rows takes."""
+    logits = ops.logits_of(graph)
+    rows, vocabulary = sizes.batch * sizes.tokens, sizes.shape(logits)[-1]
+    chunk = even_rows(rows, chunk_rows(vocabulary))
+    width = logits.meta["val"].element_size()
+    copies = _FLOATS_OF_A_CHUNK + (width != _FLOAT_BYTES)
+    of_logits = chunk * vocabulary * (width + 1 + _FLOAT_BYTES * copies)
+    tensors = [node for node in graph.nodes if node.op == "get_attr"]
+    inside = [*tensors, stream, *(node for node in graph.nodes if node in head)]
+    of_head = _Kept(inside, needs, sizes).total - sizes.bytes(stream)
+    return 2 * sizes.bytes(stream) + of_logits + max(0, of_head) * chunk // rows
 
 
 class _Gradients:
@@ -175,13 +218,19 @@ class _Gradients:
             self.now -= self._bytes[gradient]
 
 
-def _backward_peak(graph: fx.Graph, needs: frozenset[fx.Node], kept: _Kept, sizes: Sizes) -> int:
-    """Return the largest sum of kept values and gradients."""
+def _backward_peak(
+    nodes: Sequence[fx.Node],
+    end: fx.Node,
+    first: int,
+    needs: frozenset[fx.Node],
+    kept: _Kept,
+    sizes: Sizes,
+) -> int:
+    """Return the largest sum of kept values and gradients, beginning with `first` bytes at `end`."""
     gradients = _Gradients()
     gradients.now = kept.total
-    logits = ops.logits_of(graph)
-    gradients.new(logits, sizes.bytes(logits))
-    for node in reversed(list(graph.nodes)):
+    gradients.new(end, first)
+    for node in reversed(nodes):
         gradient = gradients.take(node)
         if gradient is None:
             continue

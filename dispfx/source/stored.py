@@ -8,9 +8,12 @@ from gguf import GGUFReader
 from safetensors import SafetensorError, safe_open
 
 from dispfx.demo import DECODER_FOLDER
+from dispfx.json_text import read_json
 from dispfx.origin import origin_of
 
-_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+# Of a number, by the names of safetensors; those of less than a byte are packed, and taken for one.
+_BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4}
+_BYTES |= {"F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 
 
 def loaded_bytes(spec: str, dtype: torch.dtype | None) -> int | None:
@@ -30,13 +33,13 @@ def loaded_bytes(spec: str, dtype: torch.dtype | None) -> int | None:
         if origin in ("demo", "folder"):
             folder = DECODER_FOLDER if origin == "demo" else Path(spec).expanduser()
             return _folder_bytes(folder, dtype)
-    except (OSError, SafetensorError, ValueError, KeyError, IndexError):
+    except (OSError, SafetensorError, ValueError, KeyError, IndexError, AttributeError, TypeError):
         pass
     return None
 
 
 def _folder_bytes(folder: Path, dtype: torch.dtype | None) -> int | None:
-    files = sorted(folder.glob("*.safetensors"))
+    files = _loaded_files(folder)
     total = 0
     for file in files:
         with safe_open(file, framework="pt") as opened:
@@ -46,10 +49,37 @@ def _folder_bytes(folder: Path, dtype: torch.dtype | None) -> int | None:
     return total if files else None
 
 
+def _loaded_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that transformers loads; there may be others beside them.
+
+    As `_get_resolved_checkpoint_files` of transformers 5.24: what the config names, `model.safetensors`, or
+    the files that its index names, whichever is there first.
+
+    Raises:
+        OSError, ValueError, KeyError, AttributeError, TypeError: if config or index cannot be read.
+    """
+    named = read_json(folder / "config.json").get("transformers_weights")
+    for name in [named] if named else ["model.safetensors", "model.safetensors.index.json"]:
+        if not _inside(folder, name).is_file():
+            continue
+        if not name.endswith(".index.json"):
+            return [folder / name]
+        names = set(read_json(folder / name)["weight_map"].values())
+        return sorted(_inside(folder, file) for file in names)
+    return []
+
+
+def _inside(folder: Path, name: str) -> Path:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{name!r} leads out of the folder")
+    return folder / name
+
+
 def _gguf_elements(path: Path) -> int:
     reader: Any = GGUFReader(path)
     return sum(int(tensor.n_elements) for tensor in reader.tensors)
 
 
 def _width(dtype: torch.dtype | None, stored: str) -> int:
-    return _BYTES.get(stored, 8) if dtype is None else dtype.itemsize
+    is_real = stored.startswith(("F", "BF"))
+    return dtype.itemsize if dtype is not None and is_real else _BYTES.get(stored, 1)

@@ -121,19 +121,24 @@ class TrainingDecoder(nn.Module):
     @torch.no_grad()
     def _epilogue_works_by_token(self, program: Program) -> bool:
         """Whether the epilogue takes the stream alone and gives each token the same in any company."""
-        epilogue = self.layered.outline.epilogue
-        logits = ops.logits_of(program.graph).meta["val"]
-        stream = next(iter(epilogue.body.graph.nodes)).meta["val"]
-        if len(epilogue.values) != 1 or len(epilogue.results) != 1 or stream.dim() != 3 or logits.dim() != 3:
+        if not head_takes_stream_alone(program) or program.device.type == "meta":
             return False
-        if program.device.type == "meta":
-            return False
+        stream = next(iter(self.layered.outline.epilogue.body.graph.nodes)).meta["val"]
         generator = torch.Generator().manual_seed(0)
         x_BTD = torch.randn(2, 6, int(stream.shape[-1]), generator=generator).to(program.device, stream.dtype)
         whole = self.layered.epilogue(x_BTD)[0].flatten(0, 1).double()
         rows = self.layered.epilogue(x_BTD.flatten(0, 1)[None, 3:])[0][0].double()
         tolerance = _CHUNK_TOLERANCE.get(stream.dtype, _HALF_TOLERANCE)
         return bool((whole[3:] - rows).abs().max() <= tolerance * whole.abs().max())
+
+
+def head_takes_stream_alone(program: Program) -> bool:
+    """Whether all that is between stream and logits takes the stream (B, T, D) and nothing else."""
+    assert program.outline is not None
+    epilogue = program.outline.epilogue
+    logits = ops.logits_of(program.graph).meta["val"]
+    stream = next(iter(epilogue.body.graph.nodes)).meta["val"]
+    return len(epilogue.values) == len(epilogue.results) == 1 and stream.dim() == logits.dim() == 3
 
 
 def _again(call: BodyCall, *operands: object) -> object:

@@ -65,7 +65,7 @@ def _in_chunks(
 ) -> Tensor:
     head, chunk_loss, rows = calls
     flat, targets = x_BTD.detach().flatten(0, 1), targets_BT.flatten()
-    rows = _even_rows(len(flat), rows)
+    rows = even_rows(len(flat), rows)
     scale = (targets != NO_TARGET).sum().clamp_min(1).float().reciprocal()
     total = torch.zeros((), device=x_BTD.device)
     for start in range(0, len(flat), rows):
@@ -81,7 +81,7 @@ def _in_chunks(
     return total
 
 
-def _even_rows(count: int, most: int) -> int:
+def even_rows(count: int, most: int) -> int:
     """Return the rows of a chunk: equal ones where few more chunks make them so, for one compiled shape."""
     fewest = -(-count // most)
     even = next((chunks for chunks in range(fewest, 2 * fewest) if count % chunks == 0), fewest)

@@ -24,7 +24,7 @@ from dispfx.training.shards import Sharding
 Choice = Literal["auto", "on", "off"]
 
 # The ordinary capture is compared on a short sequence: it holds whole masks and whole logits.
-_SHORT = 128
+SHORT = 128
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class _Preparation:
             ordinary.loss if decoder.shards is None else GatheredDecoder(self.plain, decoder.shards).loss
         )
         alone = self.masks if self.masks.dim() == 1 else self.masks[0]
-        short = self.ids_BT[:1, :_SHORT]
+        short = self.ids_BT[:1, :SHORT]
         found = compare(decoder.loss, reference, short, alone, self.plain.dtype, self.sizes)
         if not self.agree(found.holds):
             if decoder.shards is not None:

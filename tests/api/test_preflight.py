@@ -1,5 +1,6 @@
 """Runs that cannot fit into memory are refused before they begin."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dispfx.cli.app import app
 from dispfx.errors import DispfxError
 from dispfx.learning.settings import LearnSettings
 from dispfx.measure.free_memory import free_bytes
+from dispfx.measure.resident import resident_bytes
 from dispfx.source.stored import loaded_bytes
 from dispfx.training.preparation import Compute
 from tests.tiny_transformers import tiny_transformer
@@ -39,13 +41,70 @@ def test_free_memory_is_known_and_less_than_all_of_it():
     assert free_bytes(torch.device("meta")) is None
 
 
+def write_shards(folder: Path) -> None:
+    """Write 15 float32 and 7 bfloat16 numbers and 3 bytes as two shards with their index."""
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    save_file({"a": torch.zeros(3, 5)}, folder / names[0])
+    whole = torch.zeros(3, dtype=torch.uint8)
+    save_file({"b": torch.zeros(7, dtype=torch.bfloat16), "c": whole}, folder / names[1])
+    index = {"weight_map": {"a": names[0], "b": names[1], "c": names[1]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
 def test_the_size_of_weights_is_read_from_their_headers(tmp_path: Path):
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    tensors = {"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=torch.bfloat16)}
-    save_file({"a": tensors["a"]}, tmp_path / "model-00001-of-00002.safetensors")
-    save_file({"b": tensors["b"]}, tmp_path / "model-00002-of-00002.safetensors")
-    assert loaded_bytes(str(tmp_path), None) == 15 * 4 + 7 * 2
-    assert loaded_bytes(str(tmp_path), torch.float16) == (15 + 7) * 2
+    write_shards(tmp_path)
+    assert loaded_bytes(str(tmp_path), None) == 15 * 4 + 7 * 2 + 3
+    assert loaded_bytes(str(tmp_path), torch.float16) == (15 + 7) * 2 + 3
+
+
+def test_only_the_files_that_are_loaded_count(tmp_path: Path):
+    """As in a repository that has the weights as shards, in one piece and in its makers' own form."""
+    write_shards(tmp_path)
+    save_file({"a": torch.zeros(100)}, tmp_path / "consolidated.safetensors")
+    assert loaded_bytes(str(tmp_path), None) == 15 * 4 + 7 * 2 + 3
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert loaded_bytes(str(tmp_path), None) == 2 * 4, "one file is taken before an index"
+    (tmp_path / "config.json").write_text('{"transformers_weights": "consolidated.safetensors"}')
+    assert loaded_bytes(str(tmp_path), None) == 100 * 4
+
+
+def test_transformers_loads_the_files_that_are_counted(tmp_path: Path):
+    """The order in which it looks is its own, and may change."""
+    from transformers import AutoModelForCausalLM, logging
+
+    decoder: Any = tiny_transformer("llama")
+    decoder.save_pretrained(tmp_path, max_shard_size="20KB")
+    sizes = {path.name: path.stat().st_size for path in tmp_path.glob("*.safetensors")}
+    assert len(sizes) > 1, sizes
+    whole = sum(parameter.nbytes for parameter in decoder.parameters())
+    assert loaded_bytes(str(tmp_path), None) == whole
+    wrong = {name: torch.zeros_like(tensor) for name, tensor in decoder.state_dict().items()}
+    save_file(wrong, tmp_path / "consolidated.safetensors", {"format": "pt"})
+    logging.disable_progress_bar()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(bool(one.any()) for one in loaded.parameters()), "shards before a file of another name"
+    save_file(wrong, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not any(bool(one.any()) for one in loaded.parameters()), "one file before shards"
+
+
+@pytest.mark.parametrize(
+    "file", ["3", '"../other.safetensors"', '"/other.safetensors"', '"not-there.safetensors"']
+)
+def test_an_index_that_leads_elsewhere_is_left_to_those_who_load_it(tmp_path: Path, file: str):
+    (tmp_path / "model").mkdir()
+    write_shards(tmp_path / "model")
+    save_file({"a": torch.zeros(3)}, tmp_path / "other.safetensors")
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": {file}}}}}')
+    assert loaded_bytes(str(tmp_path / "model"), None) is None
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": 3}', "no JSON"])
+def test_a_damaged_index_is_left_to_those_who_load_it(tmp_path: Path, index: str):
+    write_shards(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    assert loaded_bytes(str(tmp_path), None) is None
 
 
 def test_the_size_of_a_gguf_file_is_that_of_its_numbers_in_float32(tmp_path: Path):
@@ -60,6 +119,7 @@ def test_the_size_of_what_is_not_here_is_not_known(spec: str):
 
 
 def test_a_damaged_file_is_left_to_those_who_load_it(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "model.safetensors").write_bytes(b"no safetensors")
     assert loaded_bytes(str(tmp_path), None) is None
 
@@ -85,9 +145,9 @@ def test_learning_that_does_not_fit_is_refused_with_what_would_help(free: Any):
     from dispfx.measure.estimate import estimate
 
     found = estimate(program, settings)
-    whole = preflight.bytes_beside_weights(found, checkpoints=False)
-    least = preflight.bytes_beside_weights(found, checkpoints=True)
-    assert least < whole == found.peak_bytes - found.weight_bytes
+    whole = preflight.bytes_beside_weights(found, CPU, checkpoints=False)
+    least = preflight.bytes_beside_weights(found, CPU, checkpoints=True)
+    assert least < whole == resident_bytes(found.hypernetwork_bytes, found.step.peak, CPU)
 
     free(whole)
     preflight.require_room_to_learn(program, settings, off)

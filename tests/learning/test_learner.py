@@ -164,3 +164,11 @@ def test_a_decoder_without_any_gate_is_a_pass_error():
 def test_a_decoder_that_is_not_finite_from_the_start_says_so():
     with pytest.raises(DispfxError, match="everything kept is nan, before anything was learned"):
         check_gates(problem(Faulty({1}, SPOILS["loss"])))
+
+
+@pytest.mark.parametrize("bad", [set(), {1}], ids=["good", "bad"])
+def test_no_gradient_of_the_hypernetwork_is_held_between_two_steps(bad: set[int]):
+    """It is as large as the hypernetwork, and the decoder's step needs the memory."""
+    learner = Learner(problem(Faulty(bad, SPOILS["loss"])))
+    assert learner.advance().finite is not bool(bad)
+    assert all(parameter.grad is None for parameter in learner._hypernetwork.parameters())

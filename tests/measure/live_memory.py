@@ -9,9 +9,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dispfx.api import gate
+from dispfx.api.programs import batches_of
+from dispfx.api.training import prepared_loss
 from dispfx.ir.program import Program
-from dispfx.learning.objective import next_token_loss
+from dispfx.learning.settings import LearnSettings
+from dispfx.training.preparation import Compute
 from tests.programs import token_ids
 
 
@@ -42,14 +44,17 @@ class LiveMemory(TorchDispatchMode):
         self.now -= self._known.pop(key)
 
 
-def peak_of_a_step(program: Program, batch: int, tokens: int) -> int:
-    """Return the most bytes that one forward and backward pass holds beside the weights."""
-    gated = gate(program)
-    ids = token_ids(batch, tokens, vocabulary=program.vocabulary_size)
-    sizes = [site.size for site in program.sites]
-    masks = torch.ones(sum(sizes), requires_grad=True)
-    there = [masks, ids, *gated.parameters(), *gated.buffers()]
+def peak_of_a_step(program: Program, settings: LearnSettings) -> int:
+    """Return the most bytes that one forward and backward pass of learning holds beside the weights."""
+    ids = token_ids(settings.batch_size, settings.seq_len, vocabulary=program.vocabulary_size)
+    text = batches_of(ids.repeat(1, 2).flatten(), settings, held_out=ids.flatten())
+    prepared = prepared_loss(program, text, settings, Compute("off", "off"))
+    features = sum(site.size for site in program.sites)
+    masks = torch.ones(settings.samples, features) if settings.samples > 1 else torch.ones(features)
+    masks.requires_grad_()
+    there = [masks, ids, *dict(program.tensors()).values()]
+    there += [*prepared.decoder.parameters(), *prepared.decoder.buffers()]
     with LiveMemory(there) as memory:
-        next_token_loss(gated(ids, masks.split(sizes)), ids).backward()
+        prepared.loss(ids, masks).backward()
     assert masks.grad is not None and bool(masks.grad.any())
     return memory.peak

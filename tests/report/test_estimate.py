@@ -35,7 +35,7 @@ def test_memory_is_one_line_with_its_parts():
     share, memory, *_ = estimate_lines(estimate())
     assert share == "63,000,000,000 of 70,000,000,000 parameters are gated (90.0%)"
     assert memory == (
-        "learning at 1 × 2048 tokens is estimated to take 168.5 GB: weights 140.0 GB, hypernetwork 6.5 GB, "
+        "learning at 1 × 2048 tokens is estimated to take 168.3 GB: weights 140.0 GB, hypernetwork 6.3 GB, "
         "one step 22.0 GB"
     )
 

@@ -1,9 +1,9 @@
 """Programs as learning sees them."""
 
-from dispfx.api.training import training_passes
 from dispfx.ir.program import Program
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
+from dispfx.training.fast_passes import training_passes
 from tests.programs import program_of
 
 

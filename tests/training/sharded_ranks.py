@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.api.programs import follow, learn
-from dispfx.api.training import training_passes
 from dispfx.errors import DispfxError
 from dispfx.ir.placing import placed
 from dispfx.ir.plan import Budget
@@ -25,6 +24,7 @@ from dispfx.pipeline import Pipeline
 from dispfx.ranks import Ranks, joined
 from dispfx.training.comparison import sample_masks, value_and_gradient
 from dispfx.training.decoder import TrainingDecoder
+from dispfx.training.fast_passes import training_passes
 from dispfx.training.gathered import GatheredDecoder
 from dispfx.training.preparation import Compute, PlainDecoder
 from dispfx.training.shards import Sharding, rows_of

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from dispfx.learning.objective import NO_TARGET, next_token_loss, next_tokens
-from dispfx.training.head_loss import _even_rows, chunked_loss
+from dispfx.training.head_loss import chunked_loss, even_rows
 
 BATCH, TOKENS, WIDTH, VOCABULARY = 3, 7, 8, 11
 HEAD = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(3))
@@ -55,4 +55,4 @@ def test_a_gradient_in_bfloat16_is_that_of_the_whole_in_bfloat16():
     ("count", "most", "rows"), [(12, 5, 4), (2048, 2097, 2048), (8192, 1365, 1024), (13, 5, 5)]
 )
 def test_chunks_are_even_where_that_costs_few_more(count, most, rows):
-    assert _even_rows(count, most) == rows
+    assert even_rows(count, most) == rows

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from tests.trust.runs import command, run, write_tokens
+from tests.trust.runs import command, run, warm_up, write_tokens
 
 EXIT_INPUT = 2
 SIZES = [0, 100, 1_000, 4_000, 12_000, 20_000, 40_000, 60_000, 80_000, 120_000]
@@ -77,6 +77,7 @@ def _call(*words: str) -> None:
 
 def fill(folder: Path, sizes: list[int], place: type[FileLimit] | type[FileSystem]) -> dict[str, object]:
     """Return how many runs were stopped by a limit, and faults in words."""
+    warm_up(folder)
     tokens = write_tokens(folder / "tokens.safetensors")
     whole = folder / "whole"
     reference = run(command(tokens, whole))

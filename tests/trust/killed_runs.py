@@ -2,8 +2,10 @@
 
     python -m tests.trust.killed_runs --kills 50 --out record.json
 
-A run learns, verifies and writes; every fourth exports to ONNX too.  Every third is killed a second time
-while it goes on.  Prints how many were killed, in which stage of the run, and every difference.
+A run learns, verifies and writes.  The phases of a run take turns to be killed in, at random moments that a
+whole run has had (see `tests.trust.moments`), so every run is killed, however busy the machine is.  Those
+that are killed while they export do export to ONNX.  Every third is killed a second time while it goes on.
+Prints how many were killed, in which phase, and every difference.
 """
 
 import argparse
@@ -12,15 +14,19 @@ import random
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from tests.trust.runs import KILLED, command, run, write_tokens
+from tests.trust.moments import PHASES, Moment, Moments
+from tests.trust.runs import KILLED, Ended, command, run, warm_up, write_tokens
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=10, help="runs to kill")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--out", type=Path, help="file for the record, as JSON")
@@ -34,63 +40,96 @@ def main() -> int:
     return int(bool(record["faults"]))
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A run that was never killed.
+
+    Args:
+        out: its folder.
+        counts: the moments it had, by phase.
+    """
+
+    out: Path
+    counts: dict[str, int]
+
+
 def kill_runs(folder: Path, kills: int, moments: random.Random) -> dict[str, object]:
-    """Return what happened: runs, kills, the state they were killed in, and faults in words."""
+    """Return what happened: runs, runs to be killed and killed, in which phase, and faults in words."""
+    warm_up(folder)
     tokens = write_tokens(folder / "tokens.safetensors")
-    references = {}
+    wholes = {}
     for exports in (False, True):
-        whole = folder / f"whole-{exports}"
-        reference = run(command(tokens, whole, "--export", "onnx" if exports else "none"))
+        out = folder / f"whole-{exports}"
+        counted = Moments(out)
+        reference = run(command(tokens, out, *_export(exports)), before=counted.begin)
         if reference.code != 0:
-            return {"runs": 0, "kills": 0, "killed_while": {}, "faults": [reference.said]}
-        references[exports] = whole, reference.seconds
-    done, faults, stages = 0, [], Counter[str]()
+            return {"runs": 0, "asked": 0, "kills": 0, "killed_in": {}, "faults": [reference.said]}
+        wholes[exports] = Whole(out, counted.counts)
+    asked, faults, killed_in = 0, [], Counter[str]()
     for index in range(kills):
         out = folder / str(index) / "out"
         out.parent.mkdir()
-        exports = index % 4 == 0
-        words = command(tokens, out, "--export", "onnx" if exports else "none")
-        whole, seconds = references[exports]
+        phase = PHASES[index % len(PHASES)]
+        whole = wholes[phase == "onnx"]
+        words = command(tokens, out, *_export(phase == "onnx"))
+        moment = phase, moments.randrange(whole.counts[phase])
+        had: dict[str, int] = {}
         for again in range(2 if index % 3 == 2 else 1):
-            ended = run([*words, "--resume"] if again else words, kill_after=moments.uniform(0, seconds))
-            if ended.code == KILLED:
-                done += 1
-                stages[_stage(out)] += 1
-            elif ended.code != 0:
-                faults.append(f"run {index} ended with {ended.code} before it was killed: {ended.said}")
-            if out.exists() and _files(out) != _files(whole):
-                faults.append(
-                    f"run {index} left half a folder: {sorted(path.name for path in out.iterdir())}"
-                )
-        faults += [f"run {index}: {fault}" for fault in _faults_of_the_rest(words, out, whole)]
-    return {"runs": kills, "kills": done, "killed_while": dict(sorted(stages.items())), "faults": faults}
+            if again:
+                moment = _later(moments, whole.counts, had, out)
+            watched = Moments(out, moment, moments.random())
+            ended = run([*words, "--resume"] if again else words, before=watched.begin)
+            had = watched.counts
+            asked += 1
+            killed_in[moment[0]] += ended.code == KILLED
+            faults += [f"run {index} at {moment}: {fault}" for fault in _faults_of_a_kill(ended, out, whole)]
+        faults += [f"run {index} at {moment}: {fault}" for fault in _faults_of_the_rest(words, out, whole)]
+    return {
+        "runs": kills,
+        "asked": asked,
+        "kills": sum(killed_in.values()),
+        "killed_in": dict(sorted(killed_in.items())),
+        "faults": faults,
+    }
 
 
-def _stage(out: Path) -> str:
-    """Say how far a killed run had come, from what it left."""
+def _export(wanted: bool) -> tuple[str, str]:
+    return "--export", "onnx" if wanted else "none"
+
+
+def _later(moments: random.Random, whole: dict[str, int], had: dict[str, int], out: Path) -> Moment:
+    """Return a moment that a run has which goes on where one was killed that had `had`."""
     state = out.with_name(f"{out.name}.state")
     if out.exists():
-        return "complete"
-    if not state.is_dir():
-        return "before the first state"
-    if (state / "plan.safetensors").is_file():
-        return "with a plan: lowering, verifying, writing, exporting"
-    return "learning"
+        return "tidying", 0
+    left = whole["learning"] - had.get("learning", 0)
+    if (state / "plan.safetensors").is_file() or left <= 0:
+        return "folder", moments.randrange(whole["folder"])
+    return "learning", moments.randrange(left)
+
+
+def _faults_of_a_kill(ended: Ended, out: Path, whole: Whole) -> list[str]:
+    faults = []
+    if ended.code != KILLED:
+        faults.append(f"ended with {ended.code} before it was killed: {ended.said}")
+    if out.exists() and _files(out) != _files(whole.out):
+        faults.append(f"left half a folder: {sorted(path.name for path in out.iterdir())}")
+    return faults
 
 
 def _files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def _faults_of_the_rest(words: list[str], out: Path, whole: Path) -> list[str]:
+def _faults_of_the_rest(words: list[str], out: Path, whole: Whole) -> list[str]:
     """Finish a run that was killed, and return what is wrong with its end."""
     ended = run([*words, "--resume"])
     if ended.code != 0:
         return [f"--resume ended with {ended.code}: {ended.said}"]
     faults = []
-    if _files(out) != _files(whole):
+    if _files(out) != _files(whole.out):
         faults.append(f"other files than those of the run that was not killed: {_files(out)}")
-    elif (out / "plan.safetensors").read_bytes() != (whole / "plan.safetensors").read_bytes():
+    elif (out / "plan.safetensors").read_bytes() != (whole.out / "plan.safetensors").read_bytes():
         faults.append("another plan than that of the run that was not killed")
     left = sorted(path.name for path in out.parent.iterdir() if path != out)
     return [*faults, f"left beside the folder: {left}"] if left else faults
