@@ -154,7 +154,10 @@ def _captured_empty(opened: Opened) -> Program:
         OutputError: if the folder holds no checkpoint.
     """
     if opened.plan is None or opened.program is None:
-        raise OutputError("this needs a checkpoint", where=str(opened.path), hint="bench a compiled folder")
+        raise OutputError(
+            "bench needs a folder that transformers loads, and this one holds a graph alone",
+            where=str(opened.path),
+        )
     return only_planned(capture_cached(_empty(opened), select=opened.plan.select), opened.plan)
 
 

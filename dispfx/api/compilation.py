@@ -7,7 +7,8 @@ beside it: the state of learning and then the plan lie in DIR.state until DIR is
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from dispfx.api.ordinary import require_ordinary
 from dispfx.api.preflight import require_room_for_weights, require_room_to_learn
 from dispfx.api.programs import analyse, apart, follow, learn, only_planned, require_same_decoder
 from dispfx.api.stages import Stages
-from dispfx.api.text import Text, TextChoice, open_text, require_tokens, separator_of
+from dispfx.api.text import Text, TextChoice, open_text, require_length, require_tokens, separator_of
 from dispfx.api.training import device_of_learning
 from dispfx.api.writing import Task, check_export, require_decoder_for, write_output
 from dispfx.deploy.checkpoint import PLAN_FILE
@@ -269,7 +270,7 @@ def learn_from(
     program, settings = ready.program, ready.settings
     if how.resume:
         stages.observer.note(resumption(state))
-    with stages("learn"):
+    with stages("learn"), _unless_it_fails_at_once(state):
         plan = learn(
             ready.learned_on,
             ready.batches,
@@ -411,6 +412,7 @@ def ready_to_learn(
         with stages("verify"):
             require_ordinary(source, program, how.ratio, how.ratio_of, how.alignment(program))
     require_tokens(source, text, program.vocabulary_size)
+    require_length(source, program, settings.seq_len)
     learned_on = program
     if separator is not None:
         with stages("capture documents"):
@@ -418,6 +420,19 @@ def ready_to_learn(
     settings = settings_for(learned_on, settings, stages.observer.note)
     require_room_to_learn(learned_on, settings, how.compute, how.ranks)
     return Ready(source, text, batches, program, learned_on, settings, costs)
+
+
+@contextmanager
+def _unless_it_fails_at_once(state: Path) -> Iterator[None]:
+    """Leave no empty state behind, which would refuse the next run, where nothing was learned yet."""
+    there = state.exists()
+    try:
+        yield
+    except Exception:
+        if not there:
+            with suppress(OSError):
+                state.rmdir()
+        raise
 
 
 def resumption(state: Path) -> str:

@@ -73,5 +73,5 @@ def test_onnx_models_of_both_decoders_are_timed(pruned_folder: Path):
 
 
 def test_a_folder_with_a_graph_alone_is_refused(compiled: Compiled):
-    with pytest.raises(OutputError, match="checkpoint"):
+    with pytest.raises(OutputError, match="holds a graph alone"):
         bench(compiled.path, batches=(1,), prompts=(4,), pasts=(3,))

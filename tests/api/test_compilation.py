@@ -247,6 +247,11 @@ REFUSED = {
     "a ratio out of reach": ({"ratio": 0.999}, BudgetError, "the sites can give up at most"),
     "no text": ({"data": None}, DataError, "text to learn from is needed"),
     "a text shorter than a sequence": ({"data": random_tokens(12)}, DataError, "16"),
+    "sequences longer than it reads": (
+        {"settings": replace(SETTINGS, seq_len=65)},
+        DataError,
+        "cannot read a sequence of 65 tokens",
+    ),
     "ids of another vocabulary": ({"data": torch.full((600,), 61)}, DataError, "must be in [0, 61)"),
     "one token to measure on": ({"data": random_tokens(17)}, DataError, "two tokens or more are needed"),
     "no such function": ({"model": "tests.api.plain:nothing"}, SourceError, "has no nothing"),
@@ -262,7 +267,7 @@ def test_what_cannot_be_used_is_refused_without_a_folder(name: str, tmp_path: Pa
         compile_(tmp_path / "out", tokens, **changes)
     assert words in str(error.value) and error.value.exit_code == 2
     assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "out.state" / "learning.safetensors").exists(), "nothing was learned before that"
+    assert not (tmp_path / "out.state").exists(), "nothing was learned, and the next run is not refused"
 
 
 def test_an_output_that_exists_is_refused_before_anything(tmp_path: Path, tokens: Path):
