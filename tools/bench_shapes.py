@@ -235,14 +235,14 @@ def run_sweep(bench: Bench) -> None:
 
 def run_shapes(bench: Bench) -> None:
     """Other decoders, 50 % removed."""
-    for shape in OTHER_SHAPES:
+    for shape in bench.args.shapes:
         with bench.guarded(shape):
             _captured.cache_clear()
             layers = 2 if shape.startswith("mixtral") else bench.args.period
             dense, pruned = pair(bench, shape, layers, 0.5)
             name = f"{shape}, {layers} layers, {share(pruned)} removed"
-            bench.row(name, dense, pruned, prefill(bench, 1, 2048))
-            bench.row(name, dense, pruned, decode(bench, 1, 1024))
+            for step in (prefill(bench, 1, 2048), decode(bench, 1, 1024)):
+                bench.row(name, dense, pruned, step, pruned_kernels=NO_GENERATED)
 
 
 def pair(
@@ -287,6 +287,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--out", required=True, help="folder for speed.md and speed.json")
     add("--sections", default=",".join(SECTIONS[1:]), help="comma-separated, in the order to run")
     add("--shape", default="llama-2-13b", choices=sorted(shapes.SHAPES), help="decoder of the main rows")
+    add("--shapes", nargs="+", default=OTHER_SHAPES, choices=sorted(shapes.SHAPES), help="of that section")
     add("--layers", type=int, default=8, help="layers of the main rows")
     add("--period", type=int, default=4, help="after how many layers widths repeat; layers of the sweep")
     add("--align", type=int, default=128, help="widths are multiples of this")

@@ -8,7 +8,7 @@
 A row is NAME:RATIO[:SETTING=VALUE,…]; NAME is a recipe or a method (`dispfx.learning.settings`).  Plans are
 learned on --data and the first 80% of --split; its last 20% is what recipes are chosen on, and the text of
 --test is not looked at unless it is given.  Every row is written when it is there:
-quality.json, quality.md, and the plan of the n-th row, from 0, as planN.safetensors.
+quality.json, quality.md, and of the n-th row, from 0, planN.safetensors and metricsN/metrics.jsonl.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from dispfx.api.writing import device_name, versions
 from dispfx.demo.text import generate_text
 from dispfx.errors import DispfxError
 from dispfx.ir.program import Program
+from dispfx.learning.records import MetricsLog
 from dispfx.learning.settings import RECIPES, LearnSettings, Method
 from dispfx.source import Source, encode, load_source, read_tokens
 from dispfx.training.preparation import Compute
@@ -75,17 +76,21 @@ class Quality:
         notes: list[str] = []
         row: dict[str, Any] = {"row": word, "seed": seed, "notes": notes}
         began = time.perf_counter()
+        log = self.args.out / f"metrics{len(self.rows)}"
+        log.mkdir(exist_ok=True)
         try:
             ratio, settings = _settings(self.args.model, word, seed)
-            plan = learn(
-                self.program,
-                batches_of(self.learned, settings, self.choice),
-                ratio,
-                align=self.args.align,
-                settings=settings,
-                compute=Compute(compile=self.args.compile),
-                note=notes.append,
-            )
+            with MetricsLog(log, 0) as metrics:
+                plan = learn(
+                    self.program,
+                    batches_of(self.learned, settings, self.choice),
+                    ratio,
+                    align=self.args.align,
+                    settings=settings,
+                    on_step=metrics.append,
+                    compute=Compute(compile=self.args.compile),
+                    note=notes.append,
+                )
             plan.save(self.args.out / f"plan{len(self.rows)}.safetensors")
             row |= {"ratio": ratio, "achieved": plan.achieved, "steps": settings.steps, "seed": settings.seed}
             row |= {"learning_seconds": time.perf_counter() - began}
@@ -157,9 +162,9 @@ def _settings(model: str, word: str, seed: int) -> tuple[float, LearnSettings]:
     types = {entry.name: type(entry.default) for entry in fields(LearnSettings)}
     for change in filter(None, changes.split(",")):
         key, _, value = change.partition("=")
-        if key not in types:
+        if key not in types or types[key] is tuple:
             raise DispfxError(f"there is no setting {key!r}", where=word)
-        chosen[key] = types[key](value)
+        chosen[key] = value == "true" if types[key] is bool else types[key](value)
     try:
         return float(ratio), learn_settings(model, **chosen)
     except ValueError as error:
@@ -181,7 +186,7 @@ def _markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         if "error" in row:
             lines.append(f"| {row['row']} | {row['seed']} | {row['error']} |")
             continue
-        values = " | ".join(f"{row[name]:.2f}" for name in measured)
+        values = " | ".join(f"{row[name]:.2f}" if name in row else "not measured" for name in measured)
         lines.append(
             f"| {row['row']} | {row['seed']} | {row['steps']} | {row['learning_seconds']:.0f} | "
             f"{row['achieved']:.4f} | {values} |"

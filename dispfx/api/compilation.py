@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from dispfx.api.opening import Opening, learn_settings, settings_for
+from dispfx.api.opening import Opening, context_of, learn_settings, settings_for, settings_within
 from dispfx.api.ordinary import require_ordinary
 from dispfx.api.preflight import require_room_for_weights, require_room_to_learn
 from dispfx.api.programs import analyse, apart, follow, learn, only_planned, require_same_decoder
@@ -26,6 +26,7 @@ from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import OutputError, VerificationError
 from dispfx.ir.costs import CostTable, read_costs
+from dispfx.ir.lookups import longest_text, require_readable
 from dispfx.ir.plan import Budget, BudgetOf, Plan
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Select
@@ -403,16 +404,19 @@ def ready_to_learn(
         require_room_for_weights(opening, copies=copies)
         source = opening.open()
         require_decoder_for(how.export, source)
+        settings = settings_within(context_of(source), settings, stages.observer.note)
         separator = separator_of(source) if settings.packing == "documents" else None
         text = open_text(source, chosen if separator is None else chosen.of_documents(source))
-    batches = text.batches(settings)
     text.require_measurable()
     program = _analyse(source, stages, how.skip, how.select, how.print_after)
     if how.select == "before-norm" and how.export == "dense":
         with stages("verify"):
             require_ordinary(source, program, how.ratio, how.ratio_of, how.alignment(program))
     require_tokens(source, text, program.vocabulary_size)
+    settings = settings_within(longest_text(program, settings.seq_len), settings, stages.observer.note)
+    require_readable(program, settings.seq_len)
     require_length(source, program, settings.seq_len)
+    batches = text.batches(settings)
     learned_on = program
     if separator is not None:
         with stages("capture documents"):

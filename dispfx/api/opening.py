@@ -1,6 +1,5 @@
 """What a command starts from: the decoder, and the defaults that belong to it."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +18,8 @@ LONGEST_CONTEXT = 2048
 _DEMO_SETTINGS: dict[str, Any] = {"steps": 400, "seq_len": 128, "batch_size": 8, "lr": 3e-3}
 # Four hundred steps are too few for a falling rate to gain anything (docs/recipe.md).
 _DEMO_SETTINGS |= {"schedule": "constant", "weight_decay": 0.05}
+# Sizes that give way to the decoder where nobody chose them.
+_ADAPTABLE = ("samples", "seq_len", "batch_size")
 
 
 def learn_settings(
@@ -37,11 +38,26 @@ def learn_settings(
     if model == "demo":
         settings |= _DEMO_SETTINGS
     settings |= chosen
-    # A batch that the user made smaller draws fewer masks, not none.
-    if "samples" not in chosen:
-        settings["samples"] = math.gcd(settings.get("samples", 1), settings.get("batch_size", 1))
-        settings["fewer_samples"] = settings["samples"] > 1
+    if "samples" not in chosen and settings.get("samples", 1) > 1:
+        settings["samples"] = settings["batch_size"]  # one a sequence, in a batch of another size too
+    settings["adaptable"] = tuple(name for name in _ADAPTABLE if name not in chosen)
     return LearnSettings(**settings)
+
+
+def settings_within(longest: int, settings: LearnSettings, note: Callable[[str], None]) -> LearnSettings:
+    """Return the settings with sequences that a decoder can read, where nobody asked for longer ones.
+
+    A batch whose size nobody asked for gets as many more sequences as keep its number of tokens.
+
+    Args:
+        longest: tokens that the decoder reads.
+    """
+    if "seq_len" not in settings.adaptable or settings.seq_len <= longest:
+        return settings
+    times = settings.seq_len // longest if "batch_size" in settings.adaptable else 1
+    samples = settings.samples * (times if "samples" in settings.adaptable and settings.samples > 1 else 1)
+    note(f"sequences of {longest} tokens: the decoder reads no longer ones")
+    return replace(settings, seq_len=longest, batch_size=settings.batch_size * times, samples=samples)
 
 
 def settings_for(program: Program, settings: LearnSettings, note: Callable[[str], None]) -> LearnSettings:
@@ -49,7 +65,7 @@ def settings_for(program: Program, settings: LearnSettings, note: Callable[[str]
 
     Experts that take tokens in sorted runs see the tokens of all sequences of a batch mixed.
     """
-    if not settings.fewer_samples or settings.samples == 1:
+    if "samples" not in settings.adaptable or settings.samples == 1:
         return settings
     if not any(map(is_grouped, program.graph_module.graph.nodes)):
         return settings

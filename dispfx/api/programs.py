@@ -15,12 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dispfx.api.opening import learn_settings, settings_for
+from dispfx.api.opening import learn_settings, settings_for, settings_within
 from dispfx.api.training import device_of_learning, prepared_loss
 from dispfx.capturing import capture as capture_module
 from dispfx.errors import CaptureError, DispfxError, PlanMismatchError, UnsupportedGraphError
 from dispfx.ir.budget import hard_masks
 from dispfx.ir.costs import CostTable
+from dispfx.ir.lookups import longest_text, require_readable
 from dispfx.ir.plan import Budget, BudgetOf, Plan, site_keys
 from dispfx.ir.program import Program, own_tensor
 from dispfx.ir.sites import Select
@@ -310,7 +311,9 @@ def learn(
         DispfxError: if the decoder cannot be run as `compute` says.
     """
     whole = learn_settings(None, **changes) if settings is None else replace(settings, **changes)
-    chosen = settings_for(program, whole, note)
+    within = settings_within(longest_text(program, whole.seq_len), whole, note)
+    chosen = settings_for(program, within, note)
+    require_readable(program, chosen.seq_len)
     text = batches_of(data, chosen) if isinstance(data, Tensor) else data
     budget = Budget(ratio, of, align, costs)
     _check_packing(program, chosen)

@@ -136,9 +136,32 @@ Method = Annotated[
     Literal["learned", "magnitude", "activation", "fluctuation", "sensitivity", "random"] | None,
     typer.Option(help="How features are chosen: learned, or scored once (learned)."),
 ]
-Steps = Annotated[int | None, typer.Option(help="Steps of learning (2,500; demo: 400).")]
-SeqLen = Annotated[int | None, typer.Option(help="Tokens a sequence (1024; demo: 128).")]
-BatchSize = Annotated[int | None, typer.Option(help="Sequences a step, of all processes (8).")]
+Steps = Annotated[int | None, typer.Option(help="Steps of learning (5,000; demo: 400).")]
+SeqLen = Annotated[
+    int | None, typer.Option(help="Tokens a sequence (2048, or what the decoder reads; demo: 128).")
+]
+BatchSize = Annotated[
+    int | None, typer.Option(help="Sequences a pass, of all processes (2, or more where they are shorter).")
+]
+Accumulate = Annotated[
+    int | None, typer.Option(help="Passes a step, for a larger batch than memory holds (1).")
+]
+Schedule = Annotated[
+    Literal["constant", "cosine"] | None, typer.Option(help="How the learning rate goes on (cosine, to 0).")
+]
+WeightDecay = Annotated[float | None, typer.Option(help="Of AdamW (1).")]
+Bias = Annotated[float | None, typer.Option(help="Added to every logit, so that learning starts whole (3).")]
+Temperature = Annotated[float | None, typer.Option(help="Of the estimator (1).")]
+Antithetic = Annotated[
+    bool | None,
+    typer.Option(
+        help="Draw masks in pairs from opposite random numbers (so it is, with two or more samples)."
+    ),
+]
+Sharpen = Annotated[
+    float | None,
+    typer.Option(help="Multiply logits by up to this over the second half of the steps, 1 for never (3)."),
+]
 Lr = Annotated[float | None, typer.Option(help="Learning rate (3e-3, falling by a cosine).")]
 Lambda = Annotated[float | None, typer.Option("--lambda", help="Weight of the budget loss (6).")]
 Estimator = Annotated[

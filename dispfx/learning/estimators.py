@@ -4,9 +4,12 @@ All features are independent bits, so each estimator is one formula for the *slo
 which the gradient at a bit is multiplied to give the gradient at its logit.  One flat vector of
 logits goes in; nothing here knows sites.
 
-Names: θ logit, τ temperature, p = sigmoid(θ), u uniform in (0, 1), D the sampled bit.
+Names: θ logit, τ temperature, p = sigmoid(θ), u uniform in (0, 1), D the sampled bit.  Antithetic samples
+come in pairs from u and 1 - u (antithetic variates; Hammersley and Morton 1956): each is drawn as it would be
+alone, and what they have in common is lost from the mean of their gradients.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,10 +59,11 @@ class ReinMax:
     """
 
     temperature: float = 1.0
+    antithetic: bool = False
 
     def sample(self, logits: Tensor, generator: torch.Generator) -> Sample:
         """Sample masks (N,) for flat logits (N,)."""
-        mask = _bernoulli(logits, generator)
+        mask = _bernoulli(logits, generator, self.antithetic)
         return Sample(mask, self.slope(logits, mask))
 
     def slope(self, logits: Tensor, mask: Tensor) -> Tensor:
@@ -79,10 +83,11 @@ class StraightThrough:
     """
 
     temperature: float = 1.0
+    antithetic: bool = False
 
     def sample(self, logits: Tensor, generator: torch.Generator) -> Sample:
         """Sample masks (N,) for flat logits (N,)."""
-        mask = _bernoulli(logits, generator)
+        mask = _bernoulli(logits, generator, self.antithetic)
         return Sample(mask, self.slope(logits, mask))
 
     def slope(self, logits: Tensor, mask: Tensor) -> Tensor:
@@ -100,23 +105,36 @@ class GumbelSigmoid:
     """
 
     temperature: float = 1.0
+    antithetic: bool = False
 
     def sample(self, logits: Tensor, generator: torch.Generator) -> Sample:
         """Sample masks (N,) for flat logits (N,)."""
-        uniform = torch.rand(
-            logits.shape, generator=generator, dtype=logits.dtype, device=logits.device
-        ).clamp_min(torch.finfo(logits.dtype).tiny)  # rand can return 0, whose logarithm is no number
+        finfo = torch.finfo(logits.dtype)
+        # Numbers of which both logarithms are finite.
+        uniform = _uniform(logits, generator, self.antithetic).clamp(finfo.tiny, 1.0 - finfo.eps / 2)
         noisy = logits + torch.logit(uniform)
         soft = torch.sigmoid(noisy / self.temperature)
         return Sample((noisy > 0).to(logits.dtype), soft * (1 - soft) / self.temperature)
 
 
-def estimator(name: EstimatorName, temperature: float) -> Estimator:
+def estimator(name: EstimatorName, temperature: float, *, antithetic: bool = False) -> Estimator:
     """Return the estimator of that name."""
     kinds = {"reinmax": ReinMax, "straight-through": StraightThrough, "gumbel": GumbelSigmoid}
-    return kinds[name](temperature)
+    return kinds[name](temperature, antithetic)
 
 
-def _bernoulli(logits: Tensor, generator: torch.Generator) -> Tensor:
-    uniform = torch.rand(logits.shape, generator=generator, dtype=logits.dtype, device=logits.device)
-    return (uniform < torch.sigmoid(logits)).to(logits.dtype)
+def _bernoulli(logits: Tensor, generator: torch.Generator, antithetic: bool) -> Tensor:
+    return (_uniform(logits, generator, antithetic) < torch.sigmoid(logits)).to(logits.dtype)
+
+
+def _uniform(logits: Tensor, generator: torch.Generator, antithetic: bool) -> Tensor:
+    """Return uniform numbers in the shape of logits (N,) or (S, N); rows in pairs u, 1 - u if antithetic."""
+
+    def drawn(shape: Sequence[int]) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=logits.dtype, device=logits.device)
+
+    if not antithetic or logits.dim() == 1:
+        return drawn(logits.shape)
+    samples, features = logits.shape
+    first = drawn((-(-samples // 2), features))
+    return torch.cat([first, 1.0 - first])[:samples]

@@ -1,6 +1,6 @@
 """One step of learning, and everything that a step changes.
 
-    logits = hypernetwork()                                  (N,)
+    logits = sharpness · hypernetwork()                      (N,)
     masks, slopes = estimator.sample(logits)                 (S, N) each; the masks are a leaf
     loss = next_token_loss(gated(ids, masks split by site)) + λ · mean over S of R(count(mask))
     ∂loss/∂logits = Σ over S of ∂loss/∂mask · slope          then one backward pass of the hypernetwork
@@ -133,7 +133,7 @@ class Learner:
         self._shape = (features,) if settings.samples == 1 else (settings.samples, features)
         plain = Update(self._hypernetwork, self._count, problem.target, settings.lambda_)
         self._update = fastest_update(plain, self._shape, device)
-        self._estimator = estimator(settings.estimator, settings.temperature)
+        self._estimator = estimator(settings.estimator, settings.temperature, antithetic=settings.antithetic)
         self._generator = torch.Generator(device).manual_seed(seed_for(settings.seed, "masks"))
         # As of the last whole step: a step that is interrupted or bad leaves no trace.
         self._generator_state = self._generator.get_state()
@@ -163,14 +163,16 @@ class Learner:
             DispfxError: after `max_bad_steps` such steps in a row.
         """
         problem, settings = self.problem, self.problem.settings
-        sample = self._estimator.sample(self._update.logits().expand(self._shape), self._generator)
+        sharpness = settings.sharpness(self.position.step)
+        logits = (self._update.logits() * sharpness).expand(self._shape)
+        sample = self._estimator.sample(logits, self._generator)
         masks = problem.ranks.send(sample.mask).requires_grad_()
         loss = backward_decoder(problem, self._batches, masks, self.position.step)
         assert masks.grad is not None
         problem.ranks.average(masks.grad)
         problem.ranks.average(loss)
         # One transfer from the device for all numbers of the step.
-        numbers = self._update.gradients(loss, masks, masks.grad, sample.slope).tolist()
+        numbers = self._update.gradients(loss, masks, masks.grad, sample.slope * sharpness).tolist()
         finite = all(math.isfinite(number) for number in numbers)
         with uninterrupted():
             if finite:

@@ -26,11 +26,13 @@ DEFAULT_RECIPE: RecipeName = "informed"
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {},
     "informed": {
-        "steps": 2_500,
-        "batch_size": 8,
-        "seq_len": 1024,
+        "steps": 5_000,
+        "batch_size": 2,
+        "seq_len": 2048,
         "lr": 3e-3,
-        "samples": 8,
+        "samples": 2,
+        "antithetic": True,
+        "sharpen": 3.0,
         "start": "sensitivity",
         "weight_decay": 1.0,
         "schedule": "cosine",
@@ -65,8 +67,12 @@ class LearnSettings:
         weight_decay: of AdamW.
         lambda_: weight of the budget loss.
         samples: masks drawn a step; each serves batch_size / samples sequences.
-        fewer_samples: whether one will do for a decoder that mixes the sequences of a batch, as experts
-            that take tokens in sorted runs do; otherwise such a decoder is refused.
+        antithetic: masks are drawn in pairs from opposite random numbers, u and 1 - u, where two are left
+            to draw: what one of a pair drops for its number, the other keeps.
+        sharpen: over the second half of the steps, logits are multiplied by a number that grows from 1 to
+            this before masks are drawn, so that what is drawn comes close to the plan that it ends in.
+        adaptable: of `samples`, `seq_len` and `batch_size` those that nobody chose: they become what suits
+            a decoder that mixes the sequences of a batch, or reads shorter ones; otherwise it is refused.
         start: logits to start from: the bias alone, or also how sensitive the loss is to each feature.
         estimator: how gradients pass the sampled masks.
         hypernetwork: what the logits come from; `none` learns them one by one.
@@ -91,7 +97,9 @@ class LearnSettings:
     weight_decay: float = 0.05
     lambda_: float = 6.0
     samples: int = 1
-    fewer_samples: bool = False
+    antithetic: bool = False
+    sharpen: float = 1.0
+    adaptable: tuple[str, ...] = ()
     start: Start = "uniform"
     estimator: EstimatorName = "reinmax"
     hypernetwork: HypernetworkName = "full"
@@ -122,6 +130,7 @@ class LearnSettings:
             value = getattr(self, name)
             _require(0.0 <= value < math.inf, name, "zero or a positive number", value)
         _require(math.isfinite(self.bias), "bias", "a finite number", self.bias)
+        _require(1.0 <= self.sharpen < math.inf, "sharpen", "a number of at least 1", self.sharpen)
         choices = {"estimator": EstimatorName, "hypernetwork": HypernetworkName, "schedule": Schedule}
         choices |= {"method": Method, "start": Start, "packing": Packing}
         for name, allowed in choices.items():
@@ -130,6 +139,15 @@ class LearnSettings:
 
         divides = self.batch_size % self.samples == 0
         _require(divides, "samples", f"a divisor of batch_size ({self.batch_size})", self.samples)
+
+    @property
+    def depends_on_steps(self) -> bool:
+        """Whether a step is another one in a longer run, which a finished run then cannot be made into."""
+        return self.schedule != "constant" or self.sharpen != 1.0
+
+    def sharpness(self, step: int) -> float:
+        """Return what logits are multiplied by before masks are drawn in a step, counted from 0."""
+        return 1.0 + (self.sharpen - 1.0) * max(0.0, 2.0 * step / self.steps - 1.0)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""

@@ -23,7 +23,7 @@ from dispfx.learning.settings import LearnSettings
 STATE_FILE = "learning.safetensors"
 STATE_VERSION = 1
 # Settings that change what a run writes or when it gives up, not what it learns.
-_FREE_SETTINGS = {"save_every", "log_every", "max_bad_steps", "held_out_every"}
+_FREE_SETTINGS = {"save_every", "log_every", "max_bad_steps", "held_out_every", "adaptable"}
 
 Identity = Mapping[str, Any]
 
@@ -46,9 +46,9 @@ class Position:
 def settings_identity(settings: LearnSettings) -> dict[str, Any]:
     """Return the settings that a resumed run must share.
 
-    With a constant learning rate the number of steps is not one of them: a run can be made longer.
+    Where no step depends on how many there are, their number is not one of them: a run can be made longer.
     """
-    free = _FREE_SETTINGS | ({"steps"} if settings.schedule == "constant" else set())
+    free = _FREE_SETTINGS | (set() if settings.depends_on_steps else {"steps"})
     return {name: value for name, value in asdict(settings).items() if name not in free}
 
 

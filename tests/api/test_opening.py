@@ -1,8 +1,10 @@
 """A recipe is a start, and what the user chose has the last word."""
 
+from dataclasses import replace
+
 import pytest
 
-from dispfx.api.opening import learn_settings, settings_for
+from dispfx.api.opening import learn_settings, settings_for, settings_within
 from dispfx.api.programs import analyse
 from dispfx.errors import DispfxError
 from dispfx.ir.program import Program
@@ -12,7 +14,7 @@ from tests.tiny_transformers import tiny_transformer
 
 
 def test_the_recipe_of_the_paper_is_what_the_settings_say():
-    assert learn_settings("a-model", recipe="paper") == LearnSettings()
+    assert replace(learn_settings("a-model", recipe="paper"), adaptable=()) == LearnSettings()
 
 
 def test_both_recipes_learn_from_as_many_tokens():
@@ -25,16 +27,17 @@ def test_both_recipes_learn_from_as_many_tokens():
 
 def test_an_option_wins_over_the_recipe_and_the_recipe_over_nothing():
     found = learn_settings("a-model", recipe="informed", lr=1e-2)
-    assert (found.lr, found.samples, found.start) == (1e-2, 8, "sensitivity")
+    assert (found.lr, found.samples, found.start) == (1e-2, 2, "sensitivity")
 
 
-@pytest.mark.parametrize(("batch", "samples"), [(1, 1), (4, 4), (6, 2), (16, 8)])
-def test_a_batch_draws_as_many_masks_as_divide_it(batch, samples):
-    assert learn_settings("a-model", recipe="informed", batch_size=batch).samples == samples
+@pytest.mark.parametrize("batch", [1, 4, 6, 16])
+def test_every_sequence_has_a_mask_whatever_batch_was_asked(batch):
+    assert learn_settings("a-model", recipe="informed", batch_size=batch).samples == batch
+    assert learn_settings("a-model", recipe="paper", batch_size=batch).samples == 1
 
 
 def test_samples_that_do_not_divide_the_batch_are_refused_where_they_were_asked():
-    with pytest.raises(DispfxError, match=r"samples must be a divisor of batch_size \(8\), and 3 was given"):
+    with pytest.raises(DispfxError, match=r"samples must be a divisor of batch_size \(2\), and 3 was given"):
         learn_settings("a-model", recipe="informed", samples=3)
 
 
@@ -67,5 +70,23 @@ def test_experts_that_sort_tokens_get_one_mask_a_batch_and_a_note_says_so():
 
 
 def test_masks_that_the_user_asked_for_are_not_taken_away():
-    asked = learn_settings("a-model", samples=4)
+    asked = learn_settings("a-model", samples=2)
     assert settings_for(sorts("grouped"), asked, pytest.fail) == asked
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_decoder_of_short_texts_gets_more_of_them_and_a_note_says_so(recipe):
+    said: list[str] = []
+    of_recipe = learn_settings("a-model", recipe=recipe)
+    found = settings_within(512, of_recipe, said.append)
+    assert (found.seq_len, found.batch_size) == (512, 4 * of_recipe.batch_size)
+    assert found.samples == (found.batch_size if of_recipe.samples > 1 else 1)
+    assert said == ["sequences of 512 tokens: the decoder reads no longer ones"]
+    assert settings_within(4096, of_recipe, pytest.fail) == of_recipe
+
+
+def test_sizes_that_the_user_asked_for_stay():
+    asked = learn_settings("a-model", seq_len=1024)
+    assert settings_within(512, asked, pytest.fail) == asked
+    of_batch = settings_within(512, learn_settings("a-model", batch_size=2), lambda note: None)
+    assert (of_batch.seq_len, of_batch.batch_size, of_batch.samples) == (512, 2, 2)

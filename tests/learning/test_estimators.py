@@ -143,3 +143,26 @@ def test_the_generator_decides_the_sample(name):
     first, again = (draw(logits, torch.Generator().manual_seed(1)).mask for _ in range(2))
     assert torch.equal(first, again)
     assert not torch.equal(first, draw(logits, torch.Generator().manual_seed(2)).mask)
+
+
+@pytest.mark.parametrize("kind", [ReinMax, StraightThrough, GumbelSigmoid])
+def test_antithetic_masks_come_in_pairs_and_each_is_drawn_as_it_would_be_alone(kind):
+    logits = LOGITS.float().expand(20_001, -1)
+    mask = kind(antithetic=True).sample(logits, torch.Generator().manual_seed(0)).mask
+    first, second = mask[:10_001], mask[10_001:]
+    keep = torch.sigmoid(LOGITS.float())
+    for half in (first, second):
+        assert torch.allclose(half.mean(0), keep, atol=0.02)
+    # Both are zero for no number u, or both are one for none.
+    both = first[:10_000] + second
+    assert not bool(((both == 0) & (keep > 0.5)).any()) and not bool(((both == 2) & (keep < 0.5)).any())
+
+
+def test_a_single_mask_has_nothing_to_be_the_opposite_of():
+    logits = LOGITS.float()
+    for given in (logits, logits[None]):
+        drawn = [
+            ReinMax(antithetic=antithetic).sample(given, torch.Generator().manual_seed(0)).mask
+            for antithetic in (True, False)
+        ]
+        assert torch.equal(*drawn)

@@ -11,6 +11,7 @@ from dispfx.errors import DispfxError, PassError
 from dispfx.ir.budget import Groups, ParameterCount
 from dispfx.ir.gate import gate
 from dispfx.learning.learner import Learner, Problem, check_gates, check_samples
+from dispfx.learning.state import Position
 from tests.learning.tiny_decoder import batches, markov_tokens, settings, untrained_decoder
 
 TEXT = markov_tokens(2_000)
@@ -83,6 +84,39 @@ def test_a_step_draws_as_many_masks_as_were_asked():
 
     Learner(problem(watching, batch_size=4, samples=2)).advance()
     assert shapes == [{(2,)}]
+
+
+def test_the_last_masks_are_those_that_the_logits_say_where_they_are_sharpened():
+    drawn: list[list[Tensor]] = []
+
+    def watching(ids_BT: Tensor, masks) -> Tensor:
+        drawn.append([mask.detach().clone() for mask in masks])
+        return DECODER(ids_BT, masks)
+
+    for sharpen, alike in ((1e6, True), (1.0, False)):
+        learner = Learner(problem(watching, steps=4, hypernetwork="none", bias=0.5, sharpen=sharpen))
+        for _ in range(3):
+            learner.advance()
+        said = (learner.logits() > 0).float()
+        learner.advance()
+        assert torch.equal(torch.cat(drawn[-1]), said) == alike
+
+
+def test_sharpened_logits_have_gradients_that_much_larger():
+    """Straight-through at logits of zero, where the same masks are drawn: the slope of sigmoid(kθ) is k/4."""
+
+    def gradient_at_the_end(sharpen: float) -> Tensor:
+        chosen: dict[str, Any] = dict(
+            hypernetwork="none", bias=0.0, lambda_=0.0, estimator="straight-through", steps=2
+        )
+        learner = Learner(problem(**chosen, sharpen=sharpen))
+        learner.position = Position(2)
+        learner.advance()
+        (logits,) = learner._hypernetwork.parameters()
+        assert logits.grad is not None
+        return logits.grad
+
+    assert torch.allclose(gradient_at_the_end(3.0), 3.0 * gradient_at_the_end(1.0))
 
 
 def test_a_decoder_that_mixes_its_sequences_takes_one_sample_only():

@@ -25,6 +25,8 @@ def test_the_defaults_are_the_papers_constants():
         ("lambda_", -1.0),
         ("bias", float("inf")),
         ("temperature", 0.0),
+        ("sharpen", 0.5),
+        ("sharpen", float("inf")),
         ("estimator", "reinforce"),
         ("hypernetwork", "big"),
         ("schedule", "linear"),
@@ -41,6 +43,12 @@ def test_a_cosine_schedule_falls_from_the_learning_rate_to_nearly_zero():
     rates = [falling.learning_rate(step) for step in range(100)]
     assert rates[0] == 2e-3 and rates[50] == pytest.approx(1e-3) and 0 < rates[99] < 1e-5
     assert rates == sorted(rates, reverse=True)
+
+
+def test_logits_are_sharpened_over_the_second_half_of_the_steps():
+    found = LearnSettings(steps=100, sharpen=3.0)
+    assert [found.sharpness(step) for step in (0, 25, 50, 75, 100)] == [1, 1, 1, 2, 3]
+    assert {LearnSettings().sharpness(step) for step in (0, 5_000, 9_999)} == {1.0}
 
 
 def test_every_use_of_randomness_has_a_seed_of_its_own():

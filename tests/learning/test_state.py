@@ -175,6 +175,13 @@ def test_a_run_with_a_constant_rate_can_be_made_longer(tmp_path):
     assert digest(run(tmp_path, resume=True)) == digest(run(None))
 
 
+@pytest.mark.parametrize("falls", [{"schedule": "cosine"}, {"sharpen": 2.0}], ids=str)
+def test_a_run_whose_steps_depend_on_their_number_cannot_be_made_longer(tmp_path, falls):
+    run(tmp_path, chosen=replace(CHOSEN, steps=3, **falls))
+    with pytest.raises(DataError, match=r"steps was 3 and is 6"):
+        run(tmp_path, resume=True, chosen=replace(CHOSEN, **falls))
+
+
 def test_without_resume_a_state_is_not_taken_up(tmp_path):
     run(tmp_path)
     assert run(tmp_path).first_step == 0
