@@ -19,7 +19,7 @@ from dispfx.api.ordinary import require_ordinary
 from dispfx.api.preflight import require_room_for_weights, require_room_to_learn
 from dispfx.api.programs import analyse, apart, follow, learn, only_planned, require_same_decoder
 from dispfx.api.stages import Stages
-from dispfx.api.text import Text, TextChoice, open_text, require_length, require_tokens, separator_of
+from dispfx.api.text import Text, TextChoice, open_text, require_tokens, separator_of
 from dispfx.api.training import device_of_learning
 from dispfx.api.writing import Task, check_export, require_decoder_for, write_output
 from dispfx.deploy.checkpoint import PLAN_FILE
@@ -407,6 +407,8 @@ def ready_to_learn(
         settings = settings_within(context_of(source), settings, stages.observer.note)
         separator = separator_of(source) if settings.packing == "documents" else None
         text = open_text(source, chosen if separator is None else chosen.of_documents(source))
+    if source.config is not None or "seq_len" not in settings.adaptable:
+        text.batches(settings)  # Otherwise the decoder's graph says how long its sequences may be.
     text.require_measurable()
     program = _analyse(source, stages, how.skip, how.select, how.print_after)
     if how.select == "before-norm" and how.export == "dense":
@@ -415,7 +417,6 @@ def ready_to_learn(
     require_tokens(source, text, program.vocabulary_size)
     settings = settings_within(longest_text(program, settings.seq_len), settings, stages.observer.note)
     require_readable(program, settings.seq_len)
-    require_length(source, program, settings.seq_len)
     batches = text.batches(settings)
     learned_on = program
     if separator is not None:

@@ -4,14 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dispfx.api.programs import batches_of
-from dispfx.capturing import first_line
 from dispfx.demo.text import generate_text
 from dispfx.errors import DataError
-from dispfx.ir.program import Program
 from dispfx.learning.mixture import Mixture, quotas
 from dispfx.learning.settings import LearnSettings, seed_for
 from dispfx.learning.text import HELD_OUT_SHARE, Batches, TokenBatches
@@ -181,29 +178,6 @@ def require_tokens(source: Source, text: Text, vocabulary_size: int) -> None:
         DataError: naming the largest token that does not exist.
     """
     require_known(text.largest, vocabulary_size, source.name)
-
-
-def require_length(source: Source, program: Program, seq_len: int) -> None:
-    """Pass if the decoder can read sequences of T = `seq_len` tokens.
-
-    A config says how much that is; where there is none, or it says less, the decoder is run on one sequence.
-
-    Raises:
-        DataError: if it fails on it.
-    """
-    if seq_len <= (getattr(source.config, "max_position_embeddings", None) or 0):
-        return
-    ids_BT = torch.zeros((1, seq_len), dtype=torch.int64, device=program.device)
-    try:
-        with torch.no_grad():
-            # Reading a number waits for a GPU, whose errors come late.
-            float(program.graph_module(ids_BT).flatten()[0])
-    except (IndexError, RuntimeError) as error:
-        raise DataError(
-            f"the decoder cannot read a sequence of {seq_len:,} tokens: {first_line(error)}",
-            where=source.name,
-            hint="ask for shorter ones with --seq-len",
-        ) from error
 
 
 def require_known(largest: int, vocabulary_size: int | None, decoder: str) -> None:

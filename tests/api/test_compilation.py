@@ -250,7 +250,7 @@ REFUSED = {
     "sequences longer than it reads": (
         {"settings": replace(SETTINGS, seq_len=65)},
         DataError,
-        "cannot read a sequence of 65 tokens",
+        "the decoder's table of positions ends after 64",
     ),
     "ids of another vocabulary": ({"data": torch.full((600,), 61)}, DataError, "must be in [0, 61)"),
     "one token to measure on": ({"data": random_tokens(17)}, DataError, "two tokens or more are needed"),
