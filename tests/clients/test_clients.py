@@ -118,3 +118,13 @@ def test_a_client_gives_the_tokens_of_pytorch(client: str, name: str, ratio: flo
     if "padded" in found:
         assert [tokens[-TOKENS:] for tokens in found["padded"]] == [tokens[-TOKENS:] for tokens in expected]
         assert [len(tokens) - TOKENS for tokens in found["beams"]] == [len(prompt) for prompt in PROMPTS]
+
+
+def test_a_program_that_knows_nothing_of_dispfx_refuses_the_checkpoint_itself(place: str):
+    """Another transformers than ours, and the exporter of optimum, which takes a folder for a dense one."""
+    words = [interpreter("optimum"), str(HERE / "refusing_client.py"), str(folder("llama", 0.4, place))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=place)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found) == {"transformers", "mismatched", "optimum"}
+    assert all("pruned by dispfx" in said for said in found.values()), found

@@ -82,6 +82,12 @@ def test_budgets_of_every_kind_are_met(decoder, ratio, of, align):
     )
 
 
+@pytest.mark.parametrize("weight", [0.0, 1e-6, 1e6])
+def test_the_budget_is_met_whatever_its_weight_in_the_loss(decoder, weight):
+    found = run(decoder, Budget(0.3), settings(steps=3, lambda_=weight))
+    assert abs(found.achieved - 0.3) <= 0.001
+
+
 def test_the_plan_depends_on_the_seed(decoder):
     first, again, other = (run(decoder, Budget(0.4), settings(steps=2, seed=seed)).kept for seed in (1, 1, 2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

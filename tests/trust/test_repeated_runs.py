@@ -31,3 +31,4 @@ def test_a_run_is_repeated_from_its_report_to_the_same_bytes(tmp_path: Path, mon
     assert (first / "plan.safetensors").read_bytes() == (second / "plan.safetensors").read_bytes()
     told, again = (load_report(folder / "report.json") for folder in (first, second))
     assert (told.sites, told.perplexity, told.seed) == (again.sites, again.perplexity, again.seed)
+    assert "--trust-remote-code" in again.command and "--trust-remote-code" not in told.command
