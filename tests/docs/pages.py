@@ -16,8 +16,6 @@ from dispfx.cli.app import app
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-# A checkpoint folder with its tokenizer, for where a page says MODEL.
-CHECKPOINT = str(ROOT / "dispfx" / "demo" / "decoder")
 # Learning and measuring are cut short: that the commands work is shown, not what they are worth.
 _LEARNING = ["--steps", "2", "--batch-size", "2", "--samples", "1", "--seq-len", "32"]
 _SHORTER = {

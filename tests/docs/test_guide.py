@@ -10,7 +10,7 @@ import pytest
 import dispfx.api.text
 from dispfx.demo.text import generate_text
 from tests.docs.listed import LISTED
-from tests.docs.pages import CHECKPOINT, ROOT, blocks, commands, filled, printed, run, run_file
+from tests.docs.pages import ROOT, blocks, commands, filled, printed, run, run_file
 from tests.local_tasks import write_tasks
 
 MADE = (
@@ -20,7 +20,7 @@ MADE = (
 
 
 @pytest.mark.slow
-def test_the_guide_works_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_guide_works_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dispfx.api.text, "_DEMO_CHARACTERS", 40_000)
     for module in ("mine", "odd"):
@@ -38,7 +38,7 @@ def test_the_guide_works_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.
         for words in commands(text) if kind in ("", "sh") else ():
             if shlex.join(["dispfx", *words]) in LISTED:
                 continue
-            here = filled(words, {"ORGANISATION/MODEL": CHECKPOINT})
+            here = filled(words, {"ORGANISATION/MODEL": checkpoint})
             if "--launch" in here:
                 at = here.index("--launch")
                 del here[at : at + 2]

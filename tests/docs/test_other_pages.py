@@ -15,12 +15,10 @@ from dispfx.demo.text import generate_text
 from dispfx.learning.records import MetricsLog
 from dispfx.report import load_report
 from tests.docs.listed import LISTED
-from tests.docs.pages import CHECKPOINT, ROOT, blocks, commands, end, filled, lines, run, shortened, start
+from tests.docs.pages import ROOT, blocks, commands, end, filled, lines, run, shortened, start
 from tests.learning.test_records import record
 
 OTHER_PAGES = ("data.md", "huggingface.md", "learning.md")
-# A CPU stands in for GPUs.
-PLACES = {"MODEL": CHECKPOINT, "cuda": "cpu"}
 WIKITEXT = """---
 configs:
 - config_name: wikitext-2-raw-v1
@@ -37,11 +35,13 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("text.txt").write_text(generate_text(7, 20_000))
 
 
-def page_commands(name: str) -> list[list[str]]:
-    """Return the commands of a page that are not listed as run elsewhere, with real names."""
+def page_commands(name: str, checkpoint: str) -> list[list[str]]:
+    """Return the commands of a page that are not listed as run elsewhere, with a real model, on a CPU."""
     page = ROOT / "docs" / name
     wanted = [line for _, text in blocks(page) for line in lines(text) if line not in LISTED]
-    return [filled(words, PLACES) for line in wanted for words in commands(line)]
+    return [
+        filled(words, {"MODEL": checkpoint, "cuda": "cpu"}) for line in wanted for words in commands(line)
+    ]
 
 
 def write_records(file: Path, seed: int) -> None:
@@ -51,7 +51,9 @@ def write_records(file: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_on_data_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_commands_of_the_page_on_data_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str
+):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     # A folder goes before a data set of the hub that has its name.
@@ -60,7 +62,7 @@ def test_the_commands_of_the_page_on_data_run(tmp_path: Path, monkeypatch: pytes
     Path("Salesforce/wikitext/README.md").write_text(WIKITEXT)
     write_records(Path("tatsu-lab/alpaca/train.jsonl"), 3)
 
-    one_text, two_texts = page_commands("data.md")
+    one_text, two_texts = page_commands("data.md", checkpoint)
     run(filled(one_text, {"DIR": "one"}))
     run(filled(two_texts, {"DIR": "two"}))
 
@@ -71,11 +73,11 @@ def test_the_commands_of_the_page_on_data_run(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_the_commands_and_the_python_of_the_page_on_transformers_run():
+def test_the_commands_and_the_python_of_the_page_on_transformers_run(checkpoint: str):
     pytest.importorskip("peft")
-    (narrower,) = page_commands("huggingface.md")
+    (narrower,) = page_commands("huggingface.md", checkpoint)
     run(narrower)
-    sizes = [json.loads(Path(name, "config.json").read_text()) for name in (CHECKPOINT, "DIR/dense")]
+    sizes = [json.loads(Path(name, "config.json").read_text()) for name in (checkpoint, "DIR/dense")]
     assert "dispfx" not in str(sizes[1]) and sizes[1]["intermediate_size"] < sizes[0]["intermediate_size"]
     known: dict[str, Any] = {}
     for kind, text in blocks(ROOT / "docs" / "huggingface.md"):
@@ -85,8 +87,8 @@ def test_the_commands_and_the_python_of_the_page_on_transformers_run():
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_on_learning_run():
-    launched, applied = page_commands("learning.md")
+def test_the_commands_of_the_page_on_learning_run(checkpoint: str):
+    launched, applied = page_commands("learning.md", checkpoint)
     at = launched.index("--launch")
     assert launched[at + 1] == "4"
     end(start(["dispfx", *shortened([*launched[:at], "--launch", "2", *launched[at + 2 :]])]))
@@ -98,7 +100,10 @@ def test_the_commands_of_the_page_on_learning_run():
         for line in lines(text)
         if "torchrun" in line
     ]
-    words = filled(hosts.replace("HOST:29400", f"localhost:{free_port()}").split()[1:], PLACES)
+    words = filled(
+        hosts.replace("HOST:29400", f"localhost:{free_port()}").split()[1:],
+        {"MODEL": checkpoint, "cuda": "cpu"},
+    )
     words[words.index("--nproc-per-node") + 1] = "1"
     here = words.index("-m") + 2
     words[here:] = shortened(words[here:])

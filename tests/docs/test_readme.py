@@ -13,35 +13,38 @@ from dispfx.api.programs import learn
 from dispfx.demo.text import generate_text
 from dispfx.source import load_source
 from tests.docs.listed import LISTED
-from tests.docs.pages import CHECKPOINT, ROOT, blocks, commands, filled, run
+from tests.docs.pages import ROOT, blocks, commands, filled, run
 
 README = ROOT / "README.md"
-PLACES = {"MODEL": CHECKPOINT, "DIR": "made", "MODEL|DIR": "made", "PLAN": "plan.safetensors"}
+PLACES = {"DIR": "made", "MODEL|DIR": "made", "PLAN": "plan.safetensors"}
 
 
 @pytest.mark.slow
-def test_the_commands_and_the_python_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_commands_and_the_python_of_the_readme_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str
+):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(generate_text(7, 40_000))
     ran = []
     for kind, text in blocks(README):
         for words in commands(text) if not kind else ():
             if shlex.join(["dispfx", *words]) not in LISTED:
-                run(command(words))
+                run(command(words, checkpoint))
                 ran.append(words[0])
     assert len(ran) >= 13 and Path("made/onnx/model.onnx").is_file() and Path("page.html").is_file()
     run_python(monkeypatch)
 
 
-def command(words: list[str]) -> list[str]:
+def command(words: list[str], checkpoint: str) -> list[str]:
     """Return a command of the overview with real names; what is written anew gets a name of its own."""
+    places = PLACES | {"MODEL": checkpoint}
     if words[0] == "apply":
-        return ["apply", CHECKPOINT, "plan.safetensors", "--out", "applied"]
+        return ["apply", checkpoint, "plan.safetensors", "--out", "applied"]
     if words[0] == "compare" and "DIR" in words:
         return ["compare", "made", "applied", "--out", "page.html"]
     if "--dry-run" in words:
-        return filled(words, PLACES | {"DIR": "previewed"})
-    return filled(words, PLACES)
+        return filled(words, places | {"DIR": "previewed"})
+    return filled(words, places)
 
 
 def run_python(monkeypatch: pytest.MonkeyPatch) -> None:
