@@ -1,10 +1,14 @@
 """A pruned folder of a tiny decoder, made once for the tests of this folder."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dispfx.api import capture
 from dispfx.api.compilation import apply
@@ -23,6 +27,27 @@ class Folder:
     plan: Plan
 
 
+WITHOUT_DISPFX = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+ids = torch.load(sys.argv[1], weights_only=True)
+for folder in sys.argv[2:]:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and "dispfx" not in sys.modules
+    torch.save(model(ids).logits, folder + ".logits")
+"""
+
+
+def logits_without_dispfx(ids: Tensor, *folders: Path) -> list[Tensor]:
+    """Return what a process that never imports dispfx computes for token ids with each checkpoint."""
+    first = folders[0].parent
+    torch.save(ids, first / "ids")
+    paths = [str(path) for path in (first / "ids", *folders)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", WITHOUT_DISPFX, *paths], env=environment, cwd=first, check=True)
+    return [torch.load(f"{folder}.logits", weights_only=True) for folder in folders]
+
+
 def write_folder(path: Path, dense: nn.Module, *, ratio: float = 0.4, seed: int = 3) -> Folder:
     """Prune a decoder by a random plan and write its folder, verified."""
     program = capture(dense)
@@ -35,3 +60,18 @@ def write_folder(path: Path, dense: nn.Module, *, ratio: float = 0.4, seed: int 
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """A pruned llama with grouped-query attention and random widths."""
     return write_folder(tmp_path_factory.mktemp("llama") / "pruned", tiny_transformer("llama"))
+
+
+def write_narrower(name: str, path: Path, *, align: int = 8) -> Folder:
+    """Write the folder of a tiny decoder, pruned at random by one selection, with its ordinary form."""
+    dense = tiny_transformer(name)
+    program = capture(dense, select="before-norm")
+    plan = Plan.random(program, 0.4, 1, align=align)
+    apply(dense, plan, out=path, export="dense")
+    return Folder(path, dense, program, plan)
+
+
+@pytest.fixture(scope="session")
+def narrow_llama(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A pruned llama with one selection for the whole stream; not to be changed."""
+    return write_narrower("llama", tmp_path_factory.mktemp("narrow") / "out")

@@ -24,18 +24,16 @@ def test_a_task_on_a_pruned_folder_through_hflm(tmp_path: Path, monkeypatch: pyt
     dense = AutoModelForCausalLM.from_pretrained(DECODER_FOLDER)
     program = dispfx.capture(dense)
     apply(dense, dispfx.Plan.random(program, 0.05, 0), out=tmp_path / "pruned", export="dense")
-    tasks = write_tasks(tmp_path)
+    manager = TaskManager(include_path=str(write_tasks(tmp_path)), include_defaults=False)
 
     tokenizer = AutoTokenizer.from_pretrained(DECODER_FOLDER)
     found = []
     for folder in (tmp_path / "pruned", tmp_path / "pruned" / "dense"):
         harness = HFLM(pretrained=str(folder), tokenizer=tokenizer, device="cpu", batch_size=2)
-        results: Any = lm_eval.simple_evaluate(
-            model=harness,
-            tasks=["mine"],
-            task_manager=TaskManager(include_path=str(tasks)),
-            bootstrap_iters=0,
-        )
+        # simple_evaluate does the same, and looks through the machine before and after.
+        tasks = manager.load(["mine"])["tasks"]
+        tasks["mine"].set_config(key="num_fewshot", value=0)
+        results: Any = lm_eval.evaluate(harness, {"tasks": tasks}, bootstrap_iters=0)
         assert type(harness.model) is type(dense)
         found.append(results["results"]["mine"]["acc,none"])
 

@@ -1,9 +1,7 @@
 """With one selection for the whole stream a smaller decoder is an ordinary one, which needs no dispfx."""
 
 import json
-import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +17,37 @@ from dispfx.huggingface.widths_of_config import resized
 from dispfx.ir.closure import Mismatch
 from dispfx.ir.plan import Plan
 from dispfx.learning.settings import LearnSettings
-from tests.huggingface.test_dense import WITHOUT_DISPFX
+from dispfx.report import load_report
+from tests.huggingface.conftest import Folder, logits_without_dispfx, write_narrower
 from tests.programs import relative_error, token_ids
 from tests.tiny_transformers import VOCABULARY, tiny_transformer
 
 IDS = token_ids(2, 9, vocabulary=VOCABULARY)
 
 
-def written(name: str, path: Path, *, align: int = 8, ratio: float = 0.4) -> tuple[Plan, Any]:
-    """Write the folder of a tiny decoder, pruned at random by one selection, with its ordinary form."""
-    model = tiny_transformer(name)
-    plan = Plan.random(capture(model, select="before-norm"), ratio, 1, align=align)
-    return plan, apply(model, plan, out=path, export="dense")
+@pytest.fixture(scope="module")
+def narrower(
+    narrow_llama: Folder, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Folder, torch.Tensor]]:
+    """Folders of three decoders by name, and what their ordinary forms compute without dispfx."""
+    others = {
+        name: write_narrower(name, tmp_path_factory.mktemp(name) / "out") for name in ("phi", "mixtral")
+    }
+    folders = {"llama": narrow_llama} | others
+    found = logits_without_dispfx(IDS, *(folder.path / "dense" for folder in folders.values()))
+    return {name: (folder, one) for (name, folder), one in zip(folders.items(), found, strict=True)}
 
 
-@pytest.mark.parametrize("name", ["llama", "phi", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_a_smaller_ordinary_decoder_needs_no_dispfx(name: str, tmp_path: Path) -> None:
-    plan, report = written(name, tmp_path / "out")
-    folder = tmp_path / "out" / "dense"
-    torch.save(IDS, tmp_path / "ids")
-    paths = [str(path) for path in (folder, tmp_path / "ids", tmp_path / "logits")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", WITHOUT_DISPFX, *paths], env=environment, cwd=tmp_path, check=True)
-
-    pruned: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "phi", "mixtral"])
+def test_a_smaller_ordinary_decoder_needs_no_dispfx(
+    name: str, narrower: dict[str, tuple[Folder, torch.Tensor]]
+) -> None:
+    made, found = narrower[name]
+    plan, report, folder = made.plan, load_report(made.path / "report.json"), made.path / "dense"
+    pruned: Any = AutoModelForCausalLM.from_pretrained(made.path)
     ordinary: Any = AutoModelForCausalLM.from_pretrained(folder)
     entries = json.loads((folder / "config.json").read_text())
-    found = torch.load(tmp_path / "logits", weights_only=True)
     with torch.no_grad():
         assert relative_error(found, pruned(IDS).logits) < 1e-5
     assert [line.name for line in report.verify].count("dense = lowered") == 2
@@ -97,7 +99,7 @@ def test_a_class_that_cannot_be_built_so_is_refused_by_its_reason(
     name: str, reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedGraphError, match=reason):
-        written(name, tmp_path / "out", align=4)
+        write_narrower(name, tmp_path / "out", align=4)
 
     assert not (tmp_path / "out").exists()
 
@@ -131,8 +133,8 @@ def test_what_is_not_possible_is_refused_before_anything_is_learned(tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_verify_compares_the_ordinary_form_as_it_lies_there(tmp_path: Path) -> None:
-    written("llama", tmp_path / "out")
+def test_verify_compares_the_ordinary_form_as_it_lies_there(narrow_llama: Folder, tmp_path: Path) -> None:
+    shutil.copytree(narrow_llama.path, tmp_path / "out")
     folder = tmp_path / "out" / "dense"
     lines = [line for line in dispfx.api.verify(tmp_path / "out") if line.name == "dense = checkpoint"]
     assert len(lines) == 2 and all(line.holds for line in lines)

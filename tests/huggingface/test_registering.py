@@ -76,6 +76,7 @@ for _ in range(4):
 if accelerator.is_main_process:
     accelerator.unwrap_model(model).save_pretrained(sys.argv[2])
     print("trained", accelerator.num_processes, losses[0], losses[-1])
+accelerator.wait_for_everyone()
 """
 
 
@@ -89,7 +90,7 @@ options = {"use_cpu": True, "report_to": [], "logging_steps": 1, "save_strategy"
 options |= {"per_device_train_batch_size": 2, "num_train_epochs": 6, "learning_rate": 1e-2}
 trainer = Trainer(model, TrainingArguments(sys.argv[2], **options), train_dataset=rows)
 trainer.train()
-trainer.save_model(sys.argv[2])
+trainer.save_model(sys.argv[2] + "-by-the-trainer")
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 if trainer.is_world_process_zero():
     print("trained", trainer.accelerator.num_processes, losses[0], losses[-1])
@@ -102,15 +103,15 @@ TORCHRUN = "torch.distributed.run --standalone --nproc-per-node 2"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launch", "script", "processes"),
-    [(ACCELERATE, TRAIN, 1), (TORCHRUN, TRAIN, 2), (TORCHRUN, TRAINER, 2)],
-    ids=["accelerate launch", "torchrun", "torchrun and the Trainer"],
+    ("launch", "scripts", "processes"),
+    [(ACCELERATE, [TRAIN], 1), (TORCHRUN, [TRAIN, TRAINER], 2)],
+    ids=["accelerate launch", "torchrun"],
 )
 def test_a_script_that_does_not_know_dispfx_trains_a_folder(
-    llama: Folder, installed: dict[str, str], tmp_path: Path, launch: str, script: str, processes: int
+    llama: Folder, installed: dict[str, str], tmp_path: Path, launch: str, scripts: list[str], processes: int
 ) -> None:
     pytest.importorskip("accelerate")
-    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "train.py").write_text("\n".join(scripts))
 
     ran = subprocess.run(
         [sys.executable, "-m", *launch.split(), "train.py", str(llama.path), str(tmp_path / "tuned")],
@@ -121,10 +122,15 @@ def test_a_script_that_does_not_know_dispfx_trains_a_folder(
     )
 
     assert ran.returncode == 0, ran.stderr
-    said = next(line for line in ran.stdout.splitlines() if line.startswith("trained")).split()
-    assert int(said[1]) == processes and float(said[3]) < float(said[2])
-    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
-    assert any(isinstance(module, PrunedModule) for module in tuned.modules())
+    told = [line.split() for line in ran.stdout.splitlines() if line.startswith("trained")]
+    assert len(told) == len(scripts)
+    for _, count, first, last in told:
+        assert int(count) == processes and float(last) < float(first)
+    folders = sorted(tmp_path.glob("tuned*"))
+    assert len(folders) == len(scripts)
+    for folder in folders:
+        tuned = AutoModelForCausalLM.from_pretrained(folder)
+        assert any(isinstance(module, PrunedModule) for module in tuned.modules())
 
 
 def test_a_finder_that_waits_finds_nothing_else() -> None:
