@@ -29,12 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import decoder_shapes as shapes
 from layer_profile import profile_markdown, profile_step
 
+from dispfx.api.bench import experts_for
 from dispfx.api.speed import Contender, Mode, compare
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.ir.program import Program
 from dispfx.measure.speed import device_name
 from dispfx.measure.speed_row import SpeedRow
 from dispfx.report.speed import speed_line, write_speed
+from dispfx.source.experts import Experts
 
 SECTIONS = ("short", "check", "main", "profile", "more", "align", "sweep", "shapes")
 OTHER_SHAPES = ("llama-2-7b", "qwen3-8b", "phi-2", "mixtral-8x7b")
@@ -237,19 +239,25 @@ def run_shapes(bench: Bench) -> None:
     """Other decoders, 50 % removed."""
     for shape in bench.args.shapes:
         with bench.guarded(shape):
-            _captured.cache_clear()
             layers = 2 if shape.startswith("mixtral") else bench.args.period
-            dense, pruned = pair(bench, shape, layers, 0.5)
-            name = f"{shape}, {layers} layers, {share(pruned)} removed"
             for step in (prefill(bench, 1, 2048), decode(bench, 1, 1024)):
+                _captured.cache_clear()
+                dense, pruned = pair(bench, shape, layers, 0.5, experts=experts_for(step))
+                name = f"{shape}, {layers} layers, {share(pruned)} removed"
                 bench.row(name, dense, pruned, step, pruned_kernels=NO_GENERATED)
 
 
 def pair(
-    bench: Bench, shape: str, layers: int, ratio: float, *, align: int | None = None
+    bench: Bench,
+    shape: str,
+    layers: int,
+    ratio: float,
+    *,
+    align: int | None = None,
+    experts: Experts = "batched",
 ) -> tuple[Contender, Contender]:
     """Return the dense and the pruned decoder."""
-    program = _captured(shape, layers, bench.args.vocabulary, bench.device, bench.dtype)
+    program = _captured(shape, layers, bench.args.vocabulary, bench.device, bench.dtype, experts)
     args = bench.args
     plans = [
         shapes.periodic_plan(program, wanted, period=args.period, align=align or args.align)
@@ -260,8 +268,10 @@ def pair(
 
 
 @cache
-def _captured(shape: str, layers: int, vocabulary: int, device: torch.device, dtype: torch.dtype) -> Program:
-    program = shapes.captured(shapes.config_of(shape, layers, vocabulary), device, dtype)
+def _captured(
+    shape: str, layers: int, vocabulary: int, device: torch.device, dtype: torch.dtype, experts: Experts
+) -> Program:
+    program = shapes.captured(shapes.config_of(shape, layers, vocabulary), device, dtype, experts)
     shapes.fill(program)
     return program
 

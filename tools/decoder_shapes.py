@@ -25,6 +25,7 @@ from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.pipeline import Pipeline
+from dispfx.source.experts import Experts
 
 SHAPES = {
     "tiny": (LlamaConfig, dict(hidden_size=256, intermediate_size=688, num_attention_heads=4, head_dim=64)),
@@ -97,9 +98,15 @@ def _without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
     return type(config).from_dict(config.to_dict() | first)
 
 
-def captured(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> Program:
-    """Return the program, with a cache, of a decoder with zeros for weights."""
-    return capture_cached(zeros_decoder(config, device, dtype))
+def captured(
+    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, experts: Experts = "batched"
+) -> Program:
+    """Return the program, with a cache, of a decoder with zeros for weights.
+
+    Args:
+        experts: how a mixture is computed (`dispfx.source.experts`).
+    """
+    return capture_cached(zeros_decoder(config, device, dtype), experts=experts)
 
 
 def periodic_plan(program: Program, ratio: float, *, period: int, align: int, seed: int = 0) -> Plan:

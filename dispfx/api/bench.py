@@ -29,6 +29,7 @@ from dispfx.measure.speed import device_name
 from dispfx.measure.speed_row import SpeedRow
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.pipeline import Pipeline
+from dispfx.source.experts import Experts, has_choice_of_experts
 
 Runtime = Literal["torch", "onnx"]
 BATCHES = (1, 8, 32, 128)
@@ -106,22 +107,66 @@ def bench(
     place = torch.device(device or "cpu")
     opened = open_folder(folder, device=place, trust_remote_code=trust_remote_code)
     steps = _steps(opened, place, batches, prompts, pasts, modes)
-    empty = _captured_empty(opened)
-    pruned = _pruned(opened, empty)
-    whole = _dense(opened, dense, place, empty)
-    rows: list[SpeedRow] = []
+    sides = _Sides(opened, dense, place)
+    facts = _facts(opened, *sides.of("batched"), dense, place)
     if runtime == "onnx":
         shapes = list(dict.fromkeys(shape for shape, _ in steps.shapes()))
-        rows = compare_onnx(Path(folder).name, whole, pruned, shapes, place, on_row)
-        return Benched(tuple(rows), _facts(opened, whole, pruned, dense, place) | ONNX_FACTS)
+        return Benched(
+            tuple(compare_onnx(Path(folder).name, *sides.of("batched"), shapes, place, on_row)),
+            facts | ONNX_FACTS,
+        )
+    rows: list[SpeedRow] = []
     for shape, mode in steps.shapes():
         kernels = (
             ("library", "generated", "fused") if place.type == "cuda" and shape.batch == 1 else ("library",)
         )
-        row = compare(Path(folder).name, whole, pruned, shape, mode, kernels=kernels)
+        row = compare(Path(folder).name, *sides.of(experts_for(shape)), shape, mode, kernels=kernels)
         rows.append(row)
         on_row(row)
-    return Benched(tuple(rows), _facts(opened, whole, pruned, dense, place))
+    return Benched(tuple(rows), facts)
+
+
+def experts_for(shape: CachedShape) -> Experts:
+    """Return how a step should compute a mixture: of a single token, its experts' weights are gathered."""
+    return "batched" if shape.batch * shape.tokens == 1 else "grouped"
+
+
+class _Sides:
+    """The dense and the pruned decoder, in each of the ways to compute experts that a step may ask for.
+
+    Both ways read the same weights.  A decoder without a choice has one.
+    """
+
+    def __init__(self, opened: Opened, dense: str | nn.Module | None, device: torch.device):
+        """Open both.
+
+        Raises:
+            OutputError: if the folder holds no checkpoint.
+            PlanMismatchError: if the dense decoder has other shapes.
+        """
+        if opened.plan is None or opened.program is None:
+            raise OutputError(
+                "bench needs a folder that transformers loads, and this one holds a graph alone",
+                where=str(opened.path),
+            )
+        self._opened = opened
+        self._empty = _empty(opened)
+        self._dense = _with_random_weights(_empty(opened)) if dense is None else _named(dense, device)
+        self._chooses = has_choice_of_experts(self._empty)
+        self._made: dict[Experts, tuple[Contender, Contender]] = {}
+
+    def of(self, experts: Experts) -> tuple[Contender, Contender]:
+        """Return dense and pruned."""
+        experts = experts if self._chooses else "batched"
+        if experts not in self._made:
+            plan = self._opened.plan
+            assert plan is not None
+            empty = only_planned(capture_cached(self._empty, select=plan.select, experts=experts), plan)
+            program = capture_cached(self._dense, experts=experts)
+            _require_same_shapes(program, empty)
+            dense = _contender(lower_program(program, Plan.random(program, 0.0, seed=0)), 0.0)
+            self._made[experts] = dense, _pruned(self._opened, empty)
+        return self._made[experts]
 
 
 def _steps(
@@ -147,20 +192,6 @@ def _steps(
     )
 
 
-def _captured_empty(opened: Opened) -> Program:
-    """Capture the folder's decoder with a cache, in its dense shapes and without weights.
-
-    Raises:
-        OutputError: if the folder holds no checkpoint.
-    """
-    if opened.plan is None or opened.program is None:
-        raise OutputError(
-            "bench needs a folder that transformers loads, and this one holds a graph alone",
-            where=str(opened.path),
-        )
-    return only_planned(capture_cached(_empty(opened), select=opened.plan.select), opened.plan)
-
-
 def _pruned(opened: Opened, empty: Program) -> Contender:
     """Lower the captured decoder by the folder's plan, and put the folder's weights in."""
     assert opened.plan is not None and opened.program is not None
@@ -169,18 +200,15 @@ def _pruned(opened: Opened, empty: Program) -> Contender:
     return _contender(lowered, opened.plan.achieved)
 
 
-def _dense(opened: Opened, dense: str | nn.Module | None, device: torch.device, empty: Program) -> Contender:
-    """Return the decoder that the folder was compiled from, or one of its shapes."""
-    if dense is None:
-        program = capture_cached(_empty(opened))
-        with torch.no_grad():
-            for tensor in program.parameters.values():
-                tensor.normal_(1.0 if tensor.dim() == 1 else 0.0, _STANDARD_DEVIATION)
-    else:
-        model = Opening(dense, device=str(device)).open().model
-        program = capture_cached(model.to(device))
-        _require_same_shapes(program, empty)
-    return _contender(lower_program(program, Plan.random(program, 0.0, seed=0)), 0.0)
+def _with_random_weights(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.normal_(1.0 if tensor.dim() == 1 else 0.0, _STANDARD_DEVIATION)
+    return model
+
+
+def _named(dense: str | nn.Module, device: torch.device) -> nn.Module:
+    return Opening(dense, device=str(device)).open().model.to(device)
 
 
 def _empty(opened: Opened) -> nn.Module:

@@ -26,7 +26,7 @@ from dispfx.ir.program import Program
 from dispfx.ir.sites import Select
 from dispfx.pipeline import Pipeline
 from dispfx.source.cached_forward import cached_forward
-from dispfx.source.experts import experts_as
+from dispfx.source.experts import Experts, experts_as
 
 
 def capture_cached(
@@ -37,6 +37,7 @@ def capture_cached(
     vocabulary_size: int | None = None,
     print_after: Sequence[str] = (),
     show: Show | None = None,
+    experts: Experts = "batched",
 ) -> Program:
     """Return the program of a transformers decoder with its cache; the decoder is not changed.
 
@@ -46,13 +47,14 @@ def capture_cached(
 
     Args:
         model, skip, select, vocabulary_size, print_after, show: as for `dispfx.api.programs.analyse`.
+        experts: `batched` to export, or for a token or two; `grouped` for steps of many tokens, each of which
+            would have its experts' weights gathered.
 
     Raises:
         CaptureError: if the decoder takes no cache, or torch.export cannot capture it with one.
         UnsupportedGraphError: if its cache is not made of keys and values, or nothing can be pruned.
     """
-    # A step has few tokens, and what is captured with a cache is to be exported.
-    with experts_as(model, "batched"):
+    with experts_as(model, experts):
         program = capture_prepared(cached_forward(model), vocabulary_size=vocabulary_size)
     return Pipeline(analysis(skip, select), print_after=print_after, show=show).run(program)
 

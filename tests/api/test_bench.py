@@ -1,17 +1,25 @@
 """bench: the folder's decoder beside the dense one, and what it refuses."""
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dispfx
 from dispfx.api import bench
 from dispfx.api.opening import Opening
+from dispfx.api.speed import Contender, compare
 from dispfx.errors import DataError, OutputError, PlanMismatchError
+from dispfx.ir.cached_inputs import CachedShape
+from dispfx.ir.ops import is_grouped
 from dispfx.ir.plan import Plan
 from dispfx.measure.speed_row import SpeedRow
 from tests.api.conftest import Compiled
 from tests.tiny_transformers import tiny_transformer
+
+# The room, which the function of its name hides.
+bench_room = importlib.import_module("dispfx.api.bench")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +58,31 @@ def test_without_a_dense_model_its_class_is_timed_with_random_weights(pruned_fol
     benched = bench(pruned_folder, batches=(1,), prompts=(4,), pasts=(3,), modes=("eager",))
     assert len(benched.rows) == 2 and all(row.speedup for row in benched.rows)
     assert benched.facts["dense"] == "the same class with random weights"
+
+
+def test_a_mixture_gathers_weights_for_a_single_token_and_sorts_many(tmp_path: Path, monkeypatch):
+    """Gathering them for a prompt would hold a copy of an expert for every token."""
+    model = tiny_transformer("mixtral")
+    model.save_pretrained(tmp_path / "dense")
+    plan = Plan.random(dispfx.capture(model), 0.4, seed=0)
+    out = tmp_path / "out"
+    dispfx.api.apply(str(tmp_path / "dense"), plan, out=out, export="none")
+    grouped: dict[tuple[int, ...], tuple[bool, bool]] = {}
+
+    def watched(name: str, dense: Contender, pruned: Contender, shape: CachedShape, *args: Any, **how: Any):
+        grouped[tuple(shape)] = (_is_grouped(dense), _is_grouped(pruned))
+        return compare(name, dense, pruned, shape, *args, **how)
+
+    monkeypatch.setattr(bench_room, "compare", watched)
+    rows = bench(out, batches=(1, 2), prompts=(6,), pasts=(3,), modes=("eager",)).rows
+    assert all(row.speedup for row in rows)
+    assert grouped == {
+        (1, 6, 0): (True, True), (2, 6, 0): (True, True), (1, 1, 3): (False, False), (2, 1, 3): (True, True),
+    }  # fmt: skip
+
+
+def _is_grouped(contender: Contender) -> bool:
+    return any(map(is_grouped, contender.fast.graph.nodes))
 
 
 def test_a_dense_model_of_other_shapes_is_refused(pruned_folder: Path):
