@@ -85,14 +85,15 @@ def test_a_shell_is_told_the_verbs():
     assert done.stdout.split() == ["compile", "compare"], done
 
 
-@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}])
-def test_what_goes_into_a_pipe_has_no_colours(variables: dict[str, str]):
+@pytest.mark.parametrize(
+    ("word", "variables"), [("--help", {}), ("doctor", {}), ("--help", {"NO_COLOR": "1"})]
+)
+def test_what_goes_into_a_pipe_has_no_colours(word: str, variables: dict[str, str]):
     plain = {
         name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "CLICOLOR_FORCE")
     }
-    for words in (["--help"], ["doctor"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "dispfx", *words],
-            capture_output=True, text=True, env=plain | variables, timeout=120, check=False,
-        )  # fmt: skip
-        assert done.stdout and "\x1b" not in done.stdout + done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "dispfx", word],
+        capture_output=True, text=True, env=plain | variables, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.stdout and "\x1b" not in done.stdout + done.stderr

@@ -33,7 +33,7 @@ def start(words: list[str]) -> subprocess.Popen[str]:
 def test_an_interrupted_run_names_the_command_that_goes_on_and_that_command_ends(tmp_path: Path):
     out = tmp_path / "an out"
     words = command(write_tokens(tmp_path / "tokens.safetensors"), out, "--export", "none")
-    words[words.index("--steps") + 1] = "1500"
+    words[words.index("--steps") + 1] = "400"
     words.remove("--quiet")
     run = start(words)
     until = time.monotonic() + _PATIENCE_SECONDS

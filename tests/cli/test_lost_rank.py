@@ -11,16 +11,18 @@ from pathlib import Path
 import pytest
 
 from dispfx.learning.state import saved_step
+from tests.trust.runs import write_tokens
 
 WORDS = (
-    "learn demo --ratio 0.3 --seq-len 16 --batch-size 2 --samples 1 --start uniform --save-every 2 "
-    "--launch 2 --shard"
+    "learn tests.api.plain:build_decoder --ratio 0.3 --recipe paper --seq-len 16 --batch-size 2 "
+    "--save-every 2 --launch 2 --shard"
 )
 LONGEST_SECONDS = 60
 
 
 def start(out: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "dispfx", *WORDS.split(), *words, "--out", str(out)]
+    given = ["--data", str(out.with_name("tokens.safetensors")), "--out", str(out)]
+    command = [sys.executable, "-m", "dispfx", *WORDS.split(), *words, *given]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment["OMP_NUM_THREADS"] = "1"
     return subprocess.Popen(
@@ -48,6 +50,7 @@ def process_of_rank(rank: int, launcher: int) -> int:
 def test_a_killed_rank_ends_the_run_with_its_name_and_the_run_goes_on(tmp_path: Path):
     plan = tmp_path / "plan.safetensors"
     state = tmp_path / "plan.safetensors.state"
+    write_tokens(tmp_path / "tokens.safetensors")
     run = start(plan, "--steps", "100000")
     try:
         deadline = time.monotonic() + 180

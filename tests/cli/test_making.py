@@ -79,6 +79,7 @@ def test_compile_hands_on_every_option(dispfx, replaced, report: Report, tmp_pat
         constrained=True,
         seed=9,
         save_every=2,
+        adaptable=("samples",),
     )
     assert (
         given["data"] == [str(text)] * 2 and given["eval_data"] == [str(text)] and given["eval_windows"] == 3
