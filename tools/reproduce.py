@@ -16,7 +16,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +110,21 @@ def _made(bench: Bench) -> str:
     return (
         f"Made on {facts['date']} on {facts['device']}, {facts['dtype']}, torch {libraries['torch']}, by "
         f"`tools/reproduce.py`. Where nothing else stands: {settings['steps']:,} steps of {size} tokens, "
-        f"learning rate {settings['lr']:g}, λ {settings['lambda_']:g}, {settings['samples']} masks a step, "
+        f"learning rate {settings['lr']:g} ({settings['schedule']}), "
+        f"weight decay {settings['weight_decay']:g}, λ {settings['lambda_']:g}, "
+        f"{settings['samples']} masks a step{_drawn(settings)}, "
         f"start {settings['start']}, seed 0, widths multiples of {facts['align']}. Learned from "
         f"{facts['texts'][0]} ({facts['tokens'][0]:,} tokens); perplexity on {windows} of {facts['context']} "
         f"tokens of {facts['measured'][0]}, of which none was learned from; dense "
         f"{bench.dense.perplexity[0]:.3f}. {bench.common.remark}".rstrip()
         + "\n"
     )
+
+
+def _drawn(settings: Mapping[str, Any]) -> str:
+    """Say how masks are drawn where that is not the plainest way."""
+    pairs = " in opposite pairs" if settings["antithetic"] else ""
+    return pairs + (f", sharpened up to {settings['sharpen']:g}" if settings["sharpen"] != 1 else "")
 
 
 def _write_text(path: Path, text: str) -> None:
