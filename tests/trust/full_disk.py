@@ -1,7 +1,7 @@
 """Let every write of a run fail once, as on a full disk, and go on when there is room again.
 
-    python -m tests.trust.full_disk                 a limit on the size of files
-    python -m tests.trust.full_disk --file-system   a small file system in memory; needs leave to mount one
+    python -m tests.trust.full_disk --sizes 0 100 1000 4000 12000 20000 40000 60000 80000 120000
+    python -m tests.trust.full_disk --file-systems 1 20000     in memory; needs leave to mount them
 
 A process may write files of a given size at most, or all of its files together may take no more; the sizes go
 from nothing to nearly the largest file, or to nearly all of them.  Going on, there is room.  Prints how many
@@ -14,6 +14,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,16 +23,17 @@ import torch
 from tests.trust.runs import command, run, warm_up, write_tokens
 
 EXIT_INPUT = 2
-SIZES = [0, 100, 1_000, 4_000, 12_000, 20_000, 40_000, 60_000, 80_000, 120_000]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the largest file")
-    parser.add_argument("--file-system", action="store_true", help="a file system of that size instead")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=int, nargs="*", default=[], help="bytes of the largest file")
+    parser.add_argument("--file-systems", type=int, nargs="*", default=[], help="bytes of a file system")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        record = fill(Path(folder), args.sizes, FileSystem if args.file_system else FileLimit)
+        record = fill(Path(folder), {FileLimit: args.sizes, FileSystem: args.file_systems})
     print(json.dumps(record, indent=1))
     return int(bool(record["faults"]))
 
@@ -71,20 +73,24 @@ class FileSystem:
         _call("umount", str(self.folder))
 
 
+Place = type[FileLimit] | type[FileSystem]
+
+
 def _call(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, timeout=30)
 
 
-def fill(folder: Path, sizes: list[int], place: type[FileLimit] | type[FileSystem]) -> dict[str, object]:
-    """Return how many runs were stopped by a limit, and faults in words."""
+def fill(folder: Path, sizes: Mapping[Place, Sequence[int]]) -> dict[str, object]:
+    """Return how many runs there were, how many were stopped by a limit, and faults in words."""
     warm_up(folder)
     tokens = write_tokens(folder / "tokens.safetensors")
     whole = folder / "whole"
     reference = run(command(tokens, whole))
     faults = [reference.said] if reference.code else []
     stopped = 0
-    for size in sizes if not faults else []:
-        out = folder / str(size) / "out"
+    cases = [(place, size) for place, of_place in sizes.items() for size in of_place]
+    for index, (place, size) in enumerate(cases if not faults else []):
+        out = folder / str(index) / "out"
         out.parent.mkdir()
         disk = place(out.parent, size)
         words = command(tokens, out)
@@ -97,7 +103,7 @@ def fill(folder: Path, sizes: list[int], place: type[FileLimit] | type[FileSyste
             if again.code != 0 or _plan(out) != _plan(whole):
                 faults.append(f"{size} bytes: --resume ended with {again.code}: {again.said}")
         disk.remove()
-    return {"runs": len(sizes), "stopped": stopped, "faults": faults}
+    return {"runs": len(cases), "stopped": stopped, "faults": faults}
 
 
 def _plan(folder: Path) -> bytes:
