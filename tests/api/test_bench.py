@@ -62,7 +62,7 @@ def test_without_a_dense_model_its_class_is_timed_with_random_weights(pruned_fol
 
 def test_a_mixture_gathers_weights_for_a_single_token_and_sorts_many(tmp_path: Path, monkeypatch):
     """Gathering them for a prompt would hold a copy of an expert for every token."""
-    model = tiny_transformer("mixtral")
+    model: Any = tiny_transformer("mixtral")
     model.save_pretrained(tmp_path / "dense")
     plan = Plan.random(dispfx.capture(model), 0.4, seed=0)
     out = tmp_path / "out"
