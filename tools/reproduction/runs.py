@@ -40,6 +40,8 @@ from dispfx.source import Source, encode, load_source
 from dispfx.training.preparation import Compute
 from reproduction.setup import Common, Outcome, Setup
 
+# Settings that differ between the runs of a folder, or say only who chose the others.
+_OF_A_RUN = ("seed", "adaptable")
 FACTS_FILE, RUN_FILE, PLAN_FILE = "facts.json", "run.json", "plan.safetensors"
 # The demo's other text: two of its five skills, in lines of their own.
 _OTHER_NAME = "lines of the demo's arithmetic and counting"
@@ -196,7 +198,7 @@ class Bench:
             "context": self.context,
             "windows": self.common.windows,
             "align": self.common.align,
-            "settings": {key: value for key, value in asdict(settings).items() if key != "seed"},
+            "settings": {key: value for key, value in asdict(settings).items() if key not in _OF_A_RUN},
         }
         path = self.out / FACTS_FILE
         if path.is_file():
