@@ -5,8 +5,9 @@ such a block out of one that is up to 96 bytes larger and gives back the ends, s
 too small for the next tensor of its own size, unless a neighbour is free too.  Values of a step come in few
 sizes: what is freed between two that are kept stays unused, and resident, until the step is over.  (Tried:
 two blocks of 512 KiB kept and one between them freed, 200 times, take 1.50 times what is held where they are
-aligned so, and 1.00 times where they come from `malloc`.)  Blocks could be mapped one by one instead (`MALLOC_MMAP_THRESHOLD_=65536` in the environment), which gives every byte
-back and makes steps of small batches 40% slower.
+aligned so, and 1.00 times where they come from `malloc`.)  Blocks could be mapped one by one instead
+(`MALLOC_MMAP_THRESHOLD_` in the environment), which gives every byte back and makes steps of small batches
+40% slower.
 
 How much that comes to was measured and not derived: the process takes 1.6 times what a step's tensors take
 at their largest.  What stays through all steps is laid out once, and takes what it is.  `docs/trust.md` has
