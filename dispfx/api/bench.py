@@ -14,10 +14,11 @@ from typing import Literal
 import torch
 from torch import nn
 
+from dispfx.api.alignments import MeasuredOn, check_alignments, perplexities, realigned
 from dispfx.api.cached import capture_cached
 from dispfx.api.folders import Opened, open_folder
 from dispfx.api.onnx_speed import compare_onnx
-from dispfx.api.opening import Opening
+from dispfx.api.opening import Opening, longest_context
 from dispfx.api.programs import lower_program, only_planned
 from dispfx.api.speed import Contender, Mode, compare
 from dispfx.deploy.checkpoint import skeleton
@@ -30,6 +31,7 @@ from dispfx.measure.speed_row import SpeedRow
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.pipeline import Pipeline
 from dispfx.source.experts import Experts, has_choice_of_experts
+from dispfx.source.text.reading import Words
 
 Runtime = Literal["torch", "onnx"]
 BATCHES = (1, 8, 32, 128)
@@ -81,6 +83,9 @@ def bench(
     prompts: Sequence[int] = (),
     pasts: Sequence[int] = (),
     modes: Sequence[Mode] = (),
+    alignments: Sequence[int] = (),
+    eval_data: Words | None = None,
+    eval_windows: int | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
     runtime: Runtime = "torch",
@@ -94,17 +99,23 @@ def bench(
         batches: 1, 8, 32 and 128 by default.
         prompts, pasts: token counts; by default what suits the device and fits the decoder's context.
         modes: eager and compiled by default.
+        alignments: further rows, of the plan with widths that are multiples of these: one sequence, the
+            longest prefill and decode step.
+        eval_data: text that the plans at these alignments are measured on, in `facts`; needs `dense`.
+        eval_windows: how many windows of it at most.
         device: cpu by default.
         runtime: what runs the decoders: torch, or ONNX Runtime on models that the exporter makes of both.
         on_row: called with every row as soon as it is there.
 
     Raises:
         OutputError: if the folder holds no checkpoint.
-        DataError: if a length does not fit the decoder's context.
+        DataError: if a length does not fit the decoder's context, or a text cannot be measured on.
+        BudgetError: if no widths of an alignment come close to the ratio.
         PlanMismatchError: if the dense decoder has other shapes.
         CaptureError, UnsupportedGraphError: if the decoder cannot be captured with a cache.
     """
     place = torch.device(device or "cpu")
+    check_alignments(alignments, has_text=eval_data is not None, has_dense=dense is not None)
     opened = open_folder(folder, device=place, trust_remote_code=trust_remote_code)
     steps = _steps(opened, place, batches, prompts, pasts, modes)
     sides = _Sides(opened, dense, place)
@@ -123,7 +134,26 @@ def bench(
         row = compare(Path(folder).name, *sides.of(experts_for(shape)), shape, mode, kernels=kernels)
         rows.append(row)
         on_row(row)
+    for row in _aligned_rows(sides, steps, alignments):
+        rows.append(row)
+        on_row(row)
+    if eval_data is not None:
+        on = MeasuredOn(eval_data, opened.tokenizer, longest_context(opened.config), eval_windows)
+        found = perplexities(sides.dense, sides.plan, alignments, on)
+        shown = zip(("as it is", *(f"× {align}" for align in alignments)), found, strict=True)
+        facts |= {"perplexity of the plan": ", ".join(f"{name} {value:.3f}" for name, value in shown)}
     return Benched(tuple(rows), facts)
+
+
+def _aligned_rows(sides: "_Sides", steps: Steps, alignments: Sequence[int]) -> Iterator[SpeedRow]:
+    """Yield a prefill and a decode step of one sequence at each alignment."""
+    mode: Mode = "compiled" if "compiled" in steps.modes else "eager"
+    longest = CachedShape(1, max(steps.prompts), 0), CachedShape(1, 1, max(steps.pasts))
+    for shape in longest if alignments else ():
+        experts = experts_for(shape)
+        whole, _ = sides.of(experts)
+        for align, pruned in zip(alignments, sides.aligned(alignments, experts), strict=True):
+            yield compare(f"widths × {align}, {pruned.removed:.1%} removed", whole, pruned, shape, mode)
 
 
 def experts_for(shape: CachedShape) -> Experts:
@@ -150,8 +180,9 @@ class _Sides:
                 where=str(opened.path),
             )
         self._opened = opened
+        self.plan = opened.plan
         self._empty = _empty(opened)
-        self._dense = _with_random_weights(_empty(opened)) if dense is None else _named(dense, device)
+        self.dense = _with_random_weights(_empty(opened)) if dense is None else _named(dense, device)
         self._chooses = has_choice_of_experts(self._empty)
         self._made: dict[Experts, tuple[Contender, Contender]] = {}
 
@@ -159,14 +190,26 @@ class _Sides:
         """Return dense and pruned."""
         experts = experts if self._chooses else "batched"
         if experts not in self._made:
-            plan = self._opened.plan
-            assert plan is not None
+            plan = self.plan
             empty = only_planned(capture_cached(self._empty, select=plan.select, experts=experts), plan)
-            program = capture_cached(self._dense, experts=experts)
+            program = capture_cached(self.dense, experts=experts)
             _require_same_shapes(program, empty)
             dense = _contender(lower_program(program, Plan.random(program, 0.0, seed=0)), 0.0)
             self._made[experts] = dense, _pruned(self._opened, empty)
         return self._made[experts]
+
+    def aligned(self, alignments: Sequence[int], experts: Experts) -> list[Contender]:
+        """Return the dense decoder cut by the folder's plan at each alignment.
+
+        Raises:
+            BudgetError: if no widths of one come close to the ratio.
+        """
+        experts = experts if self._chooses else "batched"
+        program = only_planned(
+            capture_cached(self.dense, select=self.plan.select, experts=experts), self.plan
+        )
+        plans = realigned(program, self.plan.fitted(program.sites), alignments)
+        return [_contender(lower_program(program, plan), plan.achieved) for plan in plans]
 
 
 def _steps(

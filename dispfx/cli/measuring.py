@@ -36,6 +36,17 @@ def bench(
     ] = None,
     mode: Annotated[Literal["eager", "compiled", "both"], typer.Option(help="How steps run.")] = "both",
     runtime: Annotated[Literal["torch", "onnx"], typer.Option(help="What runs the decoders.")] = "torch",
+    align: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help="Also the plan with widths that are multiples of this; can be given several times."
+        ),
+    ] = None,
+    eval_data: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to measure the plan on at every --align, with --dense."),
+    ] = None,
+    eval_windows: given.EvalWindows = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder to write speed.md and speed.json to, after every row.")
     ] = None,
@@ -68,6 +79,9 @@ def bench(
         prompts=tuple(prompt or ()),
         pasts=tuple(past or ()),
         modes=("eager", "compiled") if mode == "both" else (mode,),
+        alignments=tuple(align or ()),
+        eval_data=eval_data or None,
+        eval_windows=eval_windows,
         device=device,
         trust_remote_code=trust_remote_code,
         runtime=runtime,

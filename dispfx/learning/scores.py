@@ -65,14 +65,24 @@ def score(
         return torch.randn(problem.groups.features, generator=generator)
     if method == "sensitivity":
         return _sensitivity(problem, sequences).cpu()
-    values = _weight_norms(graph_module, problem.sites, writers=method == "magnitude")
-    if method != "magnitude":
-        moments = _moments(problem, graph_module, sequences)
-        values = [
-            moment.score(norm, fluctuation=method == "fluctuation")
-            for moment, norm in zip(moments, values, strict=True)
-        ]
+    if method == "magnitude":
+        return _by_group(magnitudes(graph_module, problem.sites), problem.groups)
+    norms = _weight_norms(graph_module, problem.sites, writers=False)
+    values = [
+        moment.score(norm, fluctuation=method == "fluctuation")
+        for moment, norm in zip(_moments(problem, graph_module, sequences), norms, strict=True)
+    ]
     return _by_group(torch.cat([_standardised(of_site) for of_site in values]), problem.groups)
+
+
+def magnitudes(graph_module: fx.GraphModule, sites: Sequence[Site]) -> Tensor:
+    """Return the score `magnitude` of every feature of every site, flat, (N,) float32; it needs no text.
+
+    Args:
+        graph_module: the gated graph, with weights.
+    """
+    values = _weight_norms(graph_module, sites, writers=True)
+    return torch.cat([_standardised(of_site) for of_site in values])
 
 
 def starting_logits(problem: Problem) -> Tensor:

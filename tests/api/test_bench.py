@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import dispfx
 from dispfx.api import bench
+from dispfx.api.alignments import realigned
 from dispfx.api.opening import Opening
 from dispfx.api.speed import Contender, compare
 from dispfx.errors import DataError, OutputError, PlanMismatchError
@@ -83,6 +86,48 @@ def test_a_mixture_gathers_weights_for_a_single_token_and_sorts_many(tmp_path: P
 
 def _is_grouped(contender: Contender) -> bool:
     return any(map(is_grouped, contender.fast.graph.nodes))
+
+
+def test_alignments_are_timed_and_measured_on_the_plan(
+    pruned_folder: Path, decoder_folder: Path, tmp_path: Path
+):
+    """Coarser widths leave fewer plans to choose from; where nothing has to change, the plan is the same."""
+    text = tmp_path / "tokens.safetensors"
+    save_file({"tokens": torch.randint(61, (300,), generator=torch.Generator().manual_seed(0))}, text)
+    benched = bench(
+        pruned_folder,
+        dense=str(decoder_folder),
+        batches=(1,),
+        prompts=(4, 6),
+        pasts=(3,),
+        modes=("eager",),
+        alignments=(1, 8),
+        eval_data=str(text),
+        eval_windows=1,
+    )
+    aligned = [row for row in benched.rows if row.name.startswith("widths")]
+    assert [(row.name.split(",")[0], tuple(row.shape)) for row in aligned] == [
+        ("widths × 1", (1, 6, 0)), ("widths × 8", (1, 6, 0)),
+        ("widths × 1", (1, 1, 3)), ("widths × 8", (1, 1, 3)),
+    ]  # fmt: skip
+    assert all(row.speedup for row in aligned)
+    found = dict(each.rsplit(" ", 1) for each in benched.facts["perplexity of the plan"].split(", "))
+    assert set(found) == {"as it is", "× 1", "× 8"} and found["as it is"] == found["× 1"]
+    with pytest.raises(DataError, match="--align is not given"):
+        bench(pruned_folder, dense=str(decoder_folder), eval_data=str(text))
+    with pytest.raises(DataError, match="--dense MODEL"):
+        bench(pruned_folder, alignments=(8,), eval_data=str(text))
+
+
+def test_a_plan_is_made_again_at_an_alignment_from_what_it_keeps():
+    program = dispfx.capture(tiny_transformer("llama"))
+    plan = Plan.random(program, 0.4, seed=0)
+    same, coarse = realigned(program, plan, (1, 8))
+    assert [s.kept.tolist() for s in same.selections] == [s.kept.tolist() for s in plan.selections]
+    assert all(len(s.kept) % 8 == 0 for s in coarse.selections)
+    for before, after in zip(plan.selections, coarse.selections, strict=True):
+        smaller, larger = sorted((set(before.kept.tolist()), set(after.kept.tolist())), key=len)
+        assert smaller <= larger, "features come or go, and none is exchanged"
 
 
 def test_a_dense_model_of_other_shapes_is_refused(pruned_folder: Path):

@@ -1,0 +1,141 @@
+"""A plan made again at other alignments, to see what each costs in speed and in perplexity.
+
+A plan says what is kept and not by how much.  Where a width has to grow or shrink, those features come next
+whose gates the loss is most sensitive to while the plan's masks are on, for their parameters; or, where
+nothing is measured, those with the largest weights.  A run of `compile --align N` has the logits themselves,
+and does as well or better.
+
+Legend: N features of all sites, T tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dispfx.api.measuring import measure
+from dispfx.api.programs import analyse, gate, lower
+from dispfx.errors import DataError
+from dispfx.ir.budget import Groups, ParameterCount, hard_masks, harden
+from dispfx.ir.plan import Budget, Plan
+from dispfx.ir.program import Program
+from dispfx.learning.objective import next_token_loss
+from dispfx.learning.scores import magnitudes
+from dispfx.source import read_text
+from dispfx.source.text.reading import Reading, Words
+
+# Beside ranks from -1 to 1: what a plan keeps stays ahead of what it drops.
+_KEPT = 4.0
+_WINDOWS = 16
+
+
+def realigned(
+    program: Program, plan: Plan, alignments: Sequence[int], scores_N: Tensor | None = None
+) -> list[Plan]:
+    """Return the plan with widths that are multiples of each alignment, removing as much.
+
+    Args:
+        program: of the decoder that the plan was made for, with its weights.
+        scores_N: what says which features come or go first; by default the size of their weights.
+
+    Raises:
+        BudgetError: if no such widths come close to the ratio.
+        PlanMismatchError: if the plan was made for another decoder.
+    """
+    sites = program.sites
+    scores_N = magnitudes(gate(program).graph, sites) if scores_N is None else scores_N
+    logits_N = _ranks(scores_N.cpu()) + _KEPT * hard_masks(sites, plan.for_sites(sites)).to(scores_N)
+    count = ParameterCount.of_sites(sites, program.shapes, plan.budget.of)
+    # Sites of a plan with one selection for all keep sharing it.
+    groups = Groups.of_run(sites, constrained=plan.select == "before-norm")
+    found = []
+    for align in alignments:
+        budget = Budget(plan.achieved, plan.budget.of, align)
+        kept = harden(_of_groups(logits_N, groups), sites, count, budget, groups=groups)
+        found.append(Plan.of(program, budget, kept, plan.seed))
+    return found
+
+
+def _ranks(scores_N: Tensor) -> Tensor:
+    """Return the scores' ranks, spread over -1 to 1."""
+    ranks_N = scores_N.argsort(stable=True).argsort().float()
+    return 2.0 * ranks_N / max(len(ranks_N) - 1, 1) - 1.0
+
+
+def _of_groups(logits_N: Tensor, groups: Groups) -> Tensor:
+    """Return the mean of what the sites of a group say of the feature that they share."""
+    group_of = groups.expand(torch.arange(groups.features))
+    sums = logits_N.new_zeros(groups.features).index_add(0, group_of, logits_N)
+    return sums / torch.bincount(group_of, minlength=groups.features)
+
+
+@dataclass(frozen=True)
+class MeasuredOn:
+    """A text to measure plans on.
+
+    Args:
+        text: as for --eval-data.
+        tokenizer: of the decoder.
+        context: tokens a window.
+        windows: how many at most.
+    """
+
+    text: Words
+    tokenizer: object
+    context: int
+    windows: int | None = None
+
+
+def perplexities(model: nn.Module, plan: Plan, alignments: Sequence[int], on: MeasuredOn) -> list[float]:
+    """Return the perplexity of the decoder as the plan is, and as it is at each alignment.
+
+    Raises:
+        DataError: if the text is none, or too short.
+    """
+    program = analyse(model, select=plan.select)
+    fitted = plan.fitted(program.sites)
+    tokens = read_text(on.text, on.tokenizer, Reading()).tokens
+    aligned = realigned(program, fitted, alignments, _sensitivity(program, fitted, tokens, on.context))
+    return [
+        measure(
+            lower(program, one, write="gather-add"),
+            tokens,
+            context=on.context,
+            windows=on.windows,
+            device=program.device,
+            text=Path(str(on.text)).name,
+        ).value
+        for one in (fitted, *aligned)
+    ]
+
+
+def _sensitivity(program: Program, plan: Plan, tokens: Tensor, context: int) -> Tensor:
+    """Return every feature's Fisher information a parameter, with the plan's masks on, (N,)."""
+    sites, sizes = program.sites, [site.size for site in program.sites]
+    masks_N = hard_masks(sites, plan.for_sites(sites)).to(program.device)
+    decoder, total_N = gate(program), torch.zeros_like(masks_N)
+    # The end of the text: a measurement of some windows begins at its start.
+    for ids_T in list(tokens.split(context))[-_WINDOWS:]:
+        if len(ids_T) > 1:
+            ids_BT, leaf = ids_T[None].to(program.device, torch.int64), masks_N.clone().requires_grad_()
+            loss = next_token_loss(decoder(ids_BT, leaf.split(sizes)), ids_BT)
+            total_N += torch.autograd.grad(loss, leaf)[0] ** 2
+    ones_N = torch.ones_like(masks_N, device="cpu", requires_grad=True)
+    left = ParameterCount.of_sites(sites, program.shapes, plan.budget.of).count(ones_N)
+    return total_N.cpu() / torch.autograd.grad(left, ones_N)[0].clamp_min(1.0)
+
+
+def check_alignments(alignments: Sequence[int], *, has_text: bool, has_dense: bool) -> None:
+    """Pass if alignments, a text and a decoder to take features from are given together.
+
+    Raises:
+        DataError: saying what is missing.
+    """
+    if has_text and not (alignments and has_dense):
+        missing = "--align" if has_dense else "--dense MODEL, which has the features that the folder lacks,"
+        raise DataError(
+            f"the text is for measuring plans at other alignments, and {missing} is not given",
+            hint="bench DIR --dense MODEL --align 8 --align 16 --eval-data text.txt",
+        )
