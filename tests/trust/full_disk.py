@@ -58,7 +58,7 @@ class FileSystem:
         CalledProcessError: if this process may not mount a file system.
     """
 
-    before = None
+    before = staticmethod(lambda: None)
 
     def __init__(self, folder: Path, size: int):
         self.folder = folder

@@ -4,18 +4,18 @@ A run of its own would spend ten seconds on imports and one on what is looked at
 of a program that has not called `warm_up`.
 """
 
+import importlib
 import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tqdm import tqdm
 
 from dispfx.cli import main
 from tests.plain_decoders import VOCABULARY
@@ -56,43 +56,55 @@ def command(tokens: Path, out: Path, *more: str) -> list[str]:
 
 
 def warm_up(folder: Path) -> None:
-    """Run a command with every stage in this process, which imports what each of them needs."""
-    tqdm.monitor_interval = 0  # a thread, which a fork would lose
-    with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
-        tokens = write_tokens(folder / "warm-up.safetensors")
-        sys.argv = ["dispfx", *command(tokens, folder / "warm-up", "--export", "onnx", "--steps", "2")]
-        try:
-            main()
-        except SystemExit as end:
-            if end.code:
-                raise RuntimeError(f"the run ended with {end.code}") from end
+    """Import what a command with every stage needs; it runs in a process of its own, which says what that is.
+
+    Here it would start the threads of autograd, without which torch refuses to go on behind a fork where it
+    was built for a GPU.
+
+    Raises:
+        RuntimeError: if the command fails.
+    """
+    tokens, modules = write_tokens(folder / "warm-up.safetensors"), folder / "modules"
+    words = command(tokens, folder / "warm-up", "--export", "onnx", "--steps", "2")
+    ended = run(words, behind=lambda: modules.write_text("\n".join(sys.modules), encoding="utf-8"))
+    if ended.code != 0:
+        raise RuntimeError(f"the run ended with {ended.code}: {ended.said}")
+    for name in modules.read_text(encoding="utf-8").splitlines():
+        with suppress(ImportError):  # a module that another one made up
+            importlib.import_module(name)
 
 
-def run(words: Sequence[str], *, before: Callable[[], None] | None = None) -> Ended:
+def run(
+    words: Sequence[str],
+    *,
+    before: Callable[[], object] = lambda: None,
+    behind: Callable[[], object] = lambda: None,
+) -> Ended:
     """Run `dispfx words`.
 
     Args:
-        before: done in the new process before the command.
+        before, behind: done in the new process before the command, and when it has succeeded.
     """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _be_the_command(words, writer, before)
+        _be_the_command(words, writer, before, behind)
     os.close(writer)
     with os.fdopen(reader) as pipe:
         said = pipe.read()
     return Ended(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said)
 
 
-def _be_the_command(words: Sequence[str], writer: int, before: Callable[[], None] | None) -> None:
+def _be_the_command(
+    words: Sequence[str], writer: int, before: Callable[[], object], behind: Callable[[], object]
+) -> None:
     code = 70
     try:
         # Replaces the threads that the fork has lost, before two threads try to do so at once.
         torch.set_num_threads(1)
         signal.alarm(_LONGEST_SECONDS)
-        if before is not None:
-            before()
+        before()
         errors = io.TextIOWrapper(os.fdopen(writer, "wb", 0), write_through=True)
         with redirect_stderr(errors), redirect_stdout(io.StringIO()):
             sys.argv = ["dispfx", *words]
@@ -101,5 +113,7 @@ def _be_the_command(words: Sequence[str], writer: int, before: Callable[[], None
                 code = 0
             except SystemExit as end:
                 code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code == 0:
+            behind()
     finally:
         os._exit(code)
