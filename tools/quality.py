@@ -25,11 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.api.measuring import measure
-from dispfx.api.opening import learn_settings
+from dispfx.api.opening import learn_settings, longest_context, settings_within
 from dispfx.api.programs import batches_of, capture, learn, lower
 from dispfx.api.writing import device_name, versions
 from dispfx.demo.text import generate_text
 from dispfx.errors import DispfxError
+from dispfx.ir.lookups import longest_text
 from dispfx.ir.program import Program
 from dispfx.learning.records import MetricsLog
 from dispfx.learning.settings import RECIPES, LearnSettings, Method
@@ -67,6 +68,7 @@ class Quality:
         self.args = args
         source = load_source(args.model, device=args.device, dtype=args.dtype)
         self.program: Program = capture(source.model)
+        self.longest = longest_context(source.config)
         self.learned, self.choice, self.test = _texts(source, args)
         self.rows: list[dict[str, Any]] = []
         self.dense = self._perplexities(self.program.graph_module)
@@ -79,7 +81,9 @@ class Quality:
         log = self.args.out / f"metrics{len(self.rows)}"
         log.mkdir(exist_ok=True)
         try:
-            ratio, settings = _settings(self.args.model, word, seed)
+            ratio, chosen = _settings(self.args.model, word, seed)
+            longest = min(self.longest, longest_text(self.program, chosen.seq_len))
+            settings = settings_within(longest, chosen, notes.append)
             with MetricsLog(log, 0) as metrics:
                 plan = learn(
                     self.program,
@@ -95,7 +99,7 @@ class Quality:
             row |= {"ratio": ratio, "achieved": plan.achieved, "steps": settings.steps, "seed": settings.seed}
             row |= {"learning_seconds": time.perf_counter() - began}
             row |= self._perplexities(lower(self.program, plan, write="gather-add"))
-        except (DispfxError, RuntimeError) as error:
+        except (DispfxError, RuntimeError, IndexError) as error:
             row["error"] = f"{type(error).__name__}: {error}"
         self.rows.append(row)
         print(json.dumps(row), flush=True)
@@ -164,6 +168,8 @@ def _settings(model: str, word: str, seed: int) -> tuple[float, LearnSettings]:
         key, _, value = change.partition("=")
         if key not in types or types[key] is tuple:
             raise DispfxError(f"there is no setting {key!r}", where=word)
+        if types[key] is bool and value not in ("true", "false"):
+            raise DispfxError(f"{key} is true or false, and {value!r} was given", where=word)
         chosen[key] = value == "true" if types[key] is bool else types[key](value)
     try:
         return float(ratio), learn_settings(model, **chosen)

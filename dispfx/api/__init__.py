@@ -8,7 +8,7 @@ from dispfx.api.doctor import doctor
 from dispfx.api.finetuning import finetune, tune_settings
 from dispfx.api.folder_verification import verify
 from dispfx.api.folders import load
-from dispfx.api.opening import learn_settings
+from dispfx.api.opening import learn_settings, settings_of
 from dispfx.api.preview import preview
 from dispfx.api.programs import PASSES, analyse, apart, capture, gate, gated, learn, lower
 from dispfx.api.tasks import score_tasks
@@ -45,6 +45,7 @@ __all__ = [
     "lower_cached",
     "preview",
     "score_tasks",
+    "settings_of",
     "tune_settings",
     "verify",
 ]

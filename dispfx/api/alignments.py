@@ -10,13 +10,12 @@ Legend: N features of all sites, T tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from dispfx.api.measuring import measure
-from dispfx.api.programs import analyse, gate, lower
+from dispfx.api.programs import analyse, gate, lower, only_planned
 from dispfx.errors import DataError
 from dispfx.ir.budget import Groups, ParameterCount, hard_masks, harden
 from dispfx.ir.plan import Budget, Plan
@@ -29,6 +28,7 @@ from dispfx.source.text.reading import Reading, Words
 # Beside ranks from -1 to 1: what a plan keeps stays ahead of what it drops.
 _KEPT = 4.0
 _WINDOWS = 16
+_FEWEST = 16
 
 
 def realigned(
@@ -94,30 +94,38 @@ def perplexities(model: nn.Module, plan: Plan, alignments: Sequence[int], on: Me
     Raises:
         DataError: if the text is none, or too short.
     """
-    program = analyse(model, select=plan.select)
+    text = read_text(on.text, on.tokenizer, Reading())
+    behind = min(_WINDOWS * on.context, len(text.tokens) // 2)
+    if behind < _FEWEST:
+        raise DataError(
+            f"{2 * _FEWEST} tokens or more are needed, and there are {len(text.tokens)}: the end of the text "
+            "says which features come or go, and the plans are measured on the rest",
+            where=text.name,
+        )
+    program = only_planned(analyse(model, select=plan.select), plan)
     fitted = plan.fitted(program.sites)
-    tokens = read_text(on.text, on.tokenizer, Reading()).tokens
-    aligned = realigned(program, fitted, alignments, _sensitivity(program, fitted, tokens, on.context))
+    aligned = realigned(
+        program, fitted, alignments, _sensitivity(program, fitted, text.tokens[-behind:].split(on.context))
+    )
     return [
         measure(
             lower(program, one, write="gather-add"),
-            tokens,
+            text.tokens[:-behind],
             context=on.context,
             windows=on.windows,
             device=program.device,
-            text=Path(str(on.text)).name,
+            text=text.name,
         ).value
         for one in (fitted, *aligned)
     ]
 
 
-def _sensitivity(program: Program, plan: Plan, tokens: Tensor, context: int) -> Tensor:
+def _sensitivity(program: Program, plan: Plan, windows: Sequence[Tensor]) -> Tensor:
     """Return every feature's Fisher information a parameter, with the plan's masks on, (N,)."""
     sites, sizes = program.sites, [site.size for site in program.sites]
     masks_N = hard_masks(sites, plan.for_sites(sites)).to(program.device)
     decoder, total_N = gate(program), torch.zeros_like(masks_N)
-    # The end of the text: a measurement of some windows begins at its start.
-    for ids_T in list(tokens.split(context))[-_WINDOWS:]:
+    for ids_T in windows:
         if len(ids_T) > 1:
             ids_BT, leaf = ids_T[None].to(program.device, torch.int64), masks_N.clone().requires_grad_()
             loss = next_token_loss(decoder(ids_BT, leaf.split(sizes)), ids_BT)
@@ -127,12 +135,14 @@ def _sensitivity(program: Program, plan: Plan, tokens: Tensor, context: int) -> 
     return total_N.cpu() / torch.autograd.grad(left, ones_N)[0].clamp_min(1.0)
 
 
-def check_alignments(alignments: Sequence[int], *, has_text: bool, has_dense: bool) -> None:
-    """Pass if alignments, a text and a decoder to take features from are given together.
+def check_alignments(alignments: Sequence[int], *, has_text: bool, has_dense: bool, in_torch: bool) -> None:
+    """Pass if alignments, a text and a decoder to take features from are given together, and torch runs them.
 
     Raises:
         DataError: saying what is missing.
     """
+    if alignments and not in_torch:
+        raise DataError("alignments are timed in torch", hint="leave out --align, or use --runtime torch")
     if has_text and not (alignments and has_dense):
         missing = "--align" if has_dense else "--dense MODEL, which has the features that the folder lacks,"
         raise DataError(

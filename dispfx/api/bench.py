@@ -101,7 +101,8 @@ def bench(
         modes: eager and compiled by default.
         alignments: further rows, of the plan with widths that are multiples of these: one sequence, the
             longest prefill and decode step.
-        eval_data: text that the plans at these alignments are measured on, in `facts`; needs `dense`.
+        eval_data: text for the plans at these alignments, needs `dense`: its end, sixteen windows or half of
+            it, says which features come or go, and the rest is what they are measured on, in `facts`.
         eval_windows: how many windows of it at most.
         device: cpu by default.
         runtime: what runs the decoders: torch, or ONNX Runtime on models that the exporter makes of both.
@@ -115,7 +116,12 @@ def bench(
         CaptureError, UnsupportedGraphError: if the decoder cannot be captured with a cache.
     """
     place = torch.device(device or "cpu")
-    check_alignments(alignments, has_text=eval_data is not None, has_dense=dense is not None)
+    check_alignments(
+        alignments,
+        has_text=eval_data is not None,
+        has_dense=dense is not None,
+        in_torch=runtime == "torch",
+    )
     opened = open_folder(folder, device=place, trust_remote_code=trust_remote_code)
     steps = _steps(opened, place, batches, prompts, pasts, modes)
     sides = _Sides(opened, dense, place)
@@ -126,6 +132,11 @@ def bench(
             tuple(compare_onnx(Path(folder).name, *sides.of("batched"), shapes, place, on_row)),
             facts | ONNX_FACTS,
         )
+    if eval_data is not None:  # first, for a text that cannot be used is soon told
+        on = MeasuredOn(eval_data, opened.tokenizer, longest_context(opened.config), eval_windows)
+        found = perplexities(sides.dense, sides.plan, alignments, on)
+        shown = zip(("as it is", *(f"× {align}" for align in alignments)), found, strict=True)
+        facts |= {"perplexity of the plan": ", ".join(f"{name} {value:.3f}" for name, value in shown)}
     rows: list[SpeedRow] = []
     for shape, mode in steps.shapes():
         kernels = (
@@ -137,11 +148,6 @@ def bench(
     for row in _aligned_rows(sides, steps, alignments):
         rows.append(row)
         on_row(row)
-    if eval_data is not None:
-        on = MeasuredOn(eval_data, opened.tokenizer, longest_context(opened.config), eval_windows)
-        found = perplexities(sides.dense, sides.plan, alignments, on)
-        shown = zip(("as it is", *(f"× {align}" for align in alignments)), found, strict=True)
-        facts |= {"perplexity of the plan": ", ".join(f"{name} {value:.3f}" for name, value in shown)}
     return Benched(tuple(rows), facts)
 
 

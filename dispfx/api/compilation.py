@@ -14,7 +14,14 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from dispfx.api.opening import Opening, context_of, learn_settings, settings_for, settings_within
+from dispfx.api.opening import (
+    Opening,
+    context_of,
+    learn_settings,
+    settings_among,
+    settings_for,
+    settings_within,
+)
 from dispfx.api.ordinary import require_ordinary
 from dispfx.api.preflight import require_room_for_weights, require_room_to_learn
 from dispfx.api.programs import analyse, apart, follow, learn, only_planned, require_same_decoder
@@ -34,7 +41,7 @@ from dispfx.learning.settings import LearnSettings
 from dispfx.learning.state import saved_step
 from dispfx.learning.text import Batches
 from dispfx.preconditions import check_ratio, check_select
-from dispfx.ranks import Ranks
+from dispfx.ranks import ALONE, Ranks
 from dispfx.report import NullObserver, Observer, Report, load_report
 from dispfx.source import Source
 from dispfx.source.text import Words
@@ -405,6 +412,7 @@ def ready_to_learn(
         source = opening.open()
         require_decoder_for(how.export, source)
         settings = settings_within(context_of(source), settings, stages.observer.note)
+        settings = settings_among((how.ranks or ALONE).size, settings)
         separator = separator_of(source) if settings.packing == "documents" else None
         text = open_text(source, chosen if separator is None else chosen.of_documents(source))
     if source.config is not None or "seq_len" not in settings.adaptable:
@@ -416,6 +424,7 @@ def ready_to_learn(
             require_ordinary(source, program, how.ratio, how.ratio_of, how.alignment(program))
     require_tokens(source, text, program.vocabulary_size)
     settings = settings_within(longest_text(program, settings.seq_len), settings, stages.observer.note)
+    settings = settings_among((how.ranks or ALONE).size, settings)
     require_readable(program, settings.seq_len)
     batches = text.batches(settings)
     learned_on = program

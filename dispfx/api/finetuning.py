@@ -133,9 +133,9 @@ def finetune(
     _require_modules(opened)
     settings = settings or tune_settings(folder)
     every = SAVE_EVERY if save_every is None else save_every
-    keeping = Keeping(state, _fingerprint(opened.path), every, resume)
     with stages("open"):
         model = _decoder(opened, dtype)
+        keeping = Keeping(state, _fingerprint(opened.path, next(model.parameters()).dtype), every, resume)
         known = Source(model, opened.tokenizer, opened.config, str(folder), "folder")
         text = open_text(known, chosen)
     text.require_measurable()
@@ -220,9 +220,9 @@ def _measured(opened: Opened, text: Text, windows: int | None, decoder: nn.Modul
     )
 
 
-def _fingerprint(folder: Path) -> str:
-    """Identify the weights that adapters are trained on; forms that are exported later do not count."""
-    found = {name: digest for name, digest in digests(folder).items() if name.startswith("model")}
+def _fingerprint(folder: Path, dtype: torch.dtype) -> str:
+    """Identify the decoder that adapters are trained on; forms that are exported later do not count."""
+    found = digests(folder, "model*") | digests(folder, "config.json") | {"dtype": str(dtype)}
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 

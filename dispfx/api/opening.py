@@ -1,11 +1,12 @@
 """What a command starts from: the decoder, and the defaults that belong to it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from dispfx.ir.lookups import longest_text
 from dispfx.ir.ops import is_grouped
 from dispfx.ir.program import Program
 from dispfx.learning.settings import DEFAULT_RECIPE, LearnSettings
@@ -38,26 +39,62 @@ def learn_settings(
     if model == "demo":
         settings |= _DEMO_SETTINGS
     settings |= chosen
-    if "samples" not in chosen and settings.get("samples", 1) > 1:
-        settings["samples"] = settings["batch_size"]  # one a sequence, in a batch of another size too
-    settings["adaptable"] = tuple(name for name in _ADAPTABLE if name not in chosen)
-    return LearnSettings(**settings)
+    return LearnSettings(**_sizes(settings, chosen))
+
+
+def changed_settings(settings: LearnSettings, changes: Mapping[str, Any]) -> LearnSettings:
+    """Return the settings with what somebody chose besides, as if it had been chosen from the beginning.
+
+    Raises:
+        DispfxError: if a setting has a value with which no run makes sense.
+    """
+    chosen = {name: getattr(settings, name) for name in _ADAPTABLE if name not in settings.adaptable}
+    return LearnSettings(**_sizes(asdict(settings) | dict(changes), chosen | dict(changes)))
+
+
+def _sizes(settings: dict[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings whose batch and masks fit each other, where somebody chose one of them alone."""
+    batch_size, samples = settings.get("batch_size", 1), settings.get("samples", 1)
+    if "samples" not in chosen and samples > 1:
+        samples = batch_size  # one a sequence, in a batch of another size too
+    if "batch_size" not in chosen:
+        batch_size = max(batch_size, samples)
+    adaptable = tuple(name for name in _ADAPTABLE if name not in chosen)
+    return settings | {"batch_size": batch_size, "samples": samples, "adaptable": adaptable}
 
 
 def settings_within(longest: int, settings: LearnSettings, note: Callable[[str], None]) -> LearnSettings:
     """Return the settings with sequences that a decoder can read, where nobody asked for longer ones.
 
-    A batch whose size nobody asked for gets as many more sequences as keep its number of tokens.
+    A batch whose size nobody asked for gets so many more sequences that its tokens are about as many.
 
     Args:
         longest: tokens that the decoder reads.
     """
     if "seq_len" not in settings.adaptable or settings.seq_len <= longest:
         return settings
-    times = settings.seq_len // longest if "batch_size" in settings.adaptable else 1
-    samples = settings.samples * (times if "samples" in settings.adaptable and settings.samples > 1 else 1)
+    times = round(settings.seq_len / longest) if "batch_size" in settings.adaptable else 1
     note(f"sequences of {longest} tokens: the decoder reads no longer ones")
-    return replace(settings, seq_len=longest, batch_size=settings.batch_size * times, samples=samples)
+    return _of_batch(replace(settings, seq_len=longest), settings.batch_size * times)
+
+
+def settings_of(program: Program, settings: LearnSettings) -> LearnSettings:
+    """Return the settings with which a decoder would be learned, as far as its graph tells."""
+    within = settings_within(longest_text(program, settings.seq_len), settings, lambda note: None)
+    return settings_for(program, within, lambda note: None)
+
+
+def settings_among(ranks: int, settings: LearnSettings) -> LearnSettings:
+    """Return the settings with a batch that so many processes can share, where nobody asked for another."""
+    if "batch_size" not in settings.adaptable:
+        return settings
+    return _of_batch(settings, -(-settings.batch_size // ranks) * ranks)
+
+
+def _of_batch(settings: LearnSettings, batch_size: int) -> LearnSettings:
+    """Return the settings with another batch, and with a mask for each of its sequences where it had one."""
+    follows = "samples" in settings.adaptable and settings.samples > 1
+    return replace(settings, batch_size=batch_size, samples=batch_size if follows else settings.samples)
 
 
 def settings_for(program: Program, settings: LearnSettings, note: Callable[[str], None]) -> LearnSettings:

@@ -8,14 +8,13 @@ Shape legend: B batch, T tokens, V vocabulary, N features of a site.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from dispfx.api.opening import learn_settings, settings_for, settings_within
+from dispfx.api.opening import changed_settings, learn_settings, settings_for, settings_within
 from dispfx.api.training import device_of_learning, prepared_loss
 from dispfx.capturing import capture as capture_module
 from dispfx.errors import CaptureError, DispfxError, PlanMismatchError, UnsupportedGraphError
@@ -293,7 +292,8 @@ def learn(
 
     Args:
         program: of the decoder, on the device to learn on.
-        data: token ids, (N,) integers, of which the last tenth is held out; or batches.
+        data: token ids, (N,) integers, of which the last tenth is held out; or batches, cut as the settings
+            say.
         ratio: share of the counted parameters to remove, in (0, 1).
         of: what is counted.
         align: widths become multiples of this, or the full width.
@@ -310,11 +310,12 @@ def learn(
         DataError: if the text is shorter than one sequence.
         DispfxError: if the decoder cannot be run as `compute` says.
     """
-    whole = learn_settings(None, **changes) if settings is None else replace(settings, **changes)
-    within = settings_within(longest_text(program, whole.seq_len), whole, note)
-    chosen = settings_for(program, within, note)
-    require_readable(program, chosen.seq_len)
+    whole = learn_settings(None, **changes) if settings is None else changed_settings(settings, changes)
+    if isinstance(data, Tensor):  # batches are cut already
+        whole = settings_within(longest_text(program, whole.seq_len), whole, note)
+    chosen = settings_for(program, whole, note)
     text = batches_of(data, chosen) if isinstance(data, Tensor) else data
+    require_readable(program, text.seq_len)
     budget = Budget(ratio, of, align, costs)
     _check_packing(program, chosen)
     if chosen.method != "learned":
@@ -357,6 +358,7 @@ def follow(
     """
     if settings.method != "learned":
         return
+    settings = settings_for(program, settings, lambda note: None)
     follow_run(
         prepared_loss(program, text, settings, compute, ranks=ranks),
         program.sites,

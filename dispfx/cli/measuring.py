@@ -10,6 +10,7 @@ from dispfx.cli.faults import reports_faults
 from dispfx.cli.screen import Screen
 from dispfx.origin import origin_of
 from dispfx.preconditions import check_folder
+from dispfx.text_origin import check_texts
 
 if TYPE_CHECKING:
     from dispfx.measure.speed_row import SpeedRow
@@ -58,6 +59,7 @@ def bench(
 ) -> None:
     """Time prefill and decode steps, pruned beside dense, with the largest possible speed-up."""
     check_folder(folder)
+    check_texts(eval_data or [])
     if dense is not None:
         origin_of(dense)
     from dispfx import api

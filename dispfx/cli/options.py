@@ -141,15 +141,17 @@ SeqLen = Annotated[
     int | None, typer.Option(help="Tokens a sequence (2048, or what the decoder reads; demo: 128).")
 ]
 BatchSize = Annotated[
-    int | None, typer.Option(help="Sequences a pass, of all processes (2, or more where they are shorter).")
+    int | None,
+    typer.Option(help="Sequences a pass, of all processes (2, or more where they are shorter; demo: 8)."),
 ]
 Accumulate = Annotated[
     int | None, typer.Option(help="Passes a step, for a larger batch than memory holds (1).")
 ]
 Schedule = Annotated[
-    Literal["constant", "cosine"] | None, typer.Option(help="How the learning rate goes on (cosine, to 0).")
+    Literal["constant", "cosine"] | None,
+    typer.Option(help="How the learning rate goes on (cosine, to 0; demo: constant)."),
 ]
-WeightDecay = Annotated[float | None, typer.Option(help="Of AdamW (1).")]
+WeightDecay = Annotated[float | None, typer.Option(help="Of AdamW (1; demo: 0.05).")]
 Bias = Annotated[float | None, typer.Option(help="Added to every logit, so that learning starts whole (3).")]
 Temperature = Annotated[float | None, typer.Option(help="Of the estimator (1).")]
 Antithetic = Annotated[
@@ -162,7 +164,7 @@ Sharpen = Annotated[
     float | None,
     typer.Option(help="Multiply logits by up to this over the second half of the steps, 1 for never (3)."),
 ]
-Lr = Annotated[float | None, typer.Option(help="Learning rate (3e-3, falling by a cosine).")]
+Lr = Annotated[float | None, typer.Option(help="Learning rate (3e-3).")]
 Lambda = Annotated[float | None, typer.Option("--lambda", help="Weight of the budget loss (6).")]
 Estimator = Annotated[
     Literal["reinmax", "gumbel", "straight-through"] | None,

@@ -62,7 +62,7 @@ def inspect(
             print_after=tuple(print_after or ()),
             observer=observer,
         )
-    needed = api.estimate(program, settings)
+    needed = api.estimate(program, api.settings_of(program, settings))
     screen.print_json({**program_plain(program), "estimate": estimate_plain(needed)})
     if not json:
         print_sites(program, screen.console)

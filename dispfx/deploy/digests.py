@@ -15,9 +15,17 @@ _ENDINGS = (".safetensors", ".pt2", ".onnx", ".data")
 _NAMES = ("config.json", "model.safetensors.index.json")
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """Return the digest of every file of the decoder in `folder`, by its path from there, sorted."""
-    files = [path for path in folder.rglob("*") if path.suffix in _ENDINGS or path.name in _NAMES]
+def digests(folder: Path, pattern: str = "*") -> dict[str, str]:
+    """Return the digest of every file of the decoder in `folder`, by its path from there, sorted.
+
+    Args:
+        pattern: of the files' names.
+    """
+    files = [
+        path
+        for path in folder.rglob(pattern)
+        if (path.suffix in _ENDINGS or path.name in _NAMES) and path.is_file()
+    ]
     return {path.relative_to(folder).as_posix(): _digest(path) for path in sorted(files)}
 
 

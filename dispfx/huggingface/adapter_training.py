@@ -135,12 +135,11 @@ def _advance(tuned: Any, run: _Run, text: Batches, settings: TuneSettings) -> Tu
     loss = tuned(input_ids=ids_BT, labels=ids_BT).loss
     value = float(loss.detach())
     if not math.isfinite(value):
-        raise DispfxError(
-            f"the loss of step {run.step + 1} is {value}, and nothing was written",
-            hint="try a smaller --lr, or --dtype float32",
-        )
+        raise _not_finite(f"the loss of step {run.step + 1}", value)
     loss.backward()
-    nn.utils.clip_grad_norm_(run.adapters.values(), _LARGEST_NORM)
+    norm = float(nn.utils.clip_grad_norm_(run.adapters.values(), _LARGEST_NORM))
+    if not math.isfinite(norm):
+        raise _not_finite(f"the norm of its gradient in step {run.step + 1}", norm)
     lr = _lr(settings, run.step)
     with uninterrupted():
         for group in run.optimizer.param_groups:
@@ -149,6 +148,13 @@ def _advance(tuned: Any, run: _Run, text: Batches, settings: TuneSettings) -> Tu
         run.generators = _generators(run.device)
         run.losses.append(value)
     return TuneStep(run.step, value, lr)
+
+
+def _not_finite(what: str, value: float) -> DispfxError:
+    return DispfxError(
+        f"{what} is {value}, and no adapters were written",
+        hint="try a smaller --lr, or --dtype float32, without --resume where a state was saved",
+    )
 
 
 def _lr(settings: TuneSettings, step: int) -> float:
@@ -217,7 +223,8 @@ def _optimizer_state(run: _Run, tensors: Mapping[str, Tensor]) -> dict[str, Any]
     state = {
         at: {key: tensors[f"optimizer.{key}.{name}"] for key in keys}
         for at, name in enumerate(run.adapters)
-        if tensors["losses"].numel()
+        # AdamW keeps nothing of an adapter that no step has reached.
+        if tensors["losses"].numel() and any(f"optimizer.{key}.{name}" in tensors for key in keys)
     }
     for at, adapter in enumerate(run.adapters.values()):
         for key in keys[1:] if at in state else ():

@@ -110,8 +110,11 @@ def _ended(program: Program, lookups: Sequence[_Lookup], tokens: int) -> fx.Node
     """Return the first table that a text of so many tokens reads beyond its end, or None."""
     for lookup in lookups:
         found = _value(lookup.places, program, tokens, {})
-        needed = int(found.max()) + 1 if isinstance(found, Tensor) else int(found)
-        if needed > ops.shape_of(lookup.table)[lookup.dim]:
+        if isinstance(found, Tensor):
+            if found.is_meta or not found.numel():  # a decoder without values, or nothing is read
+                continue
+            found = found.max() + 1
+        if int(found) > ops.shape_of(lookup.table)[lookup.dim]:
             return lookup.table
     return None
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import dispfx
 from dispfx.api import bench
-from dispfx.api.alignments import realigned
+from dispfx.api.alignments import MeasuredOn, perplexities, realigned
 from dispfx.api.opening import Opening
 from dispfx.api.speed import Contender, compare
 from dispfx.errors import DataError, OutputError, PlanMismatchError
@@ -113,10 +113,27 @@ def test_alignments_are_timed_and_measured_on_the_plan(
     assert all(row.speedup for row in aligned)
     found = dict(each.rsplit(" ", 1) for each in benched.facts["perplexity of the plan"].split(", "))
     assert set(found) == {"as it is", "× 1", "× 8"} and found["as it is"] == found["× 1"]
+    with pytest.raises(DataError, match="use --runtime torch"):
+        bench(pruned_folder, alignments=(8,), runtime="onnx")
+    short = tmp_path / "short.safetensors"
+    save_file({"tokens": torch.randint(61, (20,))}, short)
+    with pytest.raises(DataError, match="which features come or go"):
+        bench(pruned_folder, dense=str(decoder_folder), alignments=(8,), eval_data=str(short))
     with pytest.raises(DataError, match="--align is not given"):
         bench(pruned_folder, dense=str(decoder_folder), eval_data=str(text))
     with pytest.raises(DataError, match="--dense MODEL"):
         bench(pruned_folder, alignments=(8,), eval_data=str(text))
+
+
+def test_branches_that_were_skipped_stay_whole_at_an_alignment(decoder_folder: Path, tmp_path: Path):
+    model = Opening(str(decoder_folder)).open().model
+    program = dispfx.capture(model)
+    skipped = program.branches[0].name
+    plan = Plan.random(dispfx.capture(model, skip=[skipped]), 0.3, seed=0)
+    on = MeasuredOn(str(tmp_path / "tokens.safetensors"), None, 16)
+    save_file({"tokens": torch.randint(61, (64,))}, tmp_path / "tokens.safetensors")
+    whole, coarse = perplexities(model, plan, (8,), on)
+    assert whole > 1 < coarse
 
 
 def test_a_plan_is_made_again_at_an_alignment_from_what_it_keeps():

@@ -222,7 +222,7 @@ class Dropped(torch.nn.Module):
         (lambda tensors: tensors.update(losses=torch.zeros(2, dtype=torch.float64)), "2 losses of 3 steps"),
         (lambda tensors: tensors.update({"adapter.table.weight": torch.zeros(3)}), "size"),
         (lambda tensors: tensors.update({"optimizer.exp_avg.head.bias": torch.zeros(3)}), "has the shape"),
-        (lambda tensors: tensors.update({"generator.cpu": torch.zeros(3, dtype=torch.uint8)}), "damaged"),
+        (lambda tensors: tensors.update({"generator.cpu": torch.zeros(3, dtype=torch.uint8)}), "RNG state"),
     ],
 )
 def test_a_damaged_state_is_refused(damage: Any, said: str, tmp_path: Path):
@@ -234,7 +234,7 @@ def test_a_damaged_state_is_refused(damage: Any, said: str, tmp_path: Path):
     tensors = load_file(file)
     damage(tensors)
     save_file(tensors, file, metadata=header)
-    with pytest.raises(DataError, match=f"the state to resume from is damaged.*{said}|{said}.*"):
+    with pytest.raises(DataError, match=f"(?s)the state to resume from is damaged: .*{said}"):
         train_dropped(tmp_path, None)
 
 

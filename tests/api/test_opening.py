@@ -4,7 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from dispfx.api.opening import learn_settings, settings_for, settings_within
+from dispfx.api.opening import (
+    changed_settings,
+    learn_settings,
+    settings_among,
+    settings_for,
+    settings_within,
+)
 from dispfx.api.programs import analyse
 from dispfx.errors import DispfxError
 from dispfx.ir.program import Program
@@ -37,8 +43,8 @@ def test_every_sequence_has_a_mask_whatever_batch_was_asked(batch):
 
 
 def test_samples_that_do_not_divide_the_batch_are_refused_where_they_were_asked():
-    with pytest.raises(DispfxError, match=r"samples must be a divisor of batch_size \(2\), and 3 was given"):
-        learn_settings("a-model", recipe="informed", samples=3)
+    with pytest.raises(DispfxError, match=r"samples must be a divisor of batch_size \(4\), and 3 was given"):
+        learn_settings("a-model", recipe="informed", samples=3, batch_size=4)
 
 
 def test_the_demo_keeps_its_sizes_under_every_recipe():
@@ -83,6 +89,29 @@ def test_a_decoder_of_short_texts_gets_more_of_them_and_a_note_says_so(recipe):
     assert found.samples == (found.batch_size if of_recipe.samples > 1 else 1)
     assert said == ["sequences of 512 tokens: the decoder reads no longer ones"]
     assert settings_within(4096, of_recipe, pytest.fail) == of_recipe
+
+
+def test_lengths_between_keep_about_as_many_tokens_a_step():
+    of_recipe = learn_settings("a-model")
+    tokens = {
+        longest: (found := settings_within(longest, of_recipe, lambda note: None)).seq_len * found.batch_size
+        for longest in (1500, 1025, 700)
+    }
+    assert all(0.7 * 4096 < found < 1.4 * 4096 for found in tokens.values()), tokens
+
+
+def test_a_batch_that_nobody_chose_follows_the_masks_and_the_processes():
+    assert learn_settings("a-model", samples=8).batch_size == 8
+    of_four = settings_among(4, learn_settings("a-model"))
+    assert (of_four.batch_size, of_four.samples) == (4, 4)
+    asked = learn_settings("a-model", batch_size=2)
+    assert settings_among(4, asked) == asked
+
+
+def test_what_is_changed_later_counts_as_chosen():
+    later = changed_settings(learn_settings("a-model"), {"seq_len": 1024, "batch_size": 4})
+    assert later == learn_settings("a-model", seq_len=1024, batch_size=4)
+    assert settings_within(512, later, pytest.fail) == later
 
 
 def test_sizes_that_the_user_asked_for_stay():

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dispfx
+from dispfx.api.opening import learn_settings, settings_of
 from dispfx.errors import DataError
 from dispfx.ir.lookups import longest_text, require_readable
+from dispfx.learning.text import TokenBatches
 from tests.plain_decoders import FORMS, VOCABULARY, Decoder, build
 from tests.tiny_transformers import tiny_transformer
 
@@ -59,10 +61,20 @@ def test_computed_positions_have_no_end():
 
 
 def test_learning_takes_the_sequences_that_a_table_allows_or_says_which_they_are():
-    program, said = placed("looked up"), []
+    said: list[str] = []
+    program = placed("looked up")
     tokens = torch.randint(VOCABULARY, (4_000,), generator=torch.Generator().manual_seed(0))
     plan = dispfx.learn(program, tokens, 0.3, steps=2, batch_size=2, note=said.append)
     assert plan.achieved == pytest.approx(0.3, abs=0.005)
     assert said[0] == "sequences of 64 tokens: the decoder reads no longer ones"
+    for settings in (None, learn_settings(None)):
+        with pytest.raises(DataError, match="ends after 64"):
+            dispfx.learn(program, tokens, 0.3, settings=settings, steps=2, batch_size=2, seq_len=65)
+    cut = TokenBatches(tokens, 65, 2)
     with pytest.raises(DataError, match="ends after 64"):
-        dispfx.learn(program, tokens, 0.3, steps=2, batch_size=2, seq_len=65)
+        dispfx.learn(program, cut, 0.3, settings=learn_settings(None, seq_len=65, batch_size=2, steps=2))
+
+
+def test_settings_of_a_decoder_are_those_that_its_tables_allow():
+    found = settings_of(placed("looked up"), learn_settings(None))
+    assert (found.seq_len, found.batch_size, found.samples) == (64, 64, 64)

@@ -15,6 +15,7 @@ from typing import Any
 from dispfx.api.tasks import score_tasks
 from dispfx.demo.grammar import SKILLS
 from dispfx.demo.text import draw_lines
+from dispfx.errors import DataError
 from dispfx.measure.tasks import PAPER_METRICS
 from dispfx.report.tasks import task_notes
 from reproduction.cells import Content, Options, why_not
@@ -46,7 +47,14 @@ def tasks(name: str, bench: Bench, options: Options) -> Content:
     setups = [Setup.of(ratio) if ratio else None for ratio in ratios]
     found = [_asked(bench, setup, options, asked, own) for setup in setups]
     # What was asked is kept with the answers: a page that is made again need not be told.
-    asked, own = next(((one["tasks"], one["own"]) for one in found if one), (asked, own))
+    kept = next(((one["tasks"], one["own"]) for one in found if one), (asked, own))
+    if (options.tasks or options.task_folder) and list(kept[0]) != list(asked):
+        raise DataError(
+            f"the folder has answers to {', '.join(kept[0])}, and {', '.join(asked)} were asked",
+            where=str(bench.out),
+            hint="name another folder with --out",
+        )
+    asked, own = kept
     figures = ZERO_SHOT.get(family(bench.source.name) or "", {})
     rows = []
     for ratio, setup, one in zip(ratios, setups, found, strict=True):
@@ -66,7 +74,9 @@ def write_skill_tasks(folder: Path) -> Path:
         lines = draw_lines(skill, _SEED, _QUESTIONS)
         rows = (json.dumps({"prompt": line.prompt, "answer": line.answer}) for line in lines)
         data.write_text("\n".join(rows), encoding="utf-8")
-        (folder / f"{skill}.yaml").write_text(_TASK.format(task=skill, data=data), encoding="utf-8")
+        (folder / f"{skill}.yaml").write_text(
+            _TASK.format(task=skill, data=json.dumps(str(data))), encoding="utf-8"
+        )
     return folder
 
 
