@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dispfx.learning.settings import LearnSettings
 from dispfx.measure.equivalence import Verification
 from tests.report.test_estimate import estimate
 from tests.report.test_sites import program
@@ -22,13 +23,15 @@ def written(tmp_path: Path) -> Path:
 def test_inspect_shows_sites_and_refusals(dispfx, replaced):
     inspect = replaced("inspect", program(refused=1))
     estimated = replaced("estimate", estimate())
+    fitted = replaced("settings_of", LearnSettings())
     result = dispfx("inspect", "demo", "--skip", "layers.0.mlp", "--dtype", "float32", "--seq-len", 64)
     assert result.exit_code == 0, result.output
     assert inspect.call_args.args == ("demo",)
     assert inspect.call_args.kwargs["skip"] == ("layers.0.mlp",)
     assert inspect.call_args.kwargs["config_only"] is False
-    assert estimated.call_args.args[0] is inspect.return_value
-    settings = estimated.call_args.args[1]
+    assert estimated.call_args.args == (inspect.return_value, fitted.return_value)
+    assert fitted.call_args.args[0] is inspect.return_value
+    settings = fitted.call_args.args[1]
     assert (settings.seq_len, settings.batch_size) == (64, 8), "the demo's own where nothing was chosen"
     assert "H100" in result.stdout
     assert "layers.{0…2}.attention.read" in result.stdout and "left dense" in result.stdout
@@ -36,6 +39,7 @@ def test_inspect_shows_sites_and_refusals(dispfx, replaced):
 
 def test_inspect_as_json_is_one_document(dispfx, replaced):
     replaced("inspect", program())
+    replaced("settings_of", LearnSettings())
     replaced("estimate", estimate())
     shown = json.loads(dispfx("inspect", "demo", "--json").stdout)
     assert len(shown["sites"]) == 6 and shown["estimate"]["bytes"]["peak"] == estimate().peak_bytes
@@ -44,6 +48,7 @@ def test_inspect_as_json_is_one_document(dispfx, replaced):
 
 def test_inspect_can_be_told_to_read_no_weights(dispfx, replaced):
     inspect = replaced("inspect", program())
+    replaced("settings_of", LearnSettings())
     replaced("estimate", estimate())
     assert dispfx("inspect", "demo", "--config-only").exit_code == 0
     assert inspect.call_args.kwargs["config_only"] is True
