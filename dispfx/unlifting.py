@@ -18,6 +18,7 @@ from dispfx.errors import CaptureError
 from dispfx.ir.inline import inline_modes
 from dispfx.ir.ops import mutates, source_line
 from dispfx.ir.program import Program, with_tensors
+from dispfx.ir.twins import frozen_twin
 
 SAMPLED_VALUES = 64
 
@@ -107,14 +108,10 @@ def fingerprint(model: nn.Module) -> str:
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the module's tensors by path, each tied one under every path, sharing storage."""
-    twins: dict[int, Tensor] = {}
-    tensors = {}
-    for path, tensor in model.named_parameters(remove_duplicate=False):
-        twins.setdefault(id(tensor), nn.Parameter(tensor.detach(), requires_grad=False))
-        tensors[path] = twins[id(tensor)]
-    for path, tensor in model.named_buffers(remove_duplicate=False):
-        tensors[path] = tensor.detach()
-    return tensors
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    twins = {path: frozen_twin(parameter) for path, parameter in parameters}
+    return {**twins, **{path: buffer.detach() for path, buffer in buffers}}
 
 
 def _ties(model: nn.Module) -> dict[str, str]:

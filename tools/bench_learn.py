@@ -2,12 +2,14 @@
 """Measure a step of learning on shapes of well-known decoders, with random weights.
 
     python tools/bench_learn.py --out DIR                      on CUDA: 135M, 7B and 13B shapes, and variants
-    python tools/bench_learn.py --out DIR --rows 7b            one row
+    python tools/bench_learn.py --out DIR --rows 7b            one shape
+    python tools/bench_learn.py --out DIR --rows 7b --variants default apart --profile
     python tools/bench_learn.py --out DIR --tiny --device cpu  the same rows at sizes for a test
 
 A step is everything: tokens, hypernetwork, sampling, forward and backward pass, count and budget, optimizer,
 record.  Before a row is measured, its way to compute is compared with the ordinary gated graph; what was
-compared and found is in the row's notes.  `overhead` is a step with the decoder replaced by a sum.  Rows are
+compared and found is in the row's notes.  `overhead` is a step with the decoder replaced by a sum; `products`
+are the decoder's products alone (learning_profile.py), and `--profile` writes its kernels too.  Rows are
 written as soon as they are there: learn.json and learn.md.
 """
 
@@ -19,14 +21,19 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from kernels import kernels_of
+from learning_profile import learning_markdown, products_alone
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dispfx.api.programs import batches_of, capture
 from dispfx.api.training import prepared_loss
@@ -36,6 +43,7 @@ from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import TokenBatches
 from dispfx.learning.trainer import learn
 from dispfx.measure.estimate import estimate
+from dispfx.training.decoder import TrainingDecoder
 from dispfx.training.preparation import Compute
 
 # Name -> sizes of a decoder with gated MLPs and rotary positions, batch and tokens of a step.
@@ -86,16 +94,57 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+# Attention with a mask, as in the ordinary capture, has fewer kernels.
+_OTHERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run the decoder.
+
+    Args:
+        attention: the kernels that attention may take, the first that can; by default torch's own order.
+        blas: the library of products; torch's choice by default.
+    """
+
+    compute: Compute = field(default_factory=Compute)
+    attention: tuple[SDPBackend, ...] = ()
+    blas: str | None = None
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Hold torch to the variant's kernels."""
+        before = torch.backends.cuda.preferred_blas_library()
+        with ExitStack() as stack:
+            if self.attention:
+                stack.enter_context(sdpa_kernel([*self.attention], set_priority=True))
+            if self.blas is not None and torch.cuda.is_available():
+                torch.backends.cuda.preferred_blas_library(self.blas)
+                stack.callback(torch.backends.cuda.preferred_blas_library, before)
+            yield
+
+
 VARIANTS = {
-    "default": Compute(),
-    "no graph": Compute(replay="off"),
-    "checkpointing": Compute(checkpointing="on"),
-    "eager": Compute(compile="off"),
+    "default": Variant(),
+    "apart": Variant(Compute(fuse="off")),
+    "flash": Variant(attention=(SDPBackend.FLASH_ATTENTION, *_OTHERS)),
+    "cudnn": Variant(attention=(SDPBackend.CUDNN_ATTENTION, *_OTHERS)),
+    "cublaslt": Variant(blas="cublaslt"),
+    "no graph": Variant(Compute(replay="off")),
+    "checkpointing": Variant(Compute(checkpointing="on")),
+    "eager": Variant(Compute(compile="off")),
 }
 ORDER = [
     ("135m", "default"),
     ("7b", "default"),
+    ("7b", "apart"),
+    ("7b", "cudnn"),
+    ("7b", "flash"),
+    ("7b", "cublaslt"),
     ("13b", "default"),
+    ("13b", "apart"),
+    ("13b", "cudnn"),
+    ("135m", "apart"),
     ("135m", "no graph"),
     ("7b", "no graph"),
     ("7b", "checkpointing"),
@@ -118,6 +167,8 @@ class Row:
     decoder_milliseconds: float | None = None
     peak_gib: float | None = None
     useful_tflops: float | None = None
+    products_milliseconds: float | None = None
+    products_tflops: float | None = None
     open_seconds: float | None = None
     prepare_seconds: float | None = None
     layers: int = 0
@@ -163,6 +214,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
+    parser.add_argument("--profile", action="store_true", help="write the kernels of the decoder's part")
     parser.add_argument("--steps", type=int, default=40, help="steps that are measured")
     parser.add_argument("--budget-seconds", type=float, default=280.0, help="no row begins after that")
     return parser.parse_args()
@@ -181,7 +233,8 @@ def _measured(
             _collect()
             programs[shape] = _open(shape, chosen)
         program, row.open_seconds = programs[shape]
-        _measure(row, program, VARIANTS[variant], chosen)
+        with VARIANTS[variant].chosen():
+            _measure(row, program, VARIANTS[variant].compute, chosen)
     except Exception as error:
         row.error = f"{type(error).__name__}: {str(error)[:500]}"
     _collect()
@@ -209,13 +262,37 @@ def _measure(row: Row, program: Program, compute: Compute, chosen: argparse.Name
     row.sites, row.features = len(program.sites), sum(site.size for site in program.sites)
     row.overhead_milliseconds = _step_milliseconds(StandIn(), program, text, settings)[0]
     began = time.perf_counter()
-    prepared = prepared_loss(program, text, settings, compute, note=row.notes.append)
-    _wait()
-    row.prepare_seconds = time.perf_counter() - began
-    row.decoder_milliseconds = _decoder_milliseconds(prepared.loss, program, text, row.features)
-    row.milliseconds, row.peak_gib = _step_milliseconds(prepared, program, text, settings)
-    work = estimate(program, settings).work.total
-    row.useful_tflops = work / row.milliseconds / 1e9
+    with prepared_loss(program, text, settings, compute, note=row.notes.append) as prepared:
+        _wait()
+        row.prepare_seconds = time.perf_counter() - began
+        ids_BT = text.batch(0).to(program.device)
+        masks_N = torch.ones(row.features, device=program.device, requires_grad=True)
+        decode = partial(_once, prepared.loss, ids_BT, masks_N)
+        row.decoder_milliseconds = _decoder_milliseconds(decode)
+        row.milliseconds, row.peak_gib = _step_milliseconds(prepared, program, text, settings)
+        work = estimate(program, settings).work.total
+        row.useful_tflops = work / row.milliseconds / 1e9
+        if isinstance(prepared.decoder, TrainingDecoder):
+            _profile(row, prepared.decoder, decode, chosen)
+
+
+def _once(loss: Callable[[Tensor, Tensor], Tensor], ids_BT: Tensor, masks_N: Tensor) -> None:
+    loss(ids_BT, masks_N).backward()
+
+
+def _profile(
+    row: Row, decoder: TrainingDecoder, decode: Callable[[], None], chosen: argparse.Namespace
+) -> None:
+    products = products_alone(decoder, row.batch * row.tokens, _wait)
+    row.products_milliseconds = 1e3 * products.seconds
+    row.products_tflops = products.operations / products.seconds / 1e12
+    if not chosen.profile:
+        return
+    kernels = kernels_of(decode) if torch.cuda.is_available() else []
+    page = learning_markdown(f"{row.shape}, {row.variant}", kernels, products)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    with (chosen.out / "profile.md").open("a", encoding="utf-8") as file:
+        file.write(page)
 
 
 def _step_milliseconds(
@@ -245,16 +322,12 @@ def _step_milliseconds(
     return 1e3 * statistics.median(times), peak
 
 
-def _decoder_milliseconds(
-    loss: Callable[[Tensor, Tensor], Tensor], program: Program, text: TokenBatches, features: int
-) -> float:
-    ids_BT = text.batch(0).to(program.device)
-    masks_N = torch.ones(features, device=program.device, requires_grad=True)
+def _decoder_milliseconds(decode: Callable[[], None]) -> float:
     times = []
     for _ in range(8):
         _wait()
         began = time.perf_counter()
-        loss(ids_BT, masks_N).backward()
+        decode()
         _wait()
         times.append(time.perf_counter() - began)
     return 1e3 * statistics.median(times[2:])
@@ -275,11 +348,12 @@ def _line(row: Row) -> str:
     if row.error:
         return f"{row.shape:5} {row.variant:14} {row.error}"
     peak = "–" if row.peak_gib is None else f"{row.peak_gib:.1f} GiB"
+    products = "–" if row.products_milliseconds is None else f"{row.products_milliseconds:7.1f} ms"
     overhead = row.overhead_milliseconds or 0.0
     share = overhead / (row.milliseconds or 1.0)
     return (
-        f"{row.shape:5} {row.variant:14} step {row.milliseconds:7.1f} ms, decoder "
-        f"{row.decoder_milliseconds:7.1f} ms, overhead {overhead:5.1f} ms ({share:.1%}), "
+        f"{row.shape:5} {row.variant:14} step {row.milliseconds:7.1f} ms, products "
+        f"{products}, decoder {row.decoder_milliseconds:7.1f} ms, overhead {overhead:5.1f} ms ({share:.1%}), "
         f"peak {peak}, {row.useful_tflops:.0f} TFLOP/s, opened in {row.open_seconds:.0f} s, prepared in "
         f"{row.prepare_seconds:.0f} s"
     )
@@ -314,19 +388,22 @@ def _markdown(rows: list[Row], environment: dict[str, Any]) -> str:
     lines = [
         f"A step of learning, all of it, random weights ({about}).",
         "",
-        "| shape | variant | batch × tokens | step | goal | decoder | overhead | share | peak | TFLOP/s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| shape | variant | batch × tokens | step | goal | decoder | products alone | overhead | share "
+        "| peak | TFLOP/s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         head = f"| {row.shape} | {row.variant} | {row.batch} × {row.tokens} |"
         if row.error:
-            lines.append(f"{head} failed: {row.error.splitlines()[0]} | | | | | | |")
+            lines.append(f"{head} failed: {row.error.splitlines()[0]} | | | | | | | |")
             continue
         assert row.milliseconds and row.overhead_milliseconds is not None
         share = row.overhead_milliseconds / row.milliseconds
         peak = "–" if row.peak_gib is None else f"{row.peak_gib:.1f} GiB"
+        products = "–" if row.products_milliseconds is None else f"{row.products_milliseconds:.1f} ms"
         lines.append(
             f"{head} {row.milliseconds:.1f} ms | {GOALS[row.shape]} | {row.decoder_milliseconds:.1f} ms | "
+            f"{products} | "
             f"{row.overhead_milliseconds:.1f} ms | {share:.1%} | {peak} | "
             f"{row.useful_tflops:.0f} |"
         )
