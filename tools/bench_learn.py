@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels import kernels_of
-from learning_profile import learning_markdown, products_alone
+from kernels import Kernel, kernels_of, profiled
+from learning_profile import decoder_markdown, hypernetwork_markdown, products_alone
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -39,6 +39,7 @@ from dispfx.api.programs import batches_of, capture
 from dispfx.api.training import prepared_loss
 from dispfx.ir.plan import Budget
 from dispfx.ir.program import Program
+from dispfx.learning.records import StepRecord
 from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import TokenBatches
 from dispfx.learning.trainer import learn
@@ -261,6 +262,10 @@ def _measure(row: Row, program: Program, compute: Compute, chosen: argparse.Name
     row.layers = len({site.branch.rsplit(".", 1)[0] for site in program.sites})
     row.sites, row.features = len(program.sites), sum(site.size for site in program.sites)
     row.overhead_milliseconds = _step_milliseconds(StandIn(), program, text, settings)[0]
+    if chosen.profile and torch.cuda.is_available():
+        kernels = _kernels_of_steps(program, text, settings)
+        name = f"{row.shape}, {row.variant}"
+        _append(chosen, hypernetwork_markdown(name, kernels, row.overhead_milliseconds))
     began = time.perf_counter()
     with prepared_loss(program, text, settings, compute, note=row.notes.append) as prepared:
         _wait()
@@ -286,13 +291,31 @@ def _profile(
     products = products_alone(decoder, row.batch * row.tokens, _wait)
     row.products_milliseconds = 1e3 * products.seconds
     row.products_tflops = products.operations / products.seconds / 1e12
-    if not chosen.profile:
-        return
-    kernels = kernels_of(decode) if torch.cuda.is_available() else []
-    page = learning_markdown(f"{row.shape}, {row.variant}", kernels, products)
+    if chosen.profile and torch.cuda.is_available():
+        _append(chosen, decoder_markdown(f"{row.shape}, {row.variant}", kernels_of(decode), products))
+
+
+def _append(chosen: argparse.Namespace, page: str) -> None:
     chosen.out.mkdir(parents=True, exist_ok=True)
     with (chosen.out / "profile.md").open("a", encoding="utf-8") as file:
         file.write(page)
+
+
+def _kernels_of_steps(program: Program, text: TokenBatches, settings: LearnSettings) -> list[Kernel]:
+    """Return the kernels of a step that has a stand-in for its decoder."""
+    first, last = 10, settings.steps - 5
+    found: list[Kernel] = []
+    with ExitStack() as stack:
+
+        def stepped(record: StepRecord) -> None:
+            nonlocal found
+            if record.step == first:
+                found = stack.enter_context(profiled(last - first))
+            if record.step == last:
+                stack.close()
+
+        _learn(StandIn(), program, text, settings, stepped)
+    return found
 
 
 def _step_milliseconds(
@@ -306,6 +329,20 @@ def _step_milliseconds(
         if len(ends) == 5 and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
+    _learn(gated, program, text, settings, stepped)
+    times = [after - before for before, after in pairwise(ends[9:])]
+    # What a CUDA graph uses again and again is reserved and not allocated while it does not run.
+    peak = torch.cuda.memory_reserved() / 2**30 if torch.cuda.is_available() else None
+    return 1e3 * statistics.median(times), peak
+
+
+def _learn(
+    gated: Any,
+    program: Program,
+    text: TokenBatches,
+    settings: LearnSettings,
+    on_step: Callable[[StepRecord], None],
+) -> None:
     learn(
         gated,
         program.sites,
@@ -313,13 +350,9 @@ def _step_milliseconds(
         text,
         Budget(0.3, "blocks", 8),
         settings,
-        on_step=stepped,
+        on_step=on_step,
         device=program.device,
     )
-    times = [after - before for before, after in pairwise(ends[9:])]
-    # What a CUDA graph uses again and again is reserved and not allocated while it does not run.
-    peak = torch.cuda.memory_reserved() / 2**30 if torch.cuda.is_available() else None
-    return 1e3 * statistics.median(times), peak
 
 
 def _decoder_milliseconds(decode: Callable[[], None]) -> float:

@@ -5,7 +5,7 @@ Used by `train_demo.py`.
 
 import multiprocessing
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import count
 
@@ -34,17 +34,22 @@ def wrap(tokenizer: Tokenizer, context: int) -> PreTrainedTokenizerFast:
 
 
 def train_tokenizer(characters: int) -> Tokenizer:
+    """The demo's tokenizer, trained on so many characters of its own text."""
+    return byte_level_bpe([generate_text(TOKENIZER_SEED, characters)], VOCABULARY)
+
+
+def byte_level_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     """A byte-level BPE, so that any UTF-8 text survives encoding and decoding."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=[END_TOKEN],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([generate_text(TOKENIZER_SEED, characters)], trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 

@@ -1,7 +1,8 @@
 """The kernels of a computation on a GPU, with their times."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -41,17 +42,26 @@ class Kernel:
 def kernels_of(call: Callable[[], object]) -> list[Kernel]:
     """Return the kernels of a call on the current CUDA device, the slowest first."""
     call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with profiled(_REPEATS) as found:
         for _ in range(_REPEATS):
             call()
+    return found
+
+
+@contextmanager
+def profiled(computations: int) -> Iterator[list[Kernel]]:
+    """Yield a list that holds the kernels of so many equal computations at the end, the slowest first."""
+    kernels: list[Kernel] = []
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        yield kernels
         torch.cuda.synchronize()
-    found: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events() or ():
         if "CUDA" in str(event.device_type):
-            found[event.name].append(event.device_time / 1e6)
-    kernels = [Kernel(name, len(times) / _REPEATS, sum(times) / _REPEATS) for name, times in found.items()]
-    return sorted(kernels, key=lambda kernel: -kernel.seconds)
+            times[event.name].append(event.device_time / 1e6)
+    found = [Kernel(name, len(each) / computations, sum(each) / computations) for name, each in times.items()]
+    kernels += sorted(found, key=lambda kernel: -kernel.seconds)
 
 
 def seconds_by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:

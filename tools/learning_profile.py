@@ -69,16 +69,21 @@ def _weights_of(part: PartModule) -> list[Tensor]:
     return [given[node.args[1].name] for node in linear if node.args[1].name in given]
 
 
-def learning_markdown(name: str, kernels: Sequence[Kernel], products: Products) -> str:
-    """Return the seconds by kind, the products alone, and the slowest kernels."""
+def decoder_markdown(name: str, kernels: Sequence[Kernel], products: Products) -> str:
+    """Return the decoder's part by kind of kernel, beside its products alone, and the slowest kernels."""
+    rate = products.operations / products.seconds / 1e12
+    alone = f"its {products.count} products alone take {products.seconds * 1e3:.1f} ms ({rate:.0f} TFLOP/s)"
+    return _page(f"{name}, the decoder's part; {alone}", kernels)
+
+
+def hypernetwork_markdown(name: str, kernels: Sequence[Kernel], milliseconds: float) -> str:
+    """Return the kernels of a step without a decoder, which takes so long by the clock."""
+    return _page(f"{name}, all but the decoder, {milliseconds:.1f} ms by the clock", kernels)
+
+
+def _page(title: str, kernels: Sequence[Kernel]) -> str:
     total = sum(kernel.seconds for kernel in kernels)
-    lines = [
-        f"\n{name}: kernels of the decoder's pass take {total * 1e3:.1f} ms; its {products.count} products "
-        f"alone {products.seconds * 1e3:.1f} ms "
-        f"({products.operations / products.seconds / 1e12:.0f} TFLOP/s).\n",
-        "| kind | ms | share |",
-        "| --- | --- | --- |",
-    ]
+    lines = [f"\n{title}; kernels {total * 1e3:.2f} ms:\n", "| kind | ms | share |", "| --- | --- | --- |"]
     for kind, seconds in seconds_by_kind(kernels).items():
         lines.append(f"| {kind} | {seconds * 1e3:.2f} | {seconds / total:.1%} |")
     return "\n".join([*lines, "", *kernel_rows(kernels, _SHOWN)]) + "\n"
