@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Compare estimates of the memory that learning takes with what processes took, on a CPU.
+"""Compare estimates of the memory that learning takes with what processes took.
 
     tools/measure_memory.py demo 8 128 grouped 2 256 model.gguf 2 256 --out record.json
+    tools/measure_memory.py 7b 1 2048 --device cuda --dtype bfloat16 --out record.json
 
 Each MODEL is followed by sequences and tokens of a batch.  Of random weights there are `grouped` (38 million
 parameters, heads share keys and values), `experts` (45 million, a mixture of 8), `biased` (38 million, biases
-and LayerNorm) and `large` (110 million).  Every decoder is learned for two steps in a process of its own;
-what is measured is the largest resident memory while it learns, less what was resident before.
+and LayerNorm), `large` (110 million) and `7b`.  Every decoder is learned for two steps in its own process,
+not compiled, without checkpoints; what is measured is the largest resident memory while it learns, less what
+was resident before, and on a GPU the most that its tensors took and, as `reserved`, what torch held for them.
 """
 
 import argparse
@@ -36,6 +38,7 @@ RANDOM: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
         | {"num_attention_heads": 12},
     ),
+    "7b": ("Llama", {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}),
 }
 _STATUS = Path("/proc/self/status")
 
@@ -46,16 +49,20 @@ def main() -> None:
     )
     parser.add_argument("cases", nargs="*", help="MODEL BATCH TOKENS, any number of times")
     parser.add_argument("--out", type=Path, help="file for the record, as JSON")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--dtype", default="float32", help="of the weights")
     parser.add_argument("--one", nargs=3, metavar=("MODEL", "BATCH", "TOKENS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.one[0], int(args.one[1]), int(args.one[2]))))
+        model, batch, tokens = args.one
+        print(json.dumps(measure(model, int(batch), int(tokens), args.device, args.dtype)))
         return
     if len(args.cases) % 3 or not args.cases:
         parser.error("MODEL BATCH TOKENS come in threes")
     rows = []
     for start in range(0, len(args.cases), 3):
-        words = [sys.executable, "-W", "ignore", __file__, "--one", *args.cases[start : start + 3]]
+        words = [sys.executable, "-W", "ignore", __file__, "--device", args.device, "--dtype", args.dtype]
+        words += ["--one", *args.cases[start : start + 3]]
         done = subprocess.run(words, capture_output=True, text=True)
         if done.returncode:
             print(f"{args.cases[start]} failed: {done.stderr.strip().splitlines()[-1:]}")
@@ -74,7 +81,7 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def measure(model: str, batch: int, tokens: int) -> dict[str, Any]:
+def measure(model: str, batch: int, tokens: int, device: str, dtype: str) -> dict[str, Any]:
     """Learn for two steps, and return bytes as estimated and as they were."""
     import torch
 
@@ -85,12 +92,13 @@ def measure(model: str, batch: int, tokens: int) -> dict[str, Any]:
     from dispfx.training.preparation import Compute
 
     torch.set_num_threads(1)
-    decoder = _random(model) if model in RANDOM else Opening(model).open().model
+    opening = Opening(model, device=device, dtype=dtype)
+    decoder = _random(model, device, dtype) if model in RANDOM else opening.open().model
     program = capture(decoder)
     settings = learn_settings(model, batch_size=batch, seq_len=tokens, steps=2)
     text = torch.randint(program.vocabulary_size or 100, (4 * batch * tokens,))
     found = bytes_beside_weights(estimate(program, settings), program.device, checkpoints=False)
-    before = _settle()
+    before = _settle(device)
     began = time.monotonic()
     learn(program, text, 0.3, settings=settings, compute=Compute("off", "off"))
     return {
@@ -98,25 +106,47 @@ def measure(model: str, batch: int, tokens: int) -> dict[str, Any]:
         "batch": batch,
         "tokens": tokens,
         "estimated": found,
-        "measured": _status("VmHWM") - before,
+        **_measured(device, before),
         "weights": sum(tensor.nbytes for tensor in decoder.parameters()),
         "seconds": round(time.monotonic() - began, 1),
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "dtype": dtype,
     }
 
 
-def _random(name: str) -> Any:
+def _measured(device: str, before: int) -> dict[str, int]:
+    """Return the most that learning took since `_settle`, in bytes."""
+    import torch
+
+    if device != "cuda":
+        return {"measured": _status("VmHWM") - before}
+    return {
+        "measured": torch.cuda.max_memory_allocated() - before,
+        "reserved": torch.cuda.max_memory_reserved() - before,
+    }
+
+
+def _random(name: str, device: str, dtype: str) -> Any:
     import torch
     import transformers
 
     torch.manual_seed(0)
     kind, sizes = RANDOM[name]
     config = getattr(transformers, f"{kind}Config")(**sizes)
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.device(device):
+        decoder = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    return decoder.eval()
 
 
-def _settle() -> int:
-    """Give free memory back to the system, let the peak begin anew, and return what is resident."""
+def _settle(device: str) -> int:
+    """Give free memory back, let the peak begin anew, and return the bytes that are there now."""
+    import torch
+
     gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
