@@ -30,10 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decoder_shapes import LAYERS, config_of, vocabulary_of
 from kernels import Kernel, kernels_of, profiled
 from learning_profile import decoder_markdown, hypernetwork_markdown, products_alone
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForCausalLM
 
 from dispfx.api.programs import batches_of, capture
 from dispfx.api.training import prepared_loss
@@ -47,54 +49,10 @@ from dispfx.measure.estimate import estimate
 from dispfx.training.decoder import TrainingDecoder
 from dispfx.training.preparation import Compute
 
-# Name -> sizes of a decoder with gated MLPs and rotary positions, batch and tokens of a step.
-SHAPES: dict[str, tuple[dict[str, Any], int, int]] = {
-    "135m": (
-        {
-            "vocab_size": 49152,
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "tie_word_embeddings": True,
-        },
-        8,
-        1024,
-    ),
-    "7b": (
-        {
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-        },
-        1,
-        2048,
-    ),
-    "13b": (
-        {
-            "vocab_size": 32000,
-            "hidden_size": 5120,
-            "intermediate_size": 13824,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 40,
-        },
-        1,
-        2048,
-    ),
-}
-TINY = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+# Name -> shape (decoder_shapes.py), batch and tokens of a step.
+SHAPES = {"135m": ("smollm2-135m", 8, 1024), "7b": ("llama-2-7b", 1, 2048), "13b": ("llama-2-13b", 1, 2048)}
+TINY = ("tiny", 2, 32)
+TINY_LAYERS, TINY_VOCABULARY = 2, 512
 # Attention with a mask, as in the ordinary capture, has fewer kernels.
 _OTHERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
@@ -224,8 +182,7 @@ def _arguments() -> argparse.Namespace:
 def _measured(
     shape: str, variant: str, chosen: argparse.Namespace, programs: dict[str, tuple[Program, float]]
 ) -> Row:
-    _, batch, tokens = SHAPES[shape]
-    batch, tokens = (2, 32) if chosen.tiny else (batch, tokens)
+    _, batch, tokens = TINY if chosen.tiny else SHAPES[shape]
     row = Row(shape, variant, batch, tokens)
     torch._dynamo.reset()
     try:
@@ -243,13 +200,14 @@ def _measured(
 
 
 def _open(shape: str, chosen: argparse.Namespace) -> tuple[Program, float]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     began = time.perf_counter()
-    sizes = {**SHAPES[shape][0], "max_position_embeddings": 4096, **(TINY if chosen.tiny else {})}
+    name = SHAPES[shape][0]
+    config = config_of(name, LAYERS[name], vocabulary_of(name))
+    if chosen.tiny:
+        config = config_of(TINY[0], TINY_LAYERS, TINY_VOCABULARY)
     torch.manual_seed(0)
     with torch.device(chosen.device):
-        decoder = LlamaForCausalLM._from_config(LlamaConfig(**sizes), dtype=torch.bfloat16)
+        decoder = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     program = capture(decoder.eval())
     return program, time.perf_counter() - began
 

@@ -30,7 +30,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from decoder_shapes import LAYERS, config_of, vocabulary_of
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dispfx.api.programs import batches_of, capture
 from dispfx.api.training import prepared_loss
@@ -48,22 +50,9 @@ from dispfx.training.fast_passes import training_passes
 from dispfx.training.preparation import Compute, PreparedLoss, prepare
 from dispfx.training.shards import Sharding
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 4096,
-}
-ALL_LAYERS = 80
-TINY: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SHAPE = "llama-2-70b"
+ALL_LAYERS = LAYERS[SHAPE]
+TINY_VOCABULARY = 512
 GOAL = "at least 45% of one card's efficiency a card"
 # Steps before the measured ones.
 _WARM_UPS = 4
@@ -121,21 +110,20 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _config(chosen: argparse.Namespace, layers: int) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**{**SHAPE, **(TINY if chosen.tiny else {}), "num_hidden_layers": layers})
+def _config(chosen: argparse.Namespace, layers: int) -> LlamaConfig:
+    name, vocabulary = ("tiny", TINY_VOCABULARY) if chosen.tiny else (SHAPE, vocabulary_of(SHAPE))
+    config = config_of(name, layers, vocabulary)
+    assert isinstance(config, LlamaConfig)
+    return config
 
 
 def _one_card(chosen: argparse.Namespace, device: torch.device, ranks: Ranks) -> Row:
     """Learn on every card by itself, with its share of the layers."""
-    from transformers import LlamaForCausalLM
-
     row = Row("one card", 1, chosen.layers // ranks.size, _tokens(chosen))
     began = time.perf_counter()
     torch.manual_seed(0)
     with device:
-        decoder = LlamaForCausalLM._from_config(_config(chosen, row.layers), dtype=torch.bfloat16)
+        decoder = AutoModelForCausalLM.from_config(_config(chosen, row.layers), dtype=torch.bfloat16)
     program = capture(decoder.eval())
     row.open_seconds = time.perf_counter() - began
     settings, text = _run_of(chosen, program, 1)
@@ -150,13 +138,11 @@ def _one_card(chosen: argparse.Namespace, device: torch.device, ranks: Ranks) ->
 
 def _in_parts(chosen: argparse.Namespace, device: torch.device, ranks: Ranks) -> Row:
     """Learn on all cards together; the decoder is captured without values."""
-    from transformers import LlamaForCausalLM
-
     torch._dynamo.reset()
     row = Row(f"{ranks.size} cards, --shard", ranks.size, chosen.layers, _tokens(chosen))
     began = time.perf_counter()
     with torch.device("meta"):
-        decoder = LlamaForCausalLM._from_config(_config(chosen, row.layers), dtype=torch.bfloat16)
+        decoder = AutoModelForCausalLM.from_config(_config(chosen, row.layers), dtype=torch.bfloat16)
     program = capture(decoder.eval())
     row.open_seconds = time.perf_counter() - began
     settings, text = _run_of(chosen, program, ranks.size)
@@ -195,7 +181,7 @@ def _prepared_in_parts(
     )
 
 
-def _give_buffers(program: Program, config: Any, device: torch.device) -> None:
+def _give_buffers(program: Program, config: LlamaConfig, device: torch.device) -> None:
     """Give a program that was captured without values those of its rotary positions."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -29,8 +29,15 @@ from dispfx.source.experts import Experts
 
 SHAPES = {
     "tiny": (LlamaConfig, dict(hidden_size=256, intermediate_size=688, num_attention_heads=4, head_dim=64)),
+    "smollm2-135m": (LlamaConfig, dict(
+        hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )),
     "llama-2-7b": (LlamaConfig, dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32)),
     "llama-2-13b": (LlamaConfig, dict(hidden_size=5120, intermediate_size=13824, num_attention_heads=40)),
+    "llama-2-70b": (LlamaConfig, dict(
+        hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8,
+    )),
     "qwen3-8b": (Qwen3Config, dict(
         hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8,
         head_dim=128,
@@ -46,15 +53,23 @@ SHAPES = {
 }  # fmt: skip
 LAYERS = {
     "tiny": 4,
+    "smollm2-135m": 30,
     "llama-2-7b": 32,
     "llama-2-13b": 40,
+    "llama-2-70b": 80,
     "qwen3-8b": 36,
     "phi-2": 32,
     "mixtral-8x7b": 32,
 }
-VOCABULARIES = {"qwen3-8b": 151_936, "phi-2": 51_200}
+VOCABULARIES = {"smollm2-135m": 49_152, "qwen3-8b": 151_936, "phi-2": 51_200}
+_VOCABULARY = 32_000
 POSITIONS = 8192
 _STANDARD_DEVIATION = 0.02
+
+
+def vocabulary_of(name: str) -> int:
+    """Return the number of tokens of a shape."""
+    return VOCABULARIES.get(name, _VOCABULARY)
 
 
 def config_of(name: str, layers: int, vocabulary: int) -> PreTrainedConfig:
