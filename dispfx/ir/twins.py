@@ -5,10 +5,8 @@
 A parameter has one twin however often it is captured, so whoever moves a weight can move all that hold it.
 """
 
-import weakref
-
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 # Parameter → its twin, and twin → weak reference to its parameter: neither keeps the decoder alive.
 _TWINS = WeakTensorKeyDictionary()
@@ -20,7 +18,7 @@ def frozen_twin(parameter: nn.Parameter) -> nn.Parameter:
     twin = _TWINS.get(parameter)
     if twin is None or not _same_place(twin, parameter):
         twin = nn.Parameter(parameter.detach(), requires_grad=False)
-        _TWINS[parameter], _ORIGINS[twin] = twin, weakref.ref(parameter)
+        _TWINS[parameter], _ORIGINS[twin] = twin, TensorWeakRef(parameter)
     return twin
 
 

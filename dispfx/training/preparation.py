@@ -101,11 +101,12 @@ class PreparedLoss:
         self.close()
 
     def close(self) -> None:
-        """Let go of the decoder and of the ways to compute it, and do what is to be done behind that."""
-        del self._loss, self.decoder
-        if self.at_close is not None:
-            self.at_close()
-            self.at_close = None
+        """Let go of the decoder and of the ways to compute it, and do what is to be done behind that, once."""
+        for name in ("_loss", "decoder"):
+            self.__dict__.pop(name, None)
+        behind, self.at_close = self.at_close, None
+        if behind is not None:
+            behind()
 
     def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
         """Return the mean next-token loss of a batch under masks (N,) or (S, N) of all sites."""

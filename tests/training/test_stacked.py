@@ -153,6 +153,7 @@ def test_by_default_a_cpu_moves_nothing():
     with prepared_loss(program, text, SETTINGS) as prepared:
         assert storages(module) == places
     assert not hasattr(prepared, "decoder")
+    prepared.close()  # again, which does nothing
 
 
 def test_learning_with_fused_products_gives_a_plan_and_leaves_the_decoder_as_it_was():
