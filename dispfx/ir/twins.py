@@ -27,7 +27,8 @@ def move(twin: Tensor, values: Tensor) -> None:
 
     A parameter that was given other values in the meantime keeps those.
     """
-    parameter = _ORIGINS.get(twin, lambda: None)()
+    origin = _ORIGINS.get(twin)
+    parameter = None if origin is None else origin()
     if parameter is not None and _same_place(parameter, twin):
         parameter.data = values
     twin.data = values

@@ -101,7 +101,7 @@ class PreparedLoss:
         self.close()
 
     def close(self) -> None:
-        """Let go of the decoder and of the ways to compute it, and do what is to be done behind that, once."""
+        """Let go of the decoder and of the ways to compute it, and do once what is to be done behind that."""
         for name in ("_loss", "decoder"):
             self.__dict__.pop(name, None)
         behind, self.at_close = self.at_close, None
