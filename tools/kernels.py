@@ -12,9 +12,9 @@ _NAME = 90
 
 # What a kernel is for, by a part of its name; the first that fits.
 _CLASSES = (
+    ("compiled", ("triton_",)),
     ("attention", ("flash", "fmha", "sdpa", "attention", "cudnn_generated")),
     ("products", ("gemm", "nvjet", "cutlass", "splitkreduce", "cublas", "wgmma")),
-    ("compiled", ("triton_",)),
     ("copies", ("memcpy", "memset", "copy", "fill", "cat")),
 )
 

@@ -45,7 +45,7 @@ def test_kernels_are_told_apart_by_name():
         "sm80_xmma_gemm_bf16bf16": "products",
         "pytorch_flash::flash_bwd_dq_dk_dv_loop": "attention",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": "attention",
-        "triton_red_fused_add_mul_sum_3": "compiled",
+        "triton_poi_fused__scaled_dot_product_cudnn_attention__to_copy_": "compiled",
         "Memcpy DtoD (Device -> Device)": "copies",
         "something_new": "other",
     }
