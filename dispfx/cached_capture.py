@@ -34,6 +34,7 @@ from dispfx.capturing import (
     evaluation,
     first_line,
     require_decoder,
+    traced,
     user_frame,
 )
 from dispfx.errors import CaptureError
@@ -88,9 +89,9 @@ def capture_cached(forward: CachedForward, *, vocabulary_size: int | None = None
     found: dict[tuple[int, ...], Difference] = {}
     with evaluation(decoder, use_cache=True), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        traced = sample_inputs(forward.caches, TRACED_SHAPE, vocabulary, device)
-        _run(forward, traced, TRACED_SHAPE)
-        program = _program_of(straight_line(_export(forward, traced)), forward)
+        sample = sample_inputs(forward.caches, TRACED_SHAPE, vocabulary, device)
+        _run(forward, sample, TRACED_SHAPE)
+        program = _program_of(straight_line(_export(forward, sample)), forward)
         for shape in (TRACED_SHAPE, *OTHER_SHAPES):
             inputs = sample_inputs(forward.caches, shape, vocabulary, device)
             found[shape] = _identity(program, forward, inputs, shape)
@@ -118,13 +119,7 @@ def export_cached_program(module: fx.GraphModule) -> ExportedProgram:
     )
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.export.export(
-            module,
-            inputs,
-            dynamic_shapes=shapes,
-            strict=False,
-            prefer_deferred_runtime_asserts_over_guards=True,
-        )
+        return traced(module, inputs, shapes, prefer_deferred_runtime_asserts_over_guards=True)
 
 
 def _run(forward: CachedForward, inputs: tuple[Tensor, ...], shape: CachedShape) -> list[Tensor]:
@@ -149,12 +144,8 @@ def _export(forward: CachedForward, inputs: tuple[Tensor, ...]) -> ExportedProgr
     rows = {0: Dim.AUTO, 1: Dim.AUTO}
     shapes = (rows, rows, rows, [{0: Dim.AUTO, 2: Dim.AUTO} for _ in forward.caches])
     try:
-        return torch.export.export(
-            forward.module,
-            _grouped(inputs),
-            dynamic_shapes=shapes,
-            strict=False,
-            prefer_deferred_runtime_asserts_over_guards=True,
+        return traced(
+            forward.module, _grouped(inputs), shapes, prefer_deferred_runtime_asserts_over_guards=True
         )
     except Exception as error:
         raise CaptureError(
