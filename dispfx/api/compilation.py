@@ -42,7 +42,7 @@ from dispfx.learning.state import saved_step
 from dispfx.learning.text import Batches
 from dispfx.preconditions import check_ratio, check_select
 from dispfx.ranks import ALONE, Ranks
-from dispfx.report import NullObserver, Observer, Report, load_report
+from dispfx.report import NullObserver, Observer, Report, Settings, load_report
 from dispfx.source import Source
 from dispfx.source.text import Words
 from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Reading
@@ -150,7 +150,8 @@ def compile(
             export=export,
             eval_windows=eval_windows,
             command=command,
-            context=learned.seq_len,
+            context=learned.settings.seq_len,
+            settings=Settings(learned.settings, learned.plan.budget.align, select, data_bytes),
         ),
         stages,
     )
@@ -254,7 +255,7 @@ class Learned:
     program: Program
     plan: Plan
     state: Path
-    seq_len: int
+    settings: LearnSettings
 
 
 def learn_from(
@@ -303,7 +304,7 @@ def learn_from(
     # Scores leave no state behind, and a plan has to lie somewhere while the folder is made.
     state.mkdir(parents=True, exist_ok=True)
     plan.save(state / PLAN_FILE)
-    return Learned(ready.source, ready.text, program, plan, state, settings.seq_len)
+    return Learned(ready.source, ready.text, program, plan, state, settings)
 
 
 def follow_command(

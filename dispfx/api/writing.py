@@ -56,6 +56,7 @@ from dispfx.report import (
     Ratio,
     Refused,
     Report,
+    Settings,
     SiteWidth,
     SkillChange,
     model_card,
@@ -82,6 +83,7 @@ class Task:
         command: that gives this result again.
         context: window of perplexity for a decoder whose config does not name one; it has run at that
             length.  2048 tokens by default.
+        settings: with which the plan was made, or None where it was only applied.
     """
 
     path: Path
@@ -94,6 +96,7 @@ class Task:
     eval_windows: int | None = None
     command: str | None = None
     context: int | None = None
+    settings: Settings | None = None
 
     @property
     def exports(self) -> str:
@@ -321,6 +324,7 @@ def _report(
         command=task.command or "dispfx.compile",
         skills=skills,
         files=files,
+        settings=task.settings,
     )
 
 

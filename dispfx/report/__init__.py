@@ -5,6 +5,7 @@ json_form  report.json
 table      the report in a terminal
 sites      what a decoder offers to prune
 card       DIR/README.md
+settings   how a run was set, as a table and as a command line
 run        a folder, read back
 layers     a plan as layers × features
 pictures   what matplotlib draws of them
@@ -25,6 +26,7 @@ from dispfx.report.schema import (
     Ratio,
     Refused,
     Report,
+    Settings,
     SiteWidth,
     SkillChange,
     Tuning,
@@ -40,6 +42,7 @@ __all__ = [
     "Ratio",
     "Refused",
     "Report",
+    "Settings",
     "SiteWidth",
     "SkillChange",
     "TerminalObserver",

@@ -6,6 +6,7 @@ from pathlib import PurePath
 from dispfx.measure.equivalence import Verification
 from dispfx.report.numbers import shown_perplexity
 from dispfx.report.schema import Report
+from dispfx.report.settings import settings_rows
 from dispfx.report.tuning import tuning_lines
 
 
@@ -38,6 +39,7 @@ def model_card(
         _tuned(report),
         _loading(folder, onnx, as_modules),
         _origin(report, data),
+        _settings(report),
         _verification(report.verify),
         _left_dense(report),
     ]
@@ -145,6 +147,14 @@ def _origin(report: Report, data: str) -> str:
         + ", ".join(f"{name} {version}" for name, version in report.versions.items())
         + "."
     )
+
+
+def _settings(report: Report) -> str:
+    if report.settings is None:
+        return ""
+    rows = [f"| {name} | {value} |" for name, value in settings_rows(report.settings)]
+    said = "All settings of the run, those that nobody chose among them:"
+    return "\n".join([said, "", "| setting | value |", "|---|---:|", *rows])
 
 
 def _verification(verifications: Sequence[Verification]) -> str:

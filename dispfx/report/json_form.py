@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dispfx.atomic import replacing
-from dispfx.errors import DataError
+from dispfx.errors import DataError, DispfxError
 from dispfx.json_text import parse_json
 from dispfx.report.schema import Report
 
@@ -26,7 +26,7 @@ Shape = typing.TypeVar("Shape")
 def to_json(report: Report) -> str:
     """Return the report as indented JSON."""
     plain = to_plain(report)
-    for absent in [name for name in ("skills", "tuned", "files") if not getattr(report, name)]:
+    for absent in [name for name in ("skills", "tuned", "files", "settings") if not getattr(report, name)]:
         del plain[absent]
     return json.dumps(plain, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
@@ -119,14 +119,17 @@ def _read_fields(kind: Any, value: Any, at: str) -> Any:
             given[field.name] = _read(hints[field.name], value[field.name], place)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{place} is missing")
-    return kind(**given)
+    try:
+        return kind(**given)
+    except DispfxError as error:  # a value with which no run makes sense
+        raise ValueError(f"{at}: {error.problem}") from error
 
 
 def _read_leaf(kind: Any, value: Any, at: str) -> Any:
     if kind is float and value is None:
         return math.nan
     allowed = (int, float) if kind is float else kind
-    if isinstance(value, bool) or not isinstance(value, allowed):
+    if isinstance(value, bool) is not (kind is bool) or not isinstance(value, allowed):
         return _wrong(at, kind.__name__, value)
     return kind(value)
 

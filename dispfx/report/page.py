@@ -19,6 +19,7 @@ from dispfx.report.numbers import shown_perplexity
 from dispfx.report.pictures import COLOURS, Picture, pictures_of
 from dispfx.report.run import Run, read_run
 from dispfx.report.schema import Report
+from dispfx.report.settings import settings_rows
 from dispfx.report.table import report_rows, verification_rows
 from dispfx.report.tasks import task_notes
 from dispfx.report.tuning import tuning_lines
@@ -240,8 +241,12 @@ def _origin(report: Report) -> str:
         f"<pre><code>{escape(report.command)}</code></pre>"
         f"<p>Seed {report.seed}, on {escape(report.device)}.</p>"
         f'<div class="pair">{table(("made with", "version"), versions)}'
-        f"{table(('stage', 'time'), seconds)}</div>"
+        f"{table(('stage', 'time'), seconds)}{_settings(report)}</div>"
     )
+
+
+def _settings(report: Report) -> str:
+    return "" if report.settings is None else table(("setting", "value"), settings_rows(report.settings))
 
 
 def section(title: str, content: str) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dispfx.ir.sites import Select
+from dispfx.learning.settings import LearnSettings
 from dispfx.measure.equivalence import Verification
 
 
@@ -123,6 +125,23 @@ class Tuning:
 
 
 @dataclass(frozen=True)
+class Settings:
+    """What decided which features are kept, also where nobody chose it.
+
+    Args:
+        learning: as it was after defaults, recipe, and what suits the decoder and the number of processes.
+        align: what widths are multiples of.
+        select: behind the norms, or before them.
+        data_bytes: of text that were read at most.
+    """
+
+    learning: LearnSettings
+    align: int
+    select: Select
+    data_bytes: int
+
+
+@dataclass(frozen=True)
 class Report:
     """One compilation.
 
@@ -144,6 +163,7 @@ class Report:
             `verify` then holds what was compared since, and `perplexity` is None.
         files: SHA-256 of each file that holds the decoder, as it was written, by its path in the folder; what
             `export` adds later is not among them.  Empty in reports of before there was such an entry.
+        settings: of the run; None where a plan was applied, and in reports of before there was such an entry.
     """
 
     ratio: Ratio
@@ -161,6 +181,7 @@ class Report:
     skills: Mapping[str, SkillChange] = field(default_factory=dict)
     tuned: Tuning | None = None
     files: Mapping[str, str] = field(default_factory=dict)
+    settings: Settings | None = None
 
     def _repr_html_(self) -> str:
         from dispfx.report.notebook import report_html

@@ -54,7 +54,7 @@ def test_the_report_has_the_fields_of_the_contract(compiled: Compiled):
     report = json.loads((compiled.path / "report.json").read_text())
     assert set(report) == {
         "ratio", "parameters", "bytes", "perplexity", "verify", "sites", "refused", "seed", "versions",
-        "device", "seconds", "command", "files",
+        "device", "seconds", "command", "files", "settings",
     }  # fmt: skip
     assert set(report["ratio"]) == {"requested", "achieved", "of"}
     assert set(report["parameters"]) == {"dense", "pruned", "gated"}
@@ -67,6 +67,24 @@ def test_the_report_has_the_fields_of_the_contract(compiled: Compiled):
     assert (report["seed"], report["command"]) == (0, "the command")
     assert {"python", "torch", "dispfx"} <= set(report["versions"])
     assert load_report(compiled.path / "report.json") == compiled.report
+
+
+def test_the_report_has_every_setting_as_the_run_had_it(tmp_path: Path, tokens: Path):
+    """Of the recipe, the demo, the command and the decoder, whoever had the last word."""
+    chosen = dispfx.api.learn_settings(MODEL, steps=2, batch_size=3, temperature=0.9)
+    model = build(
+        FORMS["pre-norm"]
+    )  # its table of positions has 64 places, and the recipe has sequences of 2048
+    told = compile_(tmp_path / "out", tokens, model=model, settings=chosen).settings
+    assert told is not None and (told.align, told.select, told.data_bytes) == (1, "after-norm", 2**27)
+    assert told.learning == replace(chosen, seq_len=64)
+    assert (told.learning.samples, told.learning.lr, told.learning.weight_decay) == (3, 3e-3, 1.0)
+    assert load_report(tmp_path / "out" / "report.json").settings == told
+
+
+def test_a_plan_that_is_only_applied_has_no_settings(compiled: Compiled, tmp_path: Path):
+    report = apply(MODEL, compiled.path / "plan.safetensors", out=tmp_path / "again")
+    assert report.settings is None and '"settings"' not in (tmp_path / "again" / "report.json").read_text()
 
 
 def test_the_numbers_of_the_report_are_those_of_the_files(compiled: Compiled):

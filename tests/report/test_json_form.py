@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dispfx.errors import DataError
-from dispfx.report import Report, from_json, load_report, save_report, to_json
+from dispfx.learning.settings import LearnSettings
+from dispfx.report import Report, Settings, from_json, load_report, save_report, to_json
 
 FIELDS: dict[str, Any] = {
     "ratio": {"requested", "achieved", "of"},
@@ -53,6 +54,27 @@ def test_a_report_without_perplexity_and_skills_is_read_back(report: Report):
     assert json.loads(to_json(bare))["perplexity"] is None
 
 
+SET = Settings(
+    LearnSettings(method="sensitivity", steps=7, lr=1, samples=2, batch_size=4, adaptable=("samples",)),
+    align=8,
+    select="before-norm",
+    data_bytes=2**20,
+)
+
+
+def test_settings_are_read_back_and_absent_in_reports_that_have_none(report: Report):
+    assert "settings" not in json.loads(to_json(report))
+    told = dataclasses.replace(report, settings=SET)
+    assert from_json(to_json(told)) == told
+
+
+def test_a_setting_that_a_report_does_not_have_is_that_of_before(report: Report):
+    plain = json.loads(to_json(dataclasses.replace(report, settings=SET)))
+    del plain["settings"]["learning"]["temperature"]
+    found = from_json(json.dumps(plain)).settings
+    assert found == SET and LearnSettings().temperature == 1.0
+
+
 def test_a_perplexity_that_is_not_finite_is_null_and_read_as_nan(report: Report):
     assert report.perplexity is not None
     blown = dataclasses.replace(report, perplexity=dataclasses.replace(report.perplexity, pruned=math.inf))
@@ -90,10 +112,29 @@ def test_a_whole_number_is_a_float_and_a_truth_value_is_no_number(report: Report
         (lambda plain: plain["verify"][1].update(shape=[1, "x"]), r"verify\[1\]\.shape\[1\] must be int"),
         (lambda plain: plain.update(versions=[]), "versions must be an object"),
         (lambda plain: plain.update(sites=[3]), r"sites\[0\] must be an object"),
+        (lambda plain: plain["settings"].pop("align"), r"settings\.align is missing"),
+        (
+            lambda plain: plain["settings"]["learning"].update(steps=0),
+            r"settings\.learning: steps must be at le",
+        ),
+        (
+            lambda plain: plain["settings"]["learning"].update(lr=None),
+            r"settings\.learning: lr must be a posit",
+        ),
+        (
+            lambda plain: plain["settings"]["learning"].update(antithetic=1),
+            r"antithetic must be bool and is 1",
+        ),
+        (lambda plain: plain["settings"]["learning"].update(steps=True), r"steps must be int and is true"),
+        (
+            lambda plain: plain["settings"]["learning"].update(start="?"),
+            r"start must be uniform or sensitivity",
+        ),
+        (lambda plain: plain["settings"]["learning"].update(samples=3), r"samples must be a divisor"),
     ],
 )
 def test_a_report_with_a_wrong_field_is_refused_by_its_place(report: Report, change, reason: str):
-    plain = json.loads(to_json(report))
+    plain = json.loads(to_json(dataclasses.replace(report, settings=SET)))
     change(plain)
     with pytest.raises(DataError, match=reason):
         from_json(json.dumps(plain))

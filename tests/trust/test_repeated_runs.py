@@ -1,5 +1,6 @@
 """A report holds what is needed to repeat its run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,4 +32,7 @@ def test_a_run_is_repeated_from_its_report_to_the_same_bytes(tmp_path: Path, mon
     assert (first / "plan.safetensors").read_bytes() == (second / "plan.safetensors").read_bytes()
     told, again = (load_report(folder / "report.json") for folder in (first, second))
     assert (told.sites, told.perplexity, told.seed) == (again.sites, again.perplexity, again.seed)
+    assert told.settings is not None and told.settings.learning.adaptable == ("samples",)
+    chosen = replace(told.settings.learning, adaptable=())  # nothing is left to fit
+    assert again.settings == replace(told.settings, learning=chosen) and "--seq-len=16" in again.command
     assert "--trust-remote-code" in again.command and "--trust-remote-code" not in told.command
