@@ -24,13 +24,13 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from dispfx.api.fitting import fitted_settings
 from dispfx.api.measuring import measure
-from dispfx.api.opening import learn_settings, longest_context, settings_within
+from dispfx.api.opening import learn_settings
 from dispfx.api.programs import batches_of, capture, learn, lower
 from dispfx.api.writing import device_name, versions
 from dispfx.demo.text import generate_text
 from dispfx.errors import DispfxError
-from dispfx.ir.lookups import longest_text
 from dispfx.ir.program import Program
 from dispfx.learning.records import MetricsLog
 from dispfx.learning.settings import RECIPES, LearnSettings, Method
@@ -68,7 +68,6 @@ class Quality:
         self.args = args
         source = load_source(args.model, device=args.device, dtype=args.dtype)
         self.program: Program = capture(source.model)
-        self.longest = longest_context(source.config)
         self.learned, self.choice, self.test = _texts(source, args)
         self.rows: list[dict[str, Any]] = []
         self.dense = self._perplexities(self.program.graph_module)
@@ -82,8 +81,7 @@ class Quality:
         log.mkdir(exist_ok=True)
         try:
             ratio, chosen = _settings(self.args.model, word, seed)
-            longest = min(self.longest, longest_text(self.program, chosen.seq_len))
-            settings = settings_within(longest, chosen, notes.append)
+            settings = fitted_settings(chosen, program=self.program, note=notes.append)
             with MetricsLog(log, 0) as metrics:
                 plan = learn(
                     self.program,

@@ -6,9 +6,10 @@ from dispfx.api.commands import agree, evaluate, export, generate, inspect, lear
 from dispfx.api.compilation import apply, compile, follow_command
 from dispfx.api.doctor import doctor
 from dispfx.api.finetuning import finetune, tune_settings
+from dispfx.api.fitting import settings_of
 from dispfx.api.folder_verification import verify
 from dispfx.api.folders import load
-from dispfx.api.opening import learn_settings, settings_of
+from dispfx.api.opening import learn_settings
 from dispfx.api.preview import preview
 from dispfx.api.programs import PASSES, analyse, apart, capture, gate, gated, learn, lower
 from dispfx.api.tasks import score_tasks

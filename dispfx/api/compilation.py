@@ -10,18 +10,13 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
 
-from dispfx.api.opening import (
-    Opening,
-    context_of,
-    learn_settings,
-    settings_among,
-    settings_for,
-    settings_within,
-)
+from dispfx.api.fitting import fitted_settings
+from dispfx.api.opening import Opening, context_of, learn_settings
 from dispfx.api.ordinary import require_ordinary
 from dispfx.api.preflight import require_room_for_weights, require_room_to_learn
 from dispfx.api.programs import analyse, apart, follow, learn, only_planned, require_same_decoder
@@ -33,7 +28,7 @@ from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import OutputError, VerificationError
 from dispfx.ir.costs import CostTable, read_costs
-from dispfx.ir.lookups import longest_text, require_readable
+from dispfx.ir.lookups import require_readable
 from dispfx.ir.plan import Budget, BudgetOf, Plan
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Select
@@ -404,16 +399,18 @@ def ready_to_learn(
     Raises:
         DispfxError: for everything in the input that cannot be used.
     """
-    settings = how.settings or learn_settings(opening.model)
-    check_select(how.select, constrained=settings.constrained, costs=how.costs is not None)
+    chosen_settings = how.settings or learn_settings(opening.model)
+    check_select(how.select, constrained=chosen_settings.constrained, costs=how.costs is not None)
     costs = None if how.costs is None else read_costs(how.costs)
     with stages("open"):
         chosen.check()
         require_room_for_weights(opening, copies=copies)
         source = opening.open()
         require_decoder_for(how.export, source)
-        settings = settings_within(context_of(source), settings, stages.observer.note)
-        settings = settings_among((how.ranks or ALONE).size, settings)
+        fitted = partial(
+            fitted_settings, chosen_settings, context=context_of(source), ranks=(how.ranks or ALONE).size
+        )
+        settings = fitted()
         separator = separator_of(source) if settings.packing == "documents" else None
         text = open_text(source, chosen if separator is None else chosen.of_documents(source))
     if source.config is not None or "seq_len" not in settings.adaptable:
@@ -424,15 +421,13 @@ def ready_to_learn(
         with stages("verify"):
             require_ordinary(source, program, how.ratio, how.ratio_of, how.alignment(program))
     require_tokens(source, text, program.vocabulary_size)
-    settings = settings_within(longest_text(program, settings.seq_len), settings, stages.observer.note)
-    settings = settings_among((how.ranks or ALONE).size, settings)
-    require_readable(program, settings.seq_len)
-    batches = text.batches(settings)
     learned_on = program
     if separator is not None:
         with stages("capture documents"):
             learned_on = apart(source.model, program, separator, skip=how.skip, select=how.select)
-    settings = settings_for(learned_on, settings, stages.observer.note)
+    settings = fitted(program=learned_on, note=stages.observer.note)
+    require_readable(program, settings.seq_len)
+    batches = text.batches(settings)
     require_room_to_learn(learned_on, settings, how.compute, how.ranks)
     return Ready(source, text, batches, program, learned_on, settings, costs)
 

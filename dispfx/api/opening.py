@@ -1,14 +1,11 @@
 """What a command starts from: the decoder, and the defaults that belong to it."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
-from dispfx.ir.lookups import longest_text
-from dispfx.ir.ops import is_grouped
-from dispfx.ir.program import Program
 from dispfx.learning.settings import DEFAULT_RECIPE, LearnSettings
 from dispfx.learning.settings import recipe as recipe_of
 from dispfx.source import Source, load_source
@@ -63,53 +60,6 @@ def _sizes(settings: dict[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any
     return settings | {"batch_size": batch_size, "samples": samples, "adaptable": adaptable}
 
 
-def settings_within(longest: int, settings: LearnSettings, note: Callable[[str], None]) -> LearnSettings:
-    """Return the settings with sequences that a decoder can read, where nobody asked for longer ones.
-
-    A batch whose size nobody asked for gets so many more sequences that its tokens are about as many.
-
-    Args:
-        longest: tokens that the decoder reads.
-    """
-    if "seq_len" not in settings.adaptable or settings.seq_len <= longest:
-        return settings
-    times = round(settings.seq_len / longest) if "batch_size" in settings.adaptable else 1
-    note(f"sequences of {longest} tokens: the decoder reads no longer ones")
-    return _of_batch(replace(settings, seq_len=longest), settings.batch_size * times)
-
-
-def settings_of(program: Program, settings: LearnSettings) -> LearnSettings:
-    """Return the settings with which a decoder would be learned, as far as its graph tells."""
-    within = settings_within(longest_text(program, settings.seq_len), settings, lambda note: None)
-    return settings_for(program, within, lambda note: None)
-
-
-def settings_among(ranks: int, settings: LearnSettings) -> LearnSettings:
-    """Return the settings with a batch that so many processes can share, where nobody asked for another."""
-    if "batch_size" not in settings.adaptable:
-        return settings
-    return _of_batch(settings, -(-settings.batch_size // ranks) * ranks)
-
-
-def _of_batch(settings: LearnSettings, batch_size: int) -> LearnSettings:
-    """Return the settings with another batch, and with a mask for each of its sequences where it had one."""
-    follows = "samples" in settings.adaptable and settings.samples > 1
-    return replace(settings, batch_size=batch_size, samples=batch_size if follows else settings.samples)
-
-
-def settings_for(program: Program, settings: LearnSettings, note: Callable[[str], None]) -> LearnSettings:
-    """Return the settings with one mask a batch where nobody asked for more and the decoder cannot take them.
-
-    Experts that take tokens in sorted runs see the tokens of all sequences of a batch mixed.
-    """
-    if "samples" not in settings.adaptable or settings.samples == 1:
-        return settings
-    if not any(map(is_grouped, program.graph_module.graph.nodes)):
-        return settings
-    note("one mask a batch: the experts of this decoder take the tokens of all its sequences together")
-    return replace(settings, samples=1)
-
-
 @dataclass(frozen=True, eq=False)
 class Opening:
     """MODEL and how to open it."""
@@ -160,5 +110,10 @@ def context_of(source: Source) -> int:
 
 def longest_context(config: Any) -> int:
     """Return 2048 tokens, or what a transformers config says that the decoder can read."""
+    return min(LONGEST_CONTEXT, named_context(config) or LONGEST_CONTEXT)
+
+
+def named_context(config: Any) -> int | None:
+    """Return how many tokens a transformers config says that the decoder can read, or None."""
     longest = getattr(config, "max_position_embeddings", None)
-    return min(LONGEST_CONTEXT, longest) if isinstance(longest, int) and longest > 1 else LONGEST_CONTEXT
+    return longest if isinstance(longest, int) and longest > 1 else None

@@ -14,13 +14,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dispfx.api.opening import changed_settings, learn_settings, settings_for, settings_within
+from dispfx.api.fitting import fitted_settings, settings_for
+from dispfx.api.opening import changed_settings, learn_settings, named_context
 from dispfx.api.training import device_of_learning, prepared_loss
 from dispfx.capturing import capture as capture_module
 from dispfx.errors import CaptureError, DispfxError, PlanMismatchError, UnsupportedGraphError
 from dispfx.ir.budget import hard_masks
 from dispfx.ir.costs import CostTable
-from dispfx.ir.lookups import longest_text, require_readable
+from dispfx.ir.lookups import require_readable
 from dispfx.ir.plan import Budget, BudgetOf, Plan, site_keys
 from dispfx.ir.program import Program, own_tensor
 from dispfx.ir.sites import Select
@@ -124,6 +125,7 @@ def analyse(
     def attempt(experts: Experts) -> Program:
         with experts_as(model, experts):
             program = capture_module(model, vocabulary_size=vocabulary_size, separator=separator)
+        program.context = named_context(getattr(model, "config", None))
         return Pipeline(analysis(skip, select), print_after=print_after, show=show).run(program)
 
     try:
@@ -311,9 +313,10 @@ def learn(
         DispfxError: if the decoder cannot be run as `compute` says.
     """
     whole = learn_settings(None, **changes) if settings is None else changed_settings(settings, changes)
-    if isinstance(data, Tensor):  # batches are cut already
-        whole = settings_within(longest_text(program, whole.seq_len), whole, note)
-    chosen = settings_for(program, whole, note)
+    if isinstance(data, Tensor):
+        chosen = fitted_settings(whole, program=program, note=note)
+    else:  # batches are cut already
+        chosen = settings_for(program, whole, note)
     text = batches_of(data, chosen) if isinstance(data, Tensor) else data
     require_readable(program, text.seq_len)
     budget = Budget(ratio, of, align, costs)

@@ -132,7 +132,7 @@ def _settings_of(report: "Report", anew: Iterable[_Option]) -> dict[str, str]:
     """
     if report.settings is None:
         return {}
-    from dispfx.api.opening import settings_among
+    from dispfx.api.fitting import settings_among
     from dispfx.report.settings import settings_words
 
     settings = report.settings

@@ -69,6 +69,7 @@ class Program:
         outline: the graph in parts, once found; rewriting the graph makes it stale.
         unused: tensors of the decoder that the graph does not read, by path.
         separator: token that ends a document, where the graph keeps the documents of a sequence apart.
+        context: tokens that the decoder reads, where its config names them; its graph may hold for fewer.
         computes_on: device of the graph where the parameters are on another (`dispfx.ir.placing`).
     """
 
@@ -89,6 +90,7 @@ class Program:
     outline: Outline | None = None
     unused: Mapping[str, Tensor] = field(default_factory=dict)
     separator: int | None = None
+    context: int | None = None
     computes_on: torch.device | None = None
 
     def _repr_html_(self) -> str:

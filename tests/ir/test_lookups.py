@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dispfx
-from dispfx.api.opening import learn_settings, settings_of
+from dispfx.api.fitting import settings_of
+from dispfx.api.opening import learn_settings
 from dispfx.errors import DataError
 from dispfx.ir.lookups import longest_text, require_readable
 from dispfx.learning.text import TokenBatches

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.api.compilation import apply
+from dispfx.api.fitting import fitted_settings
 from dispfx.api.measuring import measure
-from dispfx.api.opening import context_of, learn_settings, longest_context, settings_within
+from dispfx.api.opening import context_of, learn_settings
 from dispfx.api.programs import capture, learn, lower
 from dispfx.api.text import Text, TextChoice, open_text, require_tokens
 from dispfx.api.writing import device_name, versions
 from dispfx.atomic import replacing
 from dispfx.demo.text import draw_lines
 from dispfx.errors import DataError, DispfxError
-from dispfx.ir.lookups import longest_text
 from dispfx.ir.plan import Plan
 from dispfx.learning.records import METRICS_FILE, StepRecord
 from dispfx.learning.settings import LearnSettings
@@ -79,8 +79,7 @@ class Bench:
         """Return the settings of a run: the recipe's, the tables' own, and the setup's."""
         chosen = {**self.common.settings, **dict(setup.changes)}
         settings = learn_settings(self.common.model, recipe=self.common.recipe, **chosen)
-        longest = longest_text(self.program, longest_context(self.source.config))
-        return settings_within(longest, settings, lambda note: None)
+        return fitted_settings(settings, program=self.program)
 
     def run(self, setup: Setup) -> Outcome | None:
         """Return what a run gave; None where there is no time left for it, or it failed."""
