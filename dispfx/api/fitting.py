@@ -32,7 +32,7 @@ def fitted_settings(
 
     1. Sequences are no longer than the decoder reads: the least of `context`, of what its config named when
        it was captured, and of what the tables of positions in its graph hold.  A batch gets so many more of
-       them that its tokens are about as many.  All limits count at once: one after the other would round twice.
+       them that its tokens are about as many.  All limits count at once: one by one would round twice.
     2. The batch becomes one that all processes share evenly.
     3. Experts that take tokens in sorted runs get one mask a batch.
 
