@@ -130,9 +130,8 @@ def _sensitivity(program: Program, plan: Plan, windows: Sequence[Tensor]) -> Ten
             ids_BT, leaf = ids_T[None].to(program.device, torch.int64), masks_N.clone().requires_grad_()
             loss = next_token_loss(decoder(ids_BT, leaf.split(sizes)), ids_BT)
             total_N += torch.autograd.grad(loss, leaf)[0] ** 2
-    ones_N = torch.ones_like(masks_N, device="cpu", requires_grad=True)
-    left = ParameterCount.of_sites(sites, program.shapes, plan.budget.of).count(ones_N)
-    return total_N.cpu() / torch.autograd.grad(left, ones_N)[0].clamp_min(1.0)
+    count = ParameterCount.of_sites(sites, program.shapes, plan.budget.of)
+    return total_N.cpu() / count.feature_costs(Groups.alone(sites))
 
 
 def check_alignments(alignments: Sequence[int], *, has_text: bool, has_dense: bool, in_torch: bool) -> None:

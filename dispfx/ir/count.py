@@ -32,6 +32,7 @@ from torch import Tensor
 
 from dispfx.errors import BudgetError
 from dispfx.ir.axes import AxisSize, Features, axis_sizes, expert_axes
+from dispfx.ir.groups import Groups
 from dispfx.ir.plan import BudgetOf
 from dispfx.ir.sites import Site
 
@@ -150,6 +151,19 @@ class ParameterCount:
     def count_kept(self, masks_N: Tensor) -> int:
         """Return T(s) as an exact integer for hard masks (bool, or 0 and 1 in any type)."""
         return round(float(self.count(masks_N.detach())))
+
+    def feature_costs(self, groups: Groups) -> Tensor:
+        """Return how many parameters go with each feature while everything else is kept, at least one.
+
+        Args:
+            groups: which sites share their features; on the device of the count.
+
+        Returns:
+            (G,) float32, one number a feature of all groups.
+        """
+        masks_G = torch.ones(groups.features, device=self._untouched_X.device, requires_grad=True)
+        (costs_G,) = torch.autograd.grad(self.count(groups.expand(masks_G)), masks_G)
+        return costs_G.clamp_min(1.0)
 
 
 def _products(

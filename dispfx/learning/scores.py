@@ -97,15 +97,8 @@ def starting_logits(problem: Problem) -> Tensor:
 
 def _sensitivity(problem: Problem, sequences: int) -> Tensor:
     """Return the logarithm of every feature's Fisher information a parameter, (N,)."""
-    return (_fisher(problem, sequences) / _costs(problem)).clamp_min(_SMALLEST).log()
-
-
-def _costs(problem: Problem) -> Tensor:
-    """Return how many parameters each feature costs while everything else is kept, (N,)."""
-    masks_N = torch.ones(problem.groups.features, device=problem.device, requires_grad=True)
-    left = problem.count.count(problem.groups.expand(masks_N))
-    (costs_N,) = torch.autograd.grad(left, masks_N)
-    return costs_N.clamp_min(1.0)
+    costs_N = problem.count.feature_costs(problem.groups)
+    return (_fisher(problem, sequences) / costs_N).clamp_min(_SMALLEST).log()
 
 
 def _fisher(problem: Problem, sequences: int) -> Tensor:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispfx.errors import BudgetError, PassError
-from dispfx.ir.budget import ParameterCount, hard_masks
+from dispfx.ir.budget import Groups, ParameterCount, hard_masks
 from dispfx.ir.sites import Site, Slice
 from tests.ir.site_strategies import decoder_sites, mixtures, site, sliced_count
 
@@ -107,6 +107,24 @@ def test_grouped_query_attention_is_counted_as_it_is_sliced():
     assert count.count_kept(hard_masks(sites, kept)) == by_hand
     assert count.dense == 2 * (12 * 20 + 12 * 12 + 3 * 12 * 20)
     assert "embed" not in count.parameters and "layers.0.norm" not in count.parameters
+
+
+def test_a_feature_costs_what_goes_with_it_in_every_site_that_shares_it():
+    """Width 12, keys of width 4, 20 inner features, two layers."""
+    sites, shapes = decoder_sites(2, 12, 20, key_width=4)
+    count = ParameterCount.of_sites(sites, shapes)
+    of_layer = [(12, 12 + 4 + 4), (12, 12), (12, 2 * 20), (20, 2 * 12 + 12), (12, 20)]
+    by_hand = [float(cost) for size, cost in 2 * of_layer for _ in range(size)]
+    assert count.feature_costs(Groups.alone(sites)).tolist() == by_hand
+    shared = count.feature_costs(Groups.constrained(sites)).tolist()
+    assert shared == 12 * [2.0 * (20 + 12 + 40 + 20)] + 40 * [36.0]
+
+
+def test_a_feature_that_no_counted_parameter_follows_costs_one():
+    sites = [site("a", 2, Slice("w", 0)), site("b", 1, Slice("w", 1, (0, -1)))]
+    lone = [*sites, site("c", 3)]
+    count = ParameterCount.of_sites(lone, {"w": (2, 2)})
+    assert count.feature_costs(Groups.alone(lone)).tolist() == [2.0, 2.0, 2.0, 1.0, 1.0, 1.0]
 
 
 def test_total_adds_the_parameters_that_no_site_cuts():
