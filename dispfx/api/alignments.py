@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from dispfx.api.cached import WholeTexts
 from dispfx.api.measuring import measure
-from dispfx.api.programs import analyse, gate, lower, only_planned
+from dispfx.api.programs import gate, lower_program
 from dispfx.errors import DataError
 from dispfx.ir.budget import Groups, ParameterCount, hard_masks, harden
 from dispfx.ir.plan import Budget, Plan
@@ -71,60 +72,77 @@ def _of_groups(logits_N: Tensor, groups: Groups) -> Tensor:
     return sums / torch.bincount(group_of, minlength=groups.features)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MeasuredOn:
     """A text to measure plans on.
 
     Args:
-        text: as for --eval-data.
-        tokenizer: of the decoder.
+        tokens: (T,) ids that the plans are measured on.
+        windows_chosen: ids of windows that say which features come or go.
+        name: of the text.
         context: tokens a window.
-        windows: how many at most.
+        most: how many windows are measured at most.
     """
 
-    text: Words
-    tokenizer: object
+    tokens: Tensor
+    windows_chosen: tuple[Tensor, ...]
+    name: str
     context: int
-    windows: int | None = None
+    most: int | None = None
+
+    @staticmethod
+    def read(words: Words, tokenizer: object, context: int, most: int | None = None) -> "MeasuredOn":
+        """Read a text as --eval-data names it; its end, sixteen windows or half of it, is to choose on.
+
+        Raises:
+            DataError: if the text is none, or too short.
+        """
+        text = read_text(words, tokenizer, Reading())
+        behind = min(_WINDOWS * context, len(text.tokens) // 2)
+        if behind < _FEWEST:
+            raise DataError(
+                f"{2 * _FEWEST} tokens or more are needed, and there are {len(text.tokens)}: the end of the "
+                "text says which features come or go, and the plans are measured on the rest",
+                where=text.name,
+            )
+        chosen = text.tokens[-behind:].split(context)
+        return MeasuredOn(text.tokens[:-behind], chosen, text.name, context, most)
 
 
-def perplexities(model: nn.Module, plan: Plan, alignments: Sequence[int], on: MeasuredOn) -> list[float]:
-    """Return the perplexity of the decoder as the plan is, and as it is at each alignment.
+def measured_plans(
+    program: Program, plan: Plan, alignments: Sequence[int], on: MeasuredOn
+) -> list[tuple[Plan, float]]:
+    """Return the plan as it is, and as it is at each alignment, with the perplexity of the decoder cut by it.
+
+    Args:
+        program: of the decoder with its cache and its weights, with the sites of the plan.
 
     Raises:
-        DataError: if the text is none, or too short.
+        BudgetError: if no widths of an alignment come close to the ratio.
+        DataError: if the decoder does not run on such windows.
     """
-    text = read_text(on.text, on.tokenizer, Reading())
-    behind = min(_WINDOWS * on.context, len(text.tokens) // 2)
-    if behind < _FEWEST:
-        raise DataError(
-            f"{2 * _FEWEST} tokens or more are needed, and there are {len(text.tokens)}: the end of the text "
-            "says which features come or go, and the plans are measured on the rest",
-            where=text.name,
-        )
-    program = only_planned(analyse(model, select=plan.select), plan)
     fitted = plan.fitted(program.sites)
-    aligned = realigned(
-        program, fitted, alignments, _sensitivity(program, fitted, text.tokens[-behind:].split(on.context))
-    )
-    return [
-        measure(
-            lower(program, one, write="gather-add"),
-            text.tokens[:-behind],
+    aligned = realigned(program, fitted, alignments, _sensitivity(program, fitted, on.windows_chosen))
+    found = []
+    for one in (fitted, *aligned):
+        lowered = lower_program(program, one, write="gather-add")
+        value = measure(
+            WholeTexts(lowered.graph_module, lowered),
+            on.tokens,
             context=on.context,
-            windows=on.windows,
+            windows=on.most,
             device=program.device,
-            text=text.name,
+            text=on.name,
         ).value
-        for one in (fitted, *aligned)
-    ]
+        found.append((one, value))
+    return found
 
 
 def _sensitivity(program: Program, plan: Plan, windows: Sequence[Tensor]) -> Tensor:
     """Return every feature's Fisher information a parameter, with the plan's masks on, (N,)."""
     sites, sizes = program.sites, [site.size for site in program.sites]
     masks_N = hard_masks(sites, plan.for_sites(sites)).to(program.device)
-    decoder, total_N = gate(program), torch.zeros_like(masks_N)
+    decoder, total_N = WholeTexts(gate(program), program), torch.zeros_like(masks_N)
     for ids_T in windows:
         if len(ids_T) > 1:
             ids_BT, leaf = ids_T[None].to(program.device, torch.int64), masks_N.clone().requires_grad_()

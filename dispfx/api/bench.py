@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from dispfx.api.alignments import MeasuredOn, check_alignments, perplexities, realigned
+from dispfx.api.alignments import MeasuredOn, check_alignments, measured_plans, realigned
 from dispfx.api.cached import capture_cached
 from dispfx.api.folders import Opened, open_folder
 from dispfx.api.onnx_speed import compare_onnx
@@ -124,7 +124,13 @@ def bench(
     )
     opened = open_folder(folder, device=place, trust_remote_code=trust_remote_code)
     steps = _steps(opened, place, batches, prompts, pasts, modes)
+    context = longest_context(opened.config)
+    # Before anything slow, for a text that cannot be used is soon told.
+    on = None if eval_data is None else MeasuredOn.read(eval_data, opened.tokenizer, context, eval_windows)
     sides = _Sides(opened, dense, place)
+    measured: list[tuple[Plan, float]] = []
+    if on is not None:
+        measured = measured_plans(sides.program("grouped"), sides.plan, alignments, on)
     facts = _facts(opened, *sides.of("batched"), dense, place)
     if runtime == "onnx":
         shapes = list(dict.fromkeys(shape for shape, _ in steps.shapes()))
@@ -132,11 +138,9 @@ def bench(
             tuple(compare_onnx(Path(folder).name, *sides.of("batched"), shapes, place, on_row)),
             facts | ONNX_FACTS,
         )
-    if eval_data is not None:  # first, for a text that cannot be used is soon told
-        on = MeasuredOn(eval_data, opened.tokenizer, longest_context(opened.config), eval_windows)
-        found = perplexities(sides.dense, sides.plan, alignments, on)
-        shown = zip(("as it is", *(f"× {align}" for align in alignments)), found, strict=True)
-        facts |= {"perplexity of the plan": ", ".join(f"{name} {value:.3f}" for name, value in shown)}
+    if measured:
+        named = zip(("as it is", *(f"× {align}" for align in alignments)), measured, strict=True)
+        facts |= {"perplexity of the plan": ", ".join(f"{name} {value:.3f}" for name, (_, value) in named)}
     rows: list[SpeedRow] = []
     for shape, mode in steps.shapes():
         kernels = (
@@ -145,20 +149,26 @@ def bench(
         row = compare(Path(folder).name, *sides.of(experts_for(shape)), shape, mode, kernels=kernels)
         rows.append(row)
         on_row(row)
-    for row in _aligned_rows(sides, steps, alignments):
+    plans = [plan for plan, _ in measured[1:]]
+    for row in _aligned_rows(sides, steps, alignments, plans):
         rows.append(row)
         on_row(row)
     return Benched(tuple(rows), facts)
 
 
-def _aligned_rows(sides: "_Sides", steps: Steps, alignments: Sequence[int]) -> Iterator[SpeedRow]:
-    """Yield a prefill and a decode step of one sequence at each alignment."""
+def _aligned_rows(
+    sides: "_Sides", steps: Steps, alignments: Sequence[int], plans: Sequence[Plan]
+) -> Iterator[SpeedRow]:
+    """Yield a prefill and a decode step of one sequence at each alignment, by those plans if there are."""
     mode: Mode = "compiled" if "compiled" in steps.modes else "eager"
     longest = CachedShape(1, max(steps.prompts), 0), CachedShape(1, 1, max(steps.pasts))
     for shape in longest if alignments else ():
         experts = experts_for(shape)
         whole, _ = sides.of(experts)
-        for align, pruned in zip(alignments, sides.aligned(alignments, experts), strict=True):
+        program = sides.program(experts)
+        plans = plans or realigned(program, sides.plan.fitted(program.sites), alignments)
+        for align, plan in zip(alignments, plans, strict=True):
+            pruned = _contender(lower_program(program, plan.fitted(program.sites)), plan.achieved)
             yield compare(f"widths × {align}, {pruned.removed:.1%} removed", whole, pruned, shape, mode)
 
 
@@ -188,9 +198,18 @@ class _Sides:
         self._opened = opened
         self.plan = opened.plan
         self._empty = _empty(opened)
-        self.dense = _with_random_weights(_empty(opened)) if dense is None else _named(dense, device)
+        self._dense = _with_random_weights(_empty(opened)) if dense is None else _named(dense, device)
         self._chooses = has_choice_of_experts(self._empty)
+        self._programs: dict[Experts, Program] = {}
         self._made: dict[Experts, tuple[Contender, Contender]] = {}
+
+    def program(self, experts: Experts) -> Program:
+        """Return the dense decoder with its cache and the sites of the folder's plan, captured once a way."""
+        experts = experts if self._chooses else "batched"
+        if experts not in self._programs:
+            captured = capture_cached(self._dense, select=self.plan.select, experts=experts)
+            self._programs[experts] = only_planned(captured, self.plan)
+        return self._programs[experts]
 
     def of(self, experts: Experts) -> tuple[Contender, Contender]:
         """Return dense and pruned."""
@@ -198,24 +217,11 @@ class _Sides:
         if experts not in self._made:
             plan = self.plan
             empty = only_planned(capture_cached(self._empty, select=plan.select, experts=experts), plan)
-            program = capture_cached(self.dense, experts=experts)
+            program = self.program(experts)
             _require_same_shapes(program, empty)
             dense = _contender(lower_program(program, Plan.random(program, 0.0, seed=0)), 0.0)
             self._made[experts] = dense, _pruned(self._opened, empty)
         return self._made[experts]
-
-    def aligned(self, alignments: Sequence[int], experts: Experts) -> list[Contender]:
-        """Return the dense decoder cut by the folder's plan at each alignment.
-
-        Raises:
-            BudgetError: if no widths of one come close to the ratio.
-        """
-        experts = experts if self._chooses else "batched"
-        program = only_planned(
-            capture_cached(self.dense, select=self.plan.select, experts=experts), self.plan
-        )
-        plans = realigned(program, self.plan.fitted(program.sites), alignments)
-        return [_contender(lower_program(program, plan), plan.achieved) for plan in plans]
 
 
 def _steps(

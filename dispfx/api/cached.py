@@ -77,6 +77,30 @@ def lower_cached(
     return lower_program(only_planned(program, plan), plan, write=write)
 
 
+class WholeTexts(nn.Module):
+    """A decoder with a cache on texts that begin anew: token ids (B, T) to logits (B, T, V).
+
+    Args:
+        decoder: a graph with a cache, or one with gates (`dispfx.api.programs.gate`).
+        program: that it was made from.
+    """
+
+    def __init__(self, decoder: nn.Module, program: Program):
+        super().__init__()
+        self.decoder = decoder
+        self._caches = cache_tensors(program.graph)
+
+    def forward(self, ids: Tensor, masks: Sequence[Tensor] | None = None) -> Tensor:
+        """Return the logits; a gated decoder takes one mask (N,) a site too."""
+        seen = torch.ones_like(ids)
+        further = (
+            seen,
+            positions_of(seen, ids.shape[1]),
+            *(c.empty(len(ids), ids.device) for c in self._caches),
+        )
+        return self.decoder(ids, *further)[0] if masks is None else self.decoder(ids, masks, *further)[0]
+
+
 class CachedDecoder:
     """Runs a graph with a cache on one piece of text after another and keeps the cache between.
 

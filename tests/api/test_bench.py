@@ -10,8 +10,11 @@ from safetensors.torch import save_file
 
 import dispfx
 from dispfx.api import bench
-from dispfx.api.alignments import MeasuredOn, perplexities, realigned
+from dispfx.api.alignments import MeasuredOn, measured_plans, realigned
+from dispfx.api.cached import capture_cached
+from dispfx.api.measuring import measure
 from dispfx.api.opening import Opening
+from dispfx.api.programs import only_planned
 from dispfx.api.speed import Contender, compare
 from dispfx.errors import DataError, OutputError, PlanMismatchError
 from dispfx.ir.cached_inputs import CachedShape
@@ -77,8 +80,9 @@ def test_a_mixture_gathers_weights_for_a_single_token_and_sorts_many(tmp_path: P
         return compare(name, dense, pruned, shape, *args, **how)
 
     monkeypatch.setattr(bench_room, "compare", watched)
-    rows = bench(out, batches=(1, 2), prompts=(6,), pasts=(3,), modes=("eager",)).rows
-    assert all(row.speedup for row in rows)
+    steps: dict[str, Any] = {"batches": (1, 2), "prompts": (6,), "pasts": (3,), "modes": ("eager",)}
+    rows = bench(out, **steps, alignments=(4,)).rows
+    assert all(row.speedup for row in rows) and len({row.name for row in rows}) == 2
     assert grouped == {
         (1, 6, 0): (True, True), (2, 6, 0): (True, True), (1, 1, 3): (False, False), (2, 1, 3): (True, True),
     }  # fmt: skip
@@ -130,10 +134,55 @@ def test_branches_that_were_skipped_stay_whole_at_an_alignment(decoder_folder: P
     program = dispfx.capture(model)
     skipped = program.branches[0].name
     plan = Plan.random(dispfx.capture(model, skip=[skipped]), 0.3, seed=0)
-    on = MeasuredOn(str(tmp_path / "tokens.safetensors"), None, 16)
     save_file({"tokens": torch.randint(61, (64,))}, tmp_path / "tokens.safetensors")
-    whole, coarse = perplexities(model, plan, (8,), on)
-    assert whole > 1 < coarse
+    on = MeasuredOn.read(str(tmp_path / "tokens.safetensors"), None, 16)
+    cached = only_planned(capture_cached(model), plan)
+    (same, whole), (coarse, _) = measured_plans(cached, plan, (8,), on)
+    assert all(torch.equal(kept, plan.kept[name]) for name, kept in same.kept.items())
+    assert set(coarse.kept) == set(plan.kept) and not any(name.startswith(skipped) for name in coarse.kept)
+    without_cache = measure(
+        dispfx.lower(only_planned(program, plan), plan), on.tokens, context=16, device="cpu", text=""
+    )
+    assert whole == pytest.approx(without_cache.value, rel=1e-5)
+
+
+@pytest.mark.parametrize("with_text", [True, False])
+def test_the_dense_decoder_is_captured_once_and_one_plan_is_measured_and_timed(
+    pruned_folder: Path,
+    decoder_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    with_text: bool,
+):
+    text = tmp_path / "tokens.safetensors"
+    save_file({"tokens": torch.randint(61, (300,), generator=torch.Generator().manual_seed(0))}, text)
+    captured: list[bool] = []
+    made: list[list[Plan]] = []
+    timed: list[float] = []
+
+    def capture(model: Any, **how: Any):
+        captured.append(any(parameter.is_meta for parameter in model.parameters()))
+        return capture_cached(model, **how)
+
+    def align(*arguments: Any):
+        made.append(realigned(*arguments))
+        return made[-1]
+
+    def watched(name: str, dense: Contender, pruned: Contender, *args: Any, **how: Any):
+        timed.extend([pruned.removed] if name.startswith("widths") else [])
+        return compare(name, dense, pruned, *args, **how)
+
+    monkeypatch.setattr(bench_room, "capture_cached", capture)
+    monkeypatch.setattr(bench_room, "realigned", align)
+    monkeypatch.setattr("dispfx.api.alignments.realigned", align)
+    monkeypatch.setattr(bench_room, "compare", watched)
+    words: dict[str, Any] = {"eval_data": str(text), "eval_windows": 1} if with_text else {}
+    bench(
+        pruned_folder, dense=str(decoder_folder), batches=(1,), prompts=(4,), pasts=(3,), modes=("eager",),
+        alignments=(1, 8), **words,
+    )  # fmt: skip
+    assert len(captured) == 2, "the folder's shape and the dense decoder"
+    assert len(made) == 1 and timed == 2 * [plan.achieved for plan in made[0]]
 
 
 def test_a_plan_is_made_again_at_an_alignment_from_what_it_keeps():
