@@ -17,6 +17,36 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let both workers begin with long tests and end with short ones, so that they end together.
+
+    Each worker is given one half of the list, and takes from the end of the other's when it is done.  The
+    tests of a file stay together, for they share what their fixtures make.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    by_length = sorted(files.values(), key=_length_rank)
+    heavy = [file for file in by_length if _length_rank(file) < len(_LENGTHS)]
+    halves = [[item for file in heavy[worker::2] for item in file] for worker in range(2)]
+    short = [item for file in by_length[len(heavy) :] for item in file]
+    missing = max(0, len(items) // 2 - len(halves[0]))
+    items[:] = [*halves[0], *short[:missing], *halves[1], *short[missing:]]
+
+
+_LENGTHS = ("long", "slow")
+
+
+def _length_rank(file: list[pytest.Item]) -> int:
+    """Return 0 for tests of which one is long, 1 where one is slow, 2 for others."""
+    return next(
+        (rank for rank, name in enumerate(_LENGTHS) if any(item.get_closest_marker(name) for item in file)),
+        len(_LENGTHS),
+    )
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)

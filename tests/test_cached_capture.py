@@ -18,6 +18,7 @@ from dispfx.ir.plan import Plan, site_keys
 from dispfx.ir.program import Program
 from dispfx.pipeline import Pipeline
 from dispfx.source.cached_forward import cached_forward
+from tests.captures import plain, with_cache
 from tests.plain_decoders import FORMS, build
 from tests.programs import plan_keeping, relative_error, token_ids
 from tests.tiny_transformers import VOCABULARY, tiny_transformer
@@ -56,7 +57,7 @@ def llama() -> Case:
 def captured(name: str) -> Case:
     """Return both captures of a decoder."""
     model = tiny_transformer(name)
-    return Case(model, dispfx.capture(model), capture_cached(model))
+    return Case(model, plain(name), with_cache(name))
 
 
 def generated(graph: fx.GraphModule, ids: Tensor, prefill: int, mask: Tensor | None = None) -> Tensor:

@@ -51,10 +51,12 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 GROUPED, BATCHED = "grouped_mm", "bmm"
 
 
-def build(name: str) -> Any:
+def build(name: str, *, layers: int = 2) -> Any:
     model_type, changes = MIXTURES[name]
+    sizes = SIZES | changes | {"num_hidden_layers": layers}
+    sizes |= {"layer_types": changes["layer_types"][:layers]} if "layer_types" in changes else {}
     torch.manual_seed(0)
-    return perturb(AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SIZES | changes))))
+    return perturb(AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes)))
 
 
 def operations(program: Program) -> str:
@@ -126,7 +128,7 @@ def test_gradients_of_the_gates_are_the_same_in_both(captures: tuple[Program, Pr
 
 
 def test_the_module_keeps_its_own_implementation():
-    model = build("fused gate and up")
+    model = build("fused gate and up", layers=1)
     model.set_experts_implementation("eager")
     dispfx.capture(model)
     assert model.get_experts_implementation() == {"": "eager"}
@@ -137,7 +139,7 @@ def test_the_module_keeps_its_own_implementation():
 
 
 def test_only_mixtures_have_a_choice():
-    assert has_choice_of_experts(build("fused gate and up"))
+    assert has_choice_of_experts(build("fused gate and up", layers=1))
     dense = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
     assert not has_choice_of_experts(dense) and not has_choice_of_experts(nn.Linear(2, 2))
     program = dispfx.capture(dense.eval())
@@ -145,7 +147,7 @@ def test_only_mixtures_have_a_choice():
 
 
 def test_where_one_way_cannot_be_captured_the_other_is(monkeypatch: pytest.MonkeyPatch):
-    model = build("fused gate and up")
+    model = build("fused gate and up", layers=1)
     forward = type(model).forward
 
     def batched_only(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +163,7 @@ def test_where_one_way_cannot_be_captured_the_other_is(monkeypatch: pytest.Monke
     "name", ["fused gate and up", "interleaved gate and up, transposed, with biases"], ids=["fused", "biases"]
 )
 def test_a_mixture_compiles_from_text_to_a_verified_folder(tmp_path: Path, name: str):
-    model = build(name)
+    model = build(name, layers=1)
     tokens = torch.randint(VOCABULARY, (600,), generator=torch.Generator().manual_seed(0))
     report = api.compile(
         model,
@@ -188,7 +190,7 @@ def test_a_mixture_compiles_from_text_to_a_verified_folder(tmp_path: Path, name:
 
 def test_a_plan_with_one_selection_for_all_experts_is_applied_as_such(tmp_path: Path):
     """Plans from before experts had features of their own stay what they were."""
-    model = build("fused gate and up")
+    model = build("fused gate and up", layers=1)
     program = dispfx.capture(model)
     own = Plan.random(program, 0.3, seed=1)
     first = {

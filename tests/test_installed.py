@@ -98,6 +98,7 @@ def run(python: Path, folder: Path, command: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_readme_works_for_who_has_only_the_wheel(python: Path, tmp_path: Path):
     readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
     named = {name: text for text, name in NAMED.findall(readme)}

@@ -80,11 +80,13 @@ def _config(name: str) -> PreTrainedConfig:
     raise KeyError(name)
 
 
-def tiny_transformer(name: str) -> nn.Module:
+def tiny_transformer(name: str, *, layers: int = 2) -> nn.Module:
     """Return a seeded decoder in evaluation mode; no parameter is constant, so that none hides an error."""
     torch.manual_seed(0)
+    config = _config(name)
+    config.num_hidden_layers = layers
     options = {"experts_implementation": "batched_mm"} if name in ("mixtral", "deepseek") else {}
-    model = AutoModelForCausalLM.from_config(_config(name), **options).eval()
+    model = AutoModelForCausalLM.from_config(config, **options).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))

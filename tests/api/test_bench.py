@@ -22,6 +22,7 @@ from dispfx.ir.ops import is_grouped
 from dispfx.ir.plan import Plan
 from dispfx.measure.speed_row import SpeedRow
 from tests.api.conftest import Compiled
+from tests.captures import plain
 from tests.tiny_transformers import tiny_transformer
 
 # The room, which the function of its name hides.
@@ -68,7 +69,7 @@ def test_without_a_dense_model_its_class_is_timed_with_random_weights(pruned_fol
 
 def test_a_mixture_gathers_weights_for_a_single_token_and_sorts_many(tmp_path: Path, monkeypatch):
     """Gathering them for a prompt would hold a copy of an expert for every token."""
-    model: Any = tiny_transformer("mixtral")
+    model: Any = tiny_transformer("mixtral", layers=1)
     model.save_pretrained(tmp_path / "dense")
     plan = Plan.random(dispfx.capture(model), 0.4, seed=0)
     out = tmp_path / "out"
@@ -186,7 +187,7 @@ def test_the_dense_decoder_is_captured_once_and_one_plan_is_measured_and_timed(
 
 
 def test_a_plan_is_made_again_at_an_alignment_from_what_it_keeps():
-    program = dispfx.capture(tiny_transformer("llama"))
+    program = plain("llama")
     plan = Plan.random(program, 0.4, seed=0)
     same, coarse = realigned(program, plan, (1, 8))
     assert [s.kept.tolist() for s in same.selections] == [s.kept.tolist() for s in plan.selections]

@@ -1,6 +1,7 @@
 """Settings suit a decoder where nobody chose them, whatever is known first."""
 
 import dataclasses
+from functools import cache
 
 import pytest
 
@@ -10,12 +11,14 @@ from dispfx.api.programs import analyse, capture
 from dispfx.ir.program import Program
 from dispfx.learning.settings import RECIPES
 from dispfx.source.experts import Experts
+from tests.captures import plain
 from tests.plain_decoders import FORMS, build
 from tests.tiny_transformers import tiny_transformer
 
 
+@cache
 def sorts(experts: Experts) -> Program:
-    return analyse(tiny_transformer("mixtral"), experts=experts)
+    return analyse(tiny_transformer("mixtral", layers=1), experts=experts)
 
 
 def test_experts_that_sort_tokens_get_one_mask_a_batch_and_a_note_says_so():
@@ -85,7 +88,7 @@ def test_all_limits_count_at_once_whatever_is_known_first(named, length):
 
 
 def test_a_limit_that_the_config_alone_names_is_one_of_the_captured_decoder():
-    program = capture(tiny_transformer("llama"))  # its positions are computed, and have no table
+    program = plain("llama")  # its positions are computed, and have no table
     assert program.context == program.clone().context == 128
     assert settings_of(program, learn_settings("a-model")).seq_len == 128
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import dispfx
-from dispfx.api.cached import CachedDecoder, lower_cached
+from dispfx.api.cached import CachedDecoder
 from dispfx.api.speed import step_inputs
 from dispfx.api.static import StaticDecoder, StaticPrograms, static_programs
 from dispfx.errors import DataError, UnsupportedGraphError
@@ -18,9 +18,10 @@ from dispfx.ir.program import Program
 from dispfx.layered import LayeredDecoder
 from dispfx.passes.outline_layers import OutlineLayers
 from dispfx.pipeline import Pipeline
+from tests.captures import lowered_with_cache, plain
 from tests.passes.golden import calls_of
 from tests.programs import relative_error, token_ids
-from tests.tiny_transformers import VOCABULARY, tiny_transformer
+from tests.tiny_transformers import VOCABULARY
 
 # Sums over keys run in another order when hidden places are among them.
 ORDER_OF_SUMS = 1e-5
@@ -40,8 +41,7 @@ class Case:
 
 @cache
 def case_of(name: str) -> Case:
-    model = tiny_transformer(name)
-    program = lower_cached(model, Plan.random(dispfx.capture(model), 0.4, seed=1))
+    program = lowered_with_cache(name, 0.4)
     ids = token_ids(2, PREFILL + STEPS, vocabulary=VOCABULARY - 8) + 8
     decoder = CachedDecoder(program.graph_module)
     logits = [decoder(ids[:, :PREFILL])[:, -1:]]
@@ -152,7 +152,7 @@ def test_padding_that_would_be_ignored_is_refused():
 
 
 def test_a_program_without_a_cache_is_refused():
-    program = dispfx.capture(tiny_transformer("llama"))
+    program = plain("llama")
     lowered = dispfx.api.programs.lower_program(program, Plan.random(program, 0.0, seed=0))
     with pytest.raises(UnsupportedGraphError, match="with a cache"):
         static_programs(lowered, LENGTH)
@@ -171,8 +171,7 @@ def test_compiled_graphs_give_the_same():
 
 @pytest.mark.parametrize(("ratio", "kinds"), [(0.0, 1), (0.4, 2)])
 def test_layers_of_a_static_program_share_bodies_and_write_their_caches(ratio: float, kinds: int):
-    model = tiny_transformer("llama")
-    program = lower_cached(model, Plan.random(dispfx.capture(model), ratio, seed=1))
+    program = lowered_with_cache("llama", ratio)
     programs = static_programs(program, LENGTH)
     for static, shape in ((programs.prefill, (2, 7, 0)), (programs.decode, (2, 1, 20))):
         Pipeline([OutlineLayers("static")]).run(static)

@@ -30,6 +30,7 @@ def start(words: list[str]) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_interrupted_run_names_the_command_that_goes_on_and_that_command_ends(tmp_path: Path):
     out = tmp_path / "an out"
     words = command(write_tokens(tmp_path / "tokens.safetensors"), out, "--export", "none")

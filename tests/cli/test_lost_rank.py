@@ -44,6 +44,7 @@ def process_of_rank(rank: int, launcher: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="needs to see which process is which rank"
 )

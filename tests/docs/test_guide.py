@@ -20,6 +20,7 @@ MADE = (
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_guide_works_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dispfx.api.text, "_DEMO_CHARACTERS", 40_000)

@@ -87,6 +87,7 @@ def test_the_commands_and_the_python_of_the_page_on_transformers_run(checkpoint:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_commands_of_the_page_on_learning_run(checkpoint: str):
     launched, applied = page_commands("learning.md", checkpoint)
     at = launched.index("--launch")

@@ -20,6 +20,7 @@ PLACES = {"DIR": "made", "MODEL|DIR": "made", "PLAN": "plan.safetensors"}
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_commands_and_the_python_of_the_readme_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str
 ):

@@ -13,8 +13,8 @@ from dispfx.api.opening import learn_settings
 from dispfx.errors import DataError
 from dispfx.ir.lookups import longest_text, require_readable
 from dispfx.learning.text import TokenBatches
+from tests.captures import plain
 from tests.plain_decoders import FORMS, VOCABULARY, Decoder, build
-from tests.tiny_transformers import tiny_transformer
 
 # Where token t stands in a table of 64 rows, and how many tokens then have a place.
 WAYS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
@@ -57,7 +57,7 @@ def test_the_longest_text_is_the_one_whose_last_token_has_a_place(way):
 
 
 def test_computed_positions_have_no_end():
-    program = dispfx.capture(tiny_transformer("llama"))
+    program = plain("llama")
     assert longest_text(program, 100_000) == 100_000
 
 

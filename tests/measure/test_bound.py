@@ -5,23 +5,22 @@ from functools import cache
 import pytest
 
 import dispfx
-from dispfx.api.cached import capture_cached
 from dispfx.api.programs import lower_program
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.measure.bound import StepCost, bound, step_cost
+from tests.captures import with_cache
 from tests.plain_decoders import FORMS, INNER, VOCABULARY, WIDTH, build
 from tests.programs import plan_keeping
 from tests.tiny_transformers import VOCABULARY as TINY_VOCABULARY
-from tests.tiny_transformers import tiny_transformer
 
 LAYER = 4 * WIDTH * WIDTH + 3 * WIDTH * INNER
 
 
 @cache
 def cached(name: str) -> Program:
-    return capture_cached(tiny_transformer(name))
+    return with_cache(name)
 
 
 def lowered(program: Program, ratio: float) -> Program:

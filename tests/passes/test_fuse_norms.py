@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dispfx
-from dispfx.api.cached import CachedDecoder, lower_cached
+from dispfx.api.cached import CachedDecoder
 from dispfx.api.programs import lower_program
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.kernels.norm_select import ADD_NORM_SELECT
 from dispfx.passes.fuse_norms import FuseNorms
 from dispfx.pipeline import Pipeline
+from tests.captures import lowered_with_cache
 from tests.one_branch import VOCABULARY, WIDTH, Middle
 from tests.passes.golden import calls_of, lines_of, names_of
 from tests.plain_decoders import FORMS, build, perturb
@@ -46,8 +47,7 @@ def test_norms_are_fused_with_what_is_added_and_selected(form: str):
 
 
 def test_a_cached_decoder_computes_what_it_computed():
-    model = tiny_transformer("llama")
-    program = lower_cached(model, Plan.random(dispfx.capture(model), 0.4, seed=1))
+    program = lowered_with_cache("llama", 0.4)
     after = fused(program)
     calls = calls_of(after, "dispfx.add_norm_select").splitlines()
     assert len(calls) == 4

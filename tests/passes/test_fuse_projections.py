@@ -8,19 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dispfx
-from dispfx.api.cached import CachedDecoder, lower_cached
+from dispfx.api.cached import CachedDecoder
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.passes.fuse_projections import FuseProjections
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.passes.lower_gates import LowerGates
 from dispfx.pipeline import Pipeline
+from tests.captures import lowered_with_cache
 from tests.one_branch import INNER, VOCABULARY, WIDTH
 from tests.passes.golden import calls_of, lines_of, names_of
 from tests.plain_decoders import FORMS, build, perturb
 from tests.programs import relative_error, token_ids
 from tests.tiny_transformers import VOCABULARY as TINY_VOCABULARY
-from tests.tiny_transformers import tiny_transformer
 
 # The same sums, but a larger product may run in another kernel.
 OTHER_KERNEL = 1e-6
@@ -87,9 +87,7 @@ def test_every_form_computes_what_it_computed(form: str):
     "name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi", "deepseek"))]
 )
 def test_pruned_decoders_with_a_cache_compute_what_they_computed(name: str):
-    model = tiny_transformer(name)
-    plain = dispfx.capture(model)
-    program = lower_cached(model, Plan.random(plain, 0.4, seed=1))
+    program = lowered_with_cache(name, 0.4)
     ids = token_ids(2, 9, vocabulary=TINY_VOCABULARY)
     after = fused(program)
     assert calls_of(after, "split_with_sizes").count("\n") > calls_of(program, "split_with_sizes").count("\n")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import fx
 
-from dispfx.api.cached import capture_cached
 from dispfx.api.programs import lower_program
 from dispfx.errors import UnsupportedGraphError
 from dispfx.ir.cached_inputs import CachedShape, cache_tensors, sample_inputs
@@ -22,15 +21,16 @@ from dispfx.ir.spec import verify_program
 from dispfx.passes.group_heads import GroupHeads
 from dispfx.passes.static_cache import StaticCache
 from dispfx.pipeline import Pipeline
+from tests.captures import with_cache
 from tests.passes.golden import calls_of, lines_of
-from tests.tiny_transformers import VOCABULARY, tiny_transformer
+from tests.tiny_transformers import VOCABULARY
 
 LENGTH = 24
 
 
 @cache
 def captured(name: str) -> Program:
-    program = capture_cached(tiny_transformer(name))
+    program = with_cache(name)
     return lower_program(program, Plan.random(program, 0.3, seed=0), write="gather-add")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dispfx.api.programs import capture, learn
+from dispfx.api.programs import learn
 from dispfx.errors import DispfxError, UnsupportedGraphError
 from dispfx.ir.outline import Outline
 from dispfx.ir.placing import placed
@@ -15,8 +15,8 @@ from dispfx.learning.state import saved_step
 from dispfx.ranks import ALONE, Ranks
 from dispfx.training import bodies
 from dispfx.training.shards import check_gradients, check_shareable
+from tests.captures import plain
 from tests.programs import program_of
-from tests.tiny_transformers import tiny_transformer
 from tests.training.gated import plain_and_fast
 from tests.training.sharded_ranks import IN_PARTS, changed, look, plan_of, run_ranks, text_of
 
@@ -26,6 +26,8 @@ LOOKS: dict[str, dict[str, Any]] = {
     "kept": {"form": "parallel-one-add", "checkpointing": False},
     "tied": {"form": "tied-embeddings", "checkpointing": True},
 }
+
+pytestmark = pytest.mark.long
 
 
 def _work(ranks: Ranks, folder: Path) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def test_a_gate_before_the_first_layer_is_refused():
 
 
 def test_a_placed_program_computes_elsewhere_and_its_weights_stay():
-    program = capture(tiny_transformer("llama"))
+    program = plain("llama")
     twin = placed(program, torch.device("meta"))
     assert twin.device == torch.device("meta") and program.device == torch.device("cpu")
     named = [value for node in twin.graph.nodes for value in node.kwargs.values()]

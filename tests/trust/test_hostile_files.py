@@ -52,6 +52,7 @@ ODD_STATES: list[dict[str, object]] = [
 ]
 
 
+@pytest.mark.long
 def test_spoilt_files_and_wrong_words_are_refused_in_words():
     command = [sys.executable, "-W", "ignore", "-m", "tests.trust.fuzzing", "--inputs", str(INPUTS)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})

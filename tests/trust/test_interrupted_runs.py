@@ -27,6 +27,7 @@ def program(name: str, *words: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_to_the_same_plan():
     record = program("killed_runs", "--kills", str(KILLS))
     assert not record["faults"]

@@ -9,7 +9,6 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from dispfx.api.cached import capture_cached
 from dispfx.api.programs import lower_program
 from dispfx.deploy.onnx.exporting import cached_model
 from dispfx.deploy.onnx.files import save_model
@@ -18,8 +17,9 @@ from dispfx.deploy.onnx.session import CachedSession
 from dispfx.ir.cached_inputs import CachedShape, cache_tensors, sample_inputs
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
+from tests.captures import with_cache
 from tests.programs import relative_error
-from tests.tiny_transformers import VOCABULARY, tiny_transformer
+from tests.tiny_transformers import VOCABULARY
 
 # Prefill, decode, several tokens after cached ones, one of which is padding; none was traced.
 SHAPES = (CachedShape(2, 5, 7), CachedShape(1, 8, 0), CachedShape(3, 1, 9), CachedShape(1, 1, 1))
@@ -50,7 +50,7 @@ class Exported:
 @cache
 def lowered(name: str, dtype: torch.dtype = torch.float32, ratio: float = 0.4) -> Program:
     """Return a tiny decoder with its cache, pruned by a random plan, with gather-add writes."""
-    program = capture_cached(tiny_transformer(name).to(dtype))
+    program = with_cache(name, dtype)
     return lower_program(program, Plan.random(program, ratio, seed=1, align=4), write="gather-add")
 
 
