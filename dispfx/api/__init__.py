@@ -3,13 +3,14 @@
 from dispfx.api.bench import bench
 from dispfx.api.cached import CachedDecoder, capture_cached, lower_cached
 from dispfx.api.commands import agree, evaluate, export, generate, inspect, learn_plan
-from dispfx.api.compilation import apply, compile, follow_command
+from dispfx.api.compilation import apply, compile
 from dispfx.api.doctor import doctor
 from dispfx.api.finetuning import finetune, tune_settings
 from dispfx.api.fitting import settings_of
 from dispfx.api.folder_verification import verify
 from dispfx.api.folders import load
 from dispfx.api.opening import learn_settings
+from dispfx.api.plan_learning import follow_command
 from dispfx.api.preview import preview
 from dispfx.api.programs import PASSES, analyse, apart, capture, gate, gated, learn, lower
 from dispfx.api.tasks import score_tasks

@@ -9,12 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dispfx.api.compilation import Learning, learn_from, remove_state, state_folder
 from dispfx.api.folders import is_output, open_folder
 from dispfx.api.measuring import measure
 from dispfx.api.onnx_folder import FOLDER, onnx_runner, write_onnx
 from dispfx.api.opening import Opening, context_of, longest_context
+from dispfx.api.plan_learning import learn_from, remove_state, state_folder
 from dispfx.api.programs import WriteSpelling, analyse
+from dispfx.api.readiness import Learning
 from dispfx.api.stages import Stages
 from dispfx.api.text import TextChoice, require_known, vocabulary_of
 from dispfx.api.verification import exported_lines

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dispfx.api.compilation import remove_state, resumption, state_folder
 from dispfx.api.folders import Opened, open_folder
 from dispfx.api.measuring import measure
 from dispfx.api.opening import longest_context
+from dispfx.api.plan_learning import remove_state, resumption, state_folder
 from dispfx.api.stages import Stages
 from dispfx.api.text import Text, TextChoice, open_text
 from dispfx.api.verification import TOLERANCES

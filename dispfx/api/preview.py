@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dispfx.api.compilation import Learning, ready_to_learn, state_folder
 from dispfx.api.opening import Opening
+from dispfx.api.plan_learning import state_folder
+from dispfx.api.readiness import Learning, ready_to_learn
 from dispfx.api.stages import Stages
 from dispfx.api.text import TextChoice
 from dispfx.deploy.folder import refuse_existing
