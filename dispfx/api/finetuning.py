@@ -262,7 +262,9 @@ def _write_merged(
         require(*lines)
     with stages("measure"):
         told = replace(told, after=gauge(again.decoder).value)
-    report = _report(opened, folder, told, tuple(lines), stages, command)
+    with stages("digest"):
+        files = digests(folder)
+    report = _report(opened, folder, told, tuple(lines), files, stages, command)
     save_report(report, folder / "report.json")
     card = model_card(report, base_model=told.base, folder=name, data="")
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -301,6 +303,7 @@ def _report(
     folder: Path,
     told: Tuning,
     lines: tuple[Verification, ...],
+    files: dict[str, str],
     stages: Stages,
     command: str | None,
 ) -> Report:
@@ -319,5 +322,5 @@ def _report(
         seconds=dict(stages.seconds),
         command=command or "dispfx.api.finetune",
         tuned=told,
-        files=digests(folder),
+        files=files,
     )

@@ -85,6 +85,7 @@ def ready_to_learn(
     """
     chosen_settings = how.settings or learn_settings(opening.model)
     check_select(how.select, constrained=chosen_settings.constrained, costs=how.costs is not None)
+    chosen.require_data(opening.model)
     costs = None if how.costs is None else read_costs(how.costs)
     with stages("open"):
         chosen.check()
@@ -97,6 +98,7 @@ def ready_to_learn(
         settings = fitted()
         separator = separator_of(source) if settings.packing == "documents" else None
         text = open_text(source, chosen if separator is None else chosen.of_documents(source))
+    text.require_learnable()
     if source.config is not None or "seq_len" not in settings.adaptable:
         text.batches(settings)  # Otherwise the decoder's graph says how long its sequences may be.
     text.require_measurable()

@@ -12,6 +12,7 @@ from dispfx.errors import DataError
 from dispfx.learning.mixture import Mixture, quotas
 from dispfx.learning.settings import LearnSettings, seed_for
 from dispfx.learning.text import HELD_OUT_SHARE, Batches, TokenBatches
+from dispfx.origin import origin_of
 from dispfx.source import Source
 from dispfx.source.text import (
     ReadText,
@@ -71,6 +72,19 @@ class TextChoice:
             if one:
                 check_readable(one, self.reading)
 
+    def require_data(self, model: object) -> None:
+        """Pass if there is text to learn from; the demo brings its own.
+
+        Args:
+            model: MODEL, or a module.
+
+        Raises:
+            DataError: if there is none.
+        """
+        named = isinstance(self.data, Tensor) or bool(self.data)
+        if not named and not (isinstance(model, str) and origin_of(model) == "demo"):
+            raise _no_text()
+
 
 @dataclass(frozen=True, eq=False)
 class Text:
@@ -109,6 +123,19 @@ class Text:
                 hint="use a longer text, or name another one to measure on with --eval-data",
             )
 
+    def require_learnable(self) -> None:
+        """Pass if there are enough tokens for the shortest of all sequences.
+
+        Raises:
+            DataError: if there are not, in one part.
+        """
+        fewest = min((len(part) for part in self.learn), default=0)
+        if fewest < 2:
+            raise DataError(
+                f"two tokens or more are needed to learn from, and there are {fewest}",
+                where=self.learned_name,
+            )
+
     def batches(self, settings: LearnSettings) -> Batches:
         """Cut the tokens to learn from into batches.
 
@@ -116,7 +143,7 @@ class Text:
             DataError: if there are none, or one part is shorter than one sequence.
         """
         if not self.learn:
-            raise DataError("text to learn from is needed", hint="name a text file with --data")
+            raise _no_text()
         if not self.weights:
             return batches_of(self.learn[0], settings, self.held_out[0])
         parts = [
@@ -126,6 +153,10 @@ class Text:
             )
         ]
         return Mixture(parts, self.weights, settings.batch_size)
+
+
+def _no_text() -> DataError:
+    return DataError("text to learn from is needed", hint="name a text file with --data")
 
 
 def open_text(source: Source, chosen: TextChoice) -> Text:

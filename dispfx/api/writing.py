@@ -171,6 +171,7 @@ def write_output(task: Task, stages: Stages) -> Report:
         with stages("measure"):
             measured = _perplexity(task, reloaded)
             skills = _skills(task, reloaded)
+        with stages("digest"):
             files = digests(folder)
         report = _report(task, folder, tuple(lines), measured, skills, files, stages)
         _write_words(task, folder, report, as_modules=isinstance(pruned, PrunedModel))

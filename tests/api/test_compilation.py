@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 import dispfx
 from dispfx.api import apply, load
+from dispfx.deploy.digests import digests
 from dispfx.errors import (
     BudgetError,
     DataError,
@@ -23,6 +25,7 @@ from dispfx.errors import (
     VerificationError,
 )
 from dispfx.ir.plan import Plan
+from dispfx.learning.settings import LearnSettings
 from dispfx.measure.equivalence import Verification
 from dispfx.report import load_report
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Compiled, Watcher, random_tokens
@@ -115,12 +118,38 @@ def test_every_comparison_is_made_and_holds(compiled: Compiled):
 
 def test_stages_steps_and_lines_are_told_in_order(compiled: Compiled):
     watcher = compiled.watcher
-    assert watcher.stages == ["open", "capture", "learn", "lower", "verify", "write", "reload", "measure"]
+    assert watcher.stages == [
+        "open", "capture", "learn", "lower", "verify", "write", "reload", "measure", "digest",
+    ]  # fmt: skip
     assert list(compiled.report.seconds) == watcher.stages
     assert watcher.steps[-1] in (SETTINGS.steps, SETTINGS.steps - 1) and len(watcher.steps) == SETTINGS.steps
     shown = [line for line in compiled.report.verify if line.name != "captured = model"]
     assert watcher.verified_lines == shown
     assert watcher.reports == [compiled.report] and len(watcher.programs) == 1
+
+
+class Clock(Watcher):
+    """Knows which stage runs."""
+
+    running: str | None = None
+
+    def stage(self, name: str, seconds: float | None = None) -> None:
+        self.running = name if seconds is None else None
+
+
+def test_the_time_of_the_digests_is_told_as_their_own(
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    clock, seen = Clock(), []
+
+    def watched(folder: Path) -> dict[str, str]:
+        seen.append(clock.running)
+        return digests(folder)
+
+    monkeypatch.setattr("dispfx.api.writing.digests", watched)
+    report = apply(MODEL, compiled.path / "plan.safetensors", out=tmp_path / "again", observer=clock)
+    assert seen == ["digest"] and report.seconds["digest"] > 0
+    assert report.files == digests(tmp_path / "again")
 
 
 def test_the_loaded_folder_is_the_lowered_decoder(compiled: Compiled):
@@ -286,6 +315,29 @@ def test_what_cannot_be_used_is_refused_without_a_folder(name: str, tmp_path: Pa
     assert words in str(error.value) and error.value.exit_code == 2
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.state").exists(), "nothing was learned, and the next run is not refused"
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, dispfx.api.learn_settings(MODEL)])
+def test_text_that_is_missing_is_said_before_a_decoder_is_opened(
+    tmp_path: Path, settings: LearnSettings, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where nobody chose the length of a sequence, which the graph of a module without a config says."""
+    monkeypatch.setattr("dispfx.api.opening.Opening.open", lambda opening: pytest.fail("it was opened"))
+    runs: tuple[Any, ...] = (dispfx.compile, dispfx.api.learn_plan, dispfx.api.preview)
+    for model in (MODEL, build_decoder()):
+        watcher = Watcher()
+        for run in runs:
+            with pytest.raises(DataError, match="text to learn from is needed"):
+                run(model, RATIO, out=tmp_path / "out", settings=settings, observer=watcher)
+        assert watcher.stages == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_text_of_one_token_is_refused_before_the_capture(tmp_path: Path):
+    watcher = Watcher()
+    for tokens in (random_tokens(1), random_tokens(0)):
+        with pytest.raises(DataError, match="two tokens or more are needed to learn from"):
+            dispfx.compile(MODEL, RATIO, out=tmp_path / "out", data=tokens, eval_data=None, observer=watcher)
+    assert watcher.programs == [] and list(tmp_path.iterdir()) == []
 
 
 def test_an_output_that_exists_is_refused_before_anything(tmp_path: Path, tokens: Path):
