@@ -8,6 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dispfx.errors import BudgetError, DataError, DispfxError, OutputError
+from dispfx.python_code import current_folder
+
+
+def check_current_folder() -> None:
+    """Check that the folder that the command runs in is still there: libraries look at it when they start.
+
+    Raises:
+        DispfxError: if it is not, or may not be looked at.
+    """
+    if current_folder() is None:
+        raise DispfxError(
+            "the current folder does not exist any more, or may not be looked at",
+            hint="change to a folder that exists",
+        )
 
 
 def check_ratio(ratio: float) -> None:

@@ -13,6 +13,14 @@ from pathlib import Path
 _MOST_NAMES = 4
 
 
+def current_folder() -> Path | None:
+    """Return the folder that this process runs in, or None where it was removed or may not be looked at."""
+    try:
+        return Path(os.getcwd())
+    except OSError:
+        return None
+
+
 def suggestion_for(spec: str) -> str | None:
     """Return how to name the functions of the Python code that `spec` names, or None where it names none.
 
@@ -25,7 +33,8 @@ def suggestion_for(spec: str) -> str | None:
     functions = None if file is None else _functions(file)
     if file is None or functions is None:
         return None
-    here = file.is_relative_to(Path.cwd())
+    current = current_folder()
+    here = current is not None and file.is_relative_to(current)
     if not here and (not functions or name.partition(".")[0] in sys.stdlib_module_names):
         return None
     shown = os.path.relpath(file) if here else str(file)
@@ -41,7 +50,8 @@ def _file_of(name: str) -> Path | None:
     """Return the source of a module, looked for in the current directory first; no package is imported."""
     # A file written a moment ago may be missing from the finder's cached listing of the folder.
     importlib.invalidate_caches()
-    places: list[str] | None = [os.getcwd(), *sys.path]
+    current = current_folder()
+    places: list[str] | None = [*([] if current is None else [str(current)]), *sys.path]
     found = None
     for part in name.split("."):
         # A finder of files looks at the last part of a name alone, so no parent is imported for it.
@@ -57,7 +67,13 @@ def _functions(file: Path) -> list[str] | None:
     """Return the public functions that can be called without arguments, or None where it is no Python."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ):  # the last two: it nests too deeply
         return None
     defined = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     return [node.name for node in defined if not node.name.startswith("_") and not _required(node.args)]

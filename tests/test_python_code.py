@@ -86,3 +86,24 @@ def test_a_file_name_before_the_colon_is_refused_with_the_offer():
     with pytest.raises(SourceError) as refusal:
         load_source("quiet.py:build")
     assert str(refusal.value.hint).endswith("name its function, quiet:build")
+
+
+@pytest.mark.parametrize("code", ["-" * 200_000 + "1", "lambda:" * 50_000 + "1", "a" + ".b" * 100_000])
+def test_code_that_nests_too_deeply_to_be_read_is_no_offer(tmp_path: Path, code: str):
+    """Python's parser says MemoryError or RecursionError of it."""
+    (tmp_path / "deep.py").write_text(f"def build(): ...\nx = {code}\n")
+    with pytest.raises(SourceError, match="MODEL is a file") as refusal:
+        origin_of("deep.py")
+    assert "Python code" not in str(refusal.value)
+
+
+def test_where_the_current_folder_is_gone_installed_code_is_still_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert suggestion_for("mine") is None
+    monkeypatch.syspath_prepend(tmp_path)
+    told = suggestion_for("mine:bild")
+    assert told is not None and told.endswith("name its function, mine:build or mine:large")

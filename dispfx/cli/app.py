@@ -1,5 +1,6 @@
 """The verbs in one list, and the entry point of the `dispfx` command."""
 
+import sys
 from typing import Annotated
 
 import typer
@@ -8,6 +9,8 @@ from dispfx import __version__
 from dispfx.cli import evaluating, making, measuring, showing, tuning, using
 from dispfx.cli.examples import epilog
 from dispfx.cli.repeating import Repeating
+from dispfx.errors import DispfxError
+from dispfx.preconditions import check_current_folder
 
 app = typer.Typer(
     name="dispfx",
@@ -52,7 +55,11 @@ def _dispfx(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    pass
+    try:
+        check_current_folder()
+    except DispfxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(error.exit_code) from None
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """package.module:function → the module that the function returns."""
 
 import importlib
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from dispfx.errors import SourceError
-from dispfx.python_code import suggestion_for
+from dispfx.python_code import current_folder, suggestion_for
 
 
 def build_module(spec: str) -> tuple[nn.Module, None, Any | None]:
@@ -27,7 +26,9 @@ def build_module(spec: str) -> tuple[nn.Module, None, Any | None]:
         function = _find(spec)
         try:
             module = function()
-        except Exception as error:
+        except MemoryError as error:
+            raise _out_of_memory("MODEL's function ran", error) from error
+        except (Exception, SystemExit) as error:
             raise SourceError(
                 f"MODEL's function raised {type(error).__name__}: {error}",
                 where=_line_of(error),
@@ -45,9 +46,12 @@ def _find(spec: str) -> Callable[[], Any]:
     module_name, _, path = spec.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:
+    except MemoryError as error:
+        raise _out_of_memory(f"the module {module_name} was imported", error) from error
+    except (Exception, SystemExit) as error:
         absent = isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or "?")
-        looked = f"it is looked for in {os.getcwd()} and among the installed packages"
+        here = current_folder() or "no current folder, for that was removed,"
+        looked = f"it is looked for in {here} and among the installed packages"
         hint = (suggestion_for(spec) or looked) if absent else None
         raise SourceError(
             f"the module {module_name} cannot be imported: {type(error).__name__}: {error}",
@@ -65,17 +69,29 @@ def _find(spec: str) -> Callable[[], Any]:
 
 @contextmanager
 def _current_directory_importable() -> Iterator[None]:
-    here = os.getcwd()
-    sys.path.insert(0, here)
+    here = current_folder()
+    if here is None:  # nothing can be imported from there
+        yield
+        return
+    sys.path.insert(0, str(here))
     # A file written a moment ago may be missing from the finder's cached listing of the folder.
     importlib.invalidate_caches()
     try:
         yield
     finally:
-        sys.path.remove(here)
+        sys.path.remove(str(here))
 
 
-def _line_of(error: Exception) -> str:
+def _out_of_memory(when: str, error: MemoryError) -> SourceError:
+    said = f": {error}" if str(error) else ""
+    return SourceError(
+        f"memory ran out while {when}{said}",
+        where=_line_of(error),
+        hint="build a smaller decoder or one of a smaller dtype; code that nests very deeply ends so, too",
+    )
+
+
+def _line_of(error: BaseException) -> str:
     """Return the last line of the user's code that ran before `error`."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [

@@ -52,3 +52,24 @@ def test_an_interrupt_of_a_verb_without_state_promises_none(dispfx, replaced):
     replaced("inspect", error=KeyboardInterrupt())
     result = dispfx("inspect", "demo")
     assert result.exit_code == 130 and "nothing was written" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("inspect", "demo"),
+        ("compile", "mine:build", "--ratio", "0.3", "--data", "text.txt", "--out", "out"),
+        ("compile", "--from-report", "report.json", "--out", "out"),
+        ("doctor",),
+    ],
+)
+def test_a_current_folder_that_was_removed_is_said_before_a_library_looks_at_it(
+    dispfx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+):
+    """Left to torch, the process ends without a word of ours."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    result = dispfx(*words)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: the current folder does not exist any more")

@@ -103,3 +103,66 @@ def test_a_module_that_fails_on_import_is_refused(tmp_path: Path, monkeypatch):
     with pytest.raises(SourceError, match="AttributeError") as refusal:
         load_source("fails_on_import:function")
     assert (refusal.value.where or "").endswith("fails_on_import.py:2")
+
+
+ENDS = """
+import sys
+
+def large():
+    raise MemoryError("unable to allocate 9 TiB")
+
+def small():
+    sys.exit()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("large", "memory ran out while MODEL's function ran: unable to allocate 9 TiB"),
+        ("small", "MODEL's function raised SystemExit"),
+    ],
+)
+def test_a_function_that_ends_the_process_or_its_memory_is_refused_by_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+):
+    module = f"ends_of_{tmp_path.name}"
+    (tmp_path / f"{module}.py").write_text(ENDS)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError, match=told) as refusal:
+        load_source(f"{module}:{name}")
+    assert refusal.value.exit_code == 2 and f"{module}.py:" in str(refusal.value.where)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("raise SystemExit(0)", "cannot be imported: SystemExit: 0"),
+        ("x = " + "-" * 200_000 + "1", "memory ran out"),
+    ],
+)
+def test_a_module_that_ends_the_process_or_its_memory_on_import_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, told: str
+):
+    module = f"imported_of_{tmp_path.name}"
+    (tmp_path / f"{module}.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError, match=told):
+        load_source(f"{module}:build")
+
+
+def test_where_the_current_folder_is_gone_a_function_is_looked_for_among_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    before = list(sys.path)
+    with pytest.raises(SourceError, match="no current folder, for that was removed, and among the installed"):
+        load_source("absent_everywhere:build")
+    assert sys.path == before
+    name = f"elsewhere_of_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(DECODER)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert type(load_source(f"{name}:Bigram").model).__name__ == "Bigram"
