@@ -15,8 +15,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from dispfx.errors import CaptureError
+from dispfx.ir.in_place import spell_in_place
 from dispfx.ir.inline import inline_modes
-from dispfx.ir.ops import mutates, source_line
+from dispfx.ir.ops import source_line
 from dispfx.ir.program import Program, with_tensors
 from dispfx.ir.twins import frozen_twin
 
@@ -65,7 +66,7 @@ def program_of(
 
 def straight_line(exported: ExportedProgram) -> ExportedProgram:
     """Make in-place operations functional and inline the graphs of gradient and autocast modes."""
-    if any(mutates(node) for node in exported.graph.nodes):
+    if not spell_in_place(exported.graph):
         exported = exported.run_decompositions({})
     inline_modes(exported.graph, exported.graph_module)
     return exported

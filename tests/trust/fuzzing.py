@@ -60,6 +60,8 @@ def fuzz(
     chosen = [kind for kind in [*kinds(made), words_kind(made)] if only is None or kind.name in only]
     tempfile.tempdir = str(work / "tmp")
     watch = Watch(work, canary)
+    # A case may be the first to import a module, and what is kept of that lies elsewhere.
+    sys.dont_write_bytecode = True
     shares = sum(kind.share for kind in chosen)
     began, counts, faults = time.monotonic(), {}, {}
     limit_memory()
