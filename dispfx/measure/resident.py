@@ -14,10 +14,9 @@ at their largest.  What stays through all steps is laid out once, and takes what
 the decoders that the factor was chosen on, and those that it was tried on afterwards.
 """
 
-import os
-import platform
-
 import torch
+
+from dispfx.measure.allocator import keeps_freed_blocks
 
 RETAINED = 1.6
 # Graphs, their code, and what is imported on the way.
@@ -34,9 +33,3 @@ def resident_bytes(held: float, step: float, device: torch.device) -> int:
     if device.type != "cpu":
         return int(held + step)
     return int(held + step * (RETAINED if keeps_freed_blocks() else 1.0)) + PROCESS_BYTES
-
-
-def keeps_freed_blocks() -> bool:
-    """Whether the allocator is glibc's, left as it is."""
-    changed = os.environ.get("LD_PRELOAD") or "MALLOC_MMAP_THRESHOLD_" in os.environ
-    return platform.libc_ver()[0] == "glibc" and not changed
