@@ -111,4 +111,5 @@ def test_what_something_else_sees_is_left_alone(function: Callable[[Module, Tens
 
 def test_a_mixture_is_not_traced_a_second_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", None)
-    assert not dispfx.capture(build("mixture of experts")).refused
+    # Grouped experts of older transformers clamp an index that is seen elsewhere.
+    assert not dispfx.capture(build("mixture of experts"), experts="batched").refused
