@@ -166,6 +166,14 @@ Sharpen = Annotated[
 ]
 Lr = Annotated[float | None, typer.Option(help="Learning rate (3e-3).")]
 Lambda = Annotated[float | None, typer.Option("--lambda", help="Weight of the budget loss (6).")]
+BudgetOn = Annotated[
+    Literal["masks", "probabilities"] | None,
+    typer.Option(help="What the budget loss counts: masks as drawn, or how likely each is (probabilities)."),
+]
+BudgetWidth = Annotated[
+    float | None,
+    typer.Option(help="Ease the budget loss where it is below this, 0 for nowhere (WIDTH)."),
+]
 Estimator = Annotated[
     Literal["reinmax", "gumbel", "straight-through"] | None,
     typer.Option(help="How gradients pass the sampled masks (reinmax)."),

@@ -2,8 +2,10 @@
 
     logits = sharpness · hypernetwork()                      (N,)
     masks, slopes = estimator.sample(logits)                 (S, N) each; the masks are a leaf
-    loss = next_token_loss(gated(ids, masks split by site)) + λ · mean over S of R(count(mask))
+    loss = next_token_loss(gated(ids, masks split by site)) + λ · R
     ∂loss/∂logits = Σ over S of ∂loss/∂mask · slope          then one backward pass of the hypernetwork
+
+    R = mean over S of budget_loss(count(mask)),             or budget_loss(count(sigmoid(logits))); eased
 
 Since the masks are a leaf, several forward passes may add to their gradient, and the hypernetwork's
 backward pass runs once a step.  N is the number of features of all groups of sites.
@@ -31,7 +33,7 @@ from dispfx.learning.objective import next_token_loss
 from dispfx.learning.settings import LearnSettings, seed_for
 from dispfx.learning.state import Position, restore_run, run_tensors
 from dispfx.learning.text import Batches
-from dispfx.learning.update import Update, fastest_update
+from dispfx.learning.update import Slopes, Update, fastest_update
 from dispfx.ranks import ALONE, Ranks
 
 # Kernels round otherwise for a batch than for one sequence, bfloat16 ones by about 1e-2 of a logit.
@@ -131,8 +133,12 @@ class Learner:
         self._batches = Ahead(problem.batch, device)
         features = problem.groups.features
         self._shape = (features,) if settings.samples == 1 else (settings.samples, features)
-        plain = Update(self._hypernetwork, self._count, problem.target, settings.lambda_)
-        self._update = fastest_update(plain, self._shape, device)
+        plain = Update(
+            self._hypernetwork, self._count, problem.target, settings.lambda_, settings.budget_width
+        )
+        self._counts_masks = settings.budget_on == "masks"
+        counted = self._shape if self._counts_masks else (features,)
+        self._update = fastest_update(plain, self._shape, counted, device)
         self._estimator = estimator(settings.estimator, settings.temperature, antithetic=settings.antithetic)
         self._generator = torch.Generator(device).manual_seed(seed_for(settings.seed, "masks"))
         # As of the last whole step: a step that is interrupted or bad leaves no trace.
@@ -164,15 +170,19 @@ class Learner:
         """
         problem, settings = self.problem, self.problem.settings
         sharpness = settings.sharpness(self.position.step)
-        logits = (self._update.logits() * sharpness).expand(self._shape)
-        sample = self._estimator.sample(logits, self._generator)
+        logits_N = self._update.logits() * sharpness
+        sample = self._estimator.sample(logits_N.expand(self._shape), self._generator)
         masks = problem.ranks.send(sample.mask).requires_grad_()
         loss = backward_decoder(problem, self._batches, masks, self.position.step)
         assert masks.grad is not None
         problem.ranks.average(masks.grad)
         problem.ranks.average(loss)
+        of_masks = Slopes(masks.grad, sample.slope * sharpness)
+        counted = (
+            Slopes(masks, of_masks.slopes) if self._counts_masks else _probabilities(logits_N, sharpness)
+        )
         # One transfer from the device for all numbers of the step.
-        numbers = self._update.gradients(loss, masks, masks.grad, sample.slope * sharpness).tolist()
+        numbers = self._update.gradients(loss, of_masks, counted).tolist()
         finite = all(math.isfinite(number) for number in numbers)
         with uninterrupted():
             if finite:
@@ -199,6 +209,12 @@ class Learner:
         self._generator.set_state(self._generator_state)
         before = self.position
         self.position = Position(before.step + 1, before.bad_steps + 1, before.bad_in_a_row + 1)
+
+
+def _probabilities(logits_N: Tensor, sharpness: float) -> Slopes:
+    """Return how likely each feature is kept, and the slope of that for the logit before it was sharpened."""
+    keep_N = torch.sigmoid(logits_N)
+    return Slopes(keep_N, keep_N * (1 - keep_N) * sharpness)
 
 
 def backward_decoder(problem: Problem, batches: Ahead, sampled: Tensor, step: int) -> Tensor:

@@ -51,3 +51,17 @@ def budget_loss(left: Tensor, target: float) -> Tensor:
     # Filled on the device: a CUDA graph cannot hold a copy from the host.
     bound = torch.full_like(left, target)
     return torch.log(torch.maximum(left, bound)) - torch.log(torch.minimum(left, bound))
+
+
+def eased(loss: Tensor, width: float) -> Tensor:
+    """Return a budget loss whose corner at zero is a parabola of that width (Huber 1964).
+
+    R² / (2 · width) where R is below the width, and R − width / 2 above: a pull that grows with the distance
+    from the budget and has one strength far from it.  The loss itself for a width of zero.
+
+    Args:
+        loss: R, of any shape.
+    """
+    if width == 0.0:
+        return loss
+    return torch.where(loss < width, loss.square() / (2.0 * width), loss - width / 2.0)

@@ -17,6 +17,7 @@ HypernetworkName = Literal["full", "linear", "none"]
 Schedule = Literal["constant", "cosine"]
 Start = Literal["uniform", "sensitivity"]
 Packing = Literal["joined", "documents"]
+BudgetOn = Literal["masks", "probabilities"]
 Method = Literal["learned", "magnitude", "activation", "fluctuation", "sensitivity", "random"]
 
 
@@ -33,6 +34,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "samples": 2,
         "antithetic": True,
         "sharpen": 3.0,
+        "budget_on": "probabilities",
         "start": "sensitivity",
         "weight_decay": 1.0,
         "schedule": "cosine",
@@ -66,6 +68,10 @@ class LearnSettings:
         lr: learning rate of AdamW.
         weight_decay: of AdamW.
         lambda_: weight of the budget loss.
+        budget_on: what the budget loss counts: the masks that were drawn, or the probability that each
+            feature is kept, whose count is the mean over all draws and has no noise.
+        budget_width: the budget loss is eased where it is below this (`dispfx.learning.objective.eased`), so
+            that at the budget it does not push to and fro; 0 leaves it as it is.
         samples: masks drawn a step; each serves batch_size / samples sequences.
         antithetic: masks are drawn in pairs from opposite random numbers, u and 1 - u, where two are left
             to draw: what one of a pair drops for its number, the other keeps.
@@ -96,6 +102,8 @@ class LearnSettings:
     lr: float = 1e-3
     weight_decay: float = 0.05
     lambda_: float = 6.0
+    budget_on: BudgetOn = "masks"
+    budget_width: float = 0.0
     samples: int = 1
     antithetic: bool = False
     sharpen: float = 1.0
@@ -126,13 +134,13 @@ class LearnSettings:
         for name in ("lr", "temperature"):
             value = getattr(self, name)
             _require(0.0 < value < math.inf, name, "a positive number", value)
-        for name in ("lambda_", "weight_decay"):
+        for name in ("lambda_", "weight_decay", "budget_width"):
             value = getattr(self, name)
             _require(0.0 <= value < math.inf, name, "zero or a positive number", value)
         _require(math.isfinite(self.bias), "bias", "a finite number", self.bias)
         _require(1.0 <= self.sharpen < math.inf, "sharpen", "a number of at least 1", self.sharpen)
         choices = {"estimator": EstimatorName, "hypernetwork": HypernetworkName, "schedule": Schedule}
-        choices |= {"method": Method, "start": Start, "packing": Packing}
+        choices |= {"method": Method, "start": Start, "packing": Packing, "budget_on": BudgetOn}
         for name, allowed in choices.items():
             one_of = " or ".join(get_args(allowed))
             _require(getattr(self, name) in get_args(allowed), name, one_of, getattr(self, name))

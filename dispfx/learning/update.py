@@ -1,8 +1,11 @@
 """The hypernetwork's part of a step: logits before the decoder runs, and gradients after it.
 
     logits = hypernetwork()                                                         (N,)
-    R = mean over S of budget_loss(count(masks))
-    ∂/∂logits = Σ over S of (∂loss/∂masks + λ ∂R/∂masks) · slope,  then back through the hypernetwork
+    R = mean over S of eased(budget_loss(count(counted)))
+    ∂/∂logits = Σ over S of ∂loss/∂masks · slope + λ ∂R/∂counted · slope of counted,
+    then back through the hypernetwork
+
+What is counted are the masks themselves, or the one vector of probabilities that they were drawn with.
 
 `Update` does it operation by operation.  `ReplayedUpdate` does the same as two CUDA graphs: a hundred small
 kernels, each of which takes longer to start than to run.
@@ -11,17 +14,26 @@ Legend: N features of all groups of sites, S samples of the masks.
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from dispfx.learning.objective import budget_loss
+from dispfx.learning.objective import budget_loss, eased
 
 Count = Callable[[Tensor], Tensor]
+Shape = tuple[int, ...]
 
 _WARM_UPS = 2
 _TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Slopes:
+    """Values of the features and ∂value/∂logit, both (N,) or (S, N)."""
+
+    values: Tensor
+    slopes: Tensor
 
 
 class Update:
@@ -32,12 +44,15 @@ class Update:
         count: masks (N,) or (S, N) -> parameters left, one number a sample.
         target: parameters that should be left.
         weight: λ, of the budget loss.
+        width: of the budget loss where it is eased.
     """
 
-    def __init__(self, hypernetwork: nn.Module, count: Count, target: float, weight: float):
+    def __init__(
+        self, hypernetwork: nn.Module, count: Count, target: float, weight: float, width: float = 0.0
+    ):
         self.hypernetwork = hypernetwork
         self.parameters = list(hypernetwork.parameters())
-        self._count, self._target, self._weight = count, target, weight
+        self._count, self._target, self._weight, self._width = count, target, weight, width
         self._logits_N: Tensor | None = None
 
     def logits(self) -> Tensor:
@@ -46,38 +61,43 @@ class Update:
         assert self._logits_N is not None
         return self._logits_N.detach()
 
-    def gradients(self, loss: Tensor, masks: Tensor, of_masks: Tensor, slope: Tensor) -> Tensor:
+    def gradients(self, loss: Tensor, of_masks: Slopes, counted: Slopes) -> Tensor:
         """Set the gradients of the parameters for the logits last returned.
 
         Args:
             loss: of the decoder, a scalar.
-            masks: (N,) or (S, N).
-            of_masks: gradient of the loss for them.
-            slope: of the same shape (see `Sample`).
+            of_masks: gradient of the loss for the masks, and the slopes of these (see `Sample`).
+            counted: what the budget loss counts.
 
         Returns:
             (4,) float64: loss, budget loss, parameters left, norm of the gradients.
         """
         assert self._logits_N is not None
-        gradients, numbers = self._back(self._logits_N, loss, masks, of_masks, slope)
+        gradients, numbers = self._back(self._logits_N, loss, of_masks, counted)
         self._logits_N = None
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         return numbers
 
     def _back(
-        self, logits_N: Tensor, loss: Tensor, masks: Tensor, of_masks: Tensor, slope: Tensor
+        self, logits_N: Tensor, loss: Tensor, of_masks: Slopes, counted: Slopes
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        leaf = masks.detach().requires_grad_()
+        leaf = counted.values.detach().requires_grad_()
         left = self._count(leaf)
-        over_budget = budget_loss(left, self._target).mean()
-        (of_budget,) = torch.autograd.grad(self._weight * over_budget, leaf)
-        of_logits = (of_masks + of_budget) * slope
-        of_logits_N = of_logits.sum(0) if of_logits.dim() == 2 else of_logits
+        over_budget = budget_loss(left, self._target)
+        pull = self._weight * eased(over_budget, self._width).mean()
+        (of_counted,) = torch.autograd.grad(pull, leaf)
+        of_logits_N = _over_samples(of_masks.values * of_masks.slopes)
+        of_logits_N = of_logits_N + _over_samples(of_counted * counted.slopes)
         gradients = torch.autograd.grad(logits_N, self.parameters, of_logits_N)
         norm = torch.nn.utils.get_total_norm(gradients)
-        numbers = [value.detach().double() for value in (loss, over_budget, left.mean(), norm)]
+        numbers = [value.detach().double() for value in (loss, over_budget.mean(), left.mean(), norm)]
         return gradients, torch.stack(numbers)
+
+
+def _over_samples(values: Tensor) -> Tensor:
+    """Return the sum over samples, (N,)."""
+    return values.sum(0) if values.dim() == 2 else values
 
 
 class ReplayedUpdate(Update):
@@ -86,19 +106,23 @@ class ReplayedUpdate(Update):
     Args:
         update: what to do; its parameters must stay where they are.
         shape: of the masks, (N,) or (S, N).
+        counted: shape of what the budget loss counts.
     """
 
-    def __init__(self, update: Update, shape: tuple[int, ...]):
-        super().__init__(update.hypernetwork, update._count, update._target, update._weight)
+    def __init__(self, update: Update, shape: Shape, counted: Shape):
+        super().__init__(update.hypernetwork, update._count, update._target, update._weight, update._width)
         device = self.parameters[0].device
         self._loss = torch.zeros((), device=device)
-        self._masks, self._of_masks, self._slope = (torch.ones(shape, device=device) for _ in range(3))
+        self._of_masks, self._counted = (
+            Slopes(torch.ones(each, device=device), torch.ones(each, device=device))
+            for each in (shape, counted)
+        )
         self._warm_up(device)
         self._before, self._behind = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._before):
             logits_N = self.hypernetwork()
         with torch.cuda.graph(self._behind, pool=self._before.pool()):
-            self._gradients, self._numbers = self._back(logits_N, *self._inputs())
+            self._gradients, self._numbers = self._once(logits_N)
         # Only the memory is needed from now on, not what autograd knows about it.
         self._given_N = logits_N.detach()
 
@@ -107,36 +131,41 @@ class ReplayedUpdate(Update):
         self._before.replay()
         return self._given_N
 
-    def gradients(self, loss: Tensor, masks: Tensor, of_masks: Tensor, slope: Tensor) -> Tensor:
+    def gradients(self, loss: Tensor, of_masks: Slopes, counted: Slopes) -> Tensor:
         """As `Update.gradients`; the gradients are overwritten by the next call."""
-        given = (loss, masks, of_masks, slope)
-        for place, value in zip(self._inputs(), given, strict=True):
-            place.copy_(value.detach())
+        self._loss.copy_(loss.detach())
+        for place, given in ((self._of_masks, of_masks), (self._counted, counted)):
+            place.values.copy_(given.values.detach())
+            place.slopes.copy_(given.slopes.detach())
         self._behind.replay()
         for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
             parameter.grad = gradient
         return self._numbers
 
-    def _inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self._loss, self._masks, self._of_masks, self._slope
+    def _once(self, logits_N: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        return self._back(logits_N, self._loss, self._of_masks, self._counted)
 
     def _warm_up(self, device: torch.device) -> None:
         side, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
-                self._back(self.hypernetwork(), *self._inputs())
+                self._once(self.hypernetwork())
         current.wait_stream(side)
         torch.cuda.synchronize(device)
 
 
-def fastest_update(update: Update, shape: tuple[int, ...], device: torch.device) -> Update:
-    """Return a replayed update where a GPU can and gets the same numbers, and `update` otherwise."""
+def fastest_update(update: Update, shape: Shape, counted: Shape, device: torch.device) -> Update:
+    """Return a replayed update where a GPU can and gets the same numbers, and `update` otherwise.
+
+    Args:
+        shape, counted: as `ReplayedUpdate`.
+    """
     if device.type != "cuda":
         return update
     try:
-        replayed = ReplayedUpdate(update, shape)
-        agrees = _agree(replayed, update, shape, device)
+        replayed = ReplayedUpdate(update, shape, counted)
+        agrees = _agree(replayed, update, shape, counted, device)
     except Exception:  # an operation that cannot be captured; the plain update is there
         agrees, replayed = False, update
     for parameter in update.parameters:
@@ -144,14 +173,18 @@ def fastest_update(update: Update, shape: tuple[int, ...], device: torch.device)
     return replayed if agrees else update
 
 
-def _agree(replayed: Update, update: Update, shape: tuple[int, ...], device: torch.device) -> bool:
+def _agree(replayed: Update, update: Update, shape: Shape, counted: Shape, device: torch.device) -> bool:
     generator = torch.Generator().manual_seed(0)
-    given: list[Any] = [torch.rand(shape, generator=generator).to(device) for _ in range(3)]
-    given[0] = given[0].round()
+
+    def numbers_of(shape: Shape) -> Tensor:
+        return torch.rand(shape, generator=generator).to(device)
+
+    of_masks = Slopes(numbers_of(shape), numbers_of(shape))
+    kept = Slopes(numbers_of(counted).round(), numbers_of(counted))
     results = []
     for way in (update, replayed):
         logits_N = way.logits().clone()
-        numbers = way.gradients(torch.ones((), device=device), *given).clone()
+        numbers = way.gradients(torch.ones((), device=device), of_masks, kept).clone()
         gradients = [parameter.grad for parameter in update.parameters]
         assert all(gradient is not None for gradient in gradients)
         # Sums tell a wrong replay from a right one, and cost no second copy of the heads' gradients.

@@ -12,7 +12,7 @@ from dispfx.ir.budget import Groups, ParameterCount
 from dispfx.ir.gate import gate
 from dispfx.learning.learner import Learner, Problem, check_gates, check_samples
 from dispfx.learning.state import Position
-from dispfx.learning.update import Update
+from dispfx.learning.update import Slopes, Update
 from tests.learning.tiny_decoder import batches, markov_tokens, settings, untrained_decoder
 
 TEXT = markov_tokens(2_000)
@@ -108,9 +108,9 @@ def test_sharpened_logits_have_gradients_that_much_larger(monkeypatch):
     slopes: list[Tensor] = []
     gradients = Update.gradients
 
-    def watched(update: Update, *given: Tensor) -> Tensor:
-        slopes.append(given[-1].clone())
-        return gradients(update, *given)
+    def watched(update: Update, loss: Tensor, of_masks: Slopes, counted: Slopes) -> Tensor:
+        slopes.append(of_masks.slopes.clone())
+        return gradients(update, loss, of_masks, counted)
 
     monkeypatch.setattr(Update, "gradients", watched)
     for sharpen in (1.0, 3.0):
@@ -119,6 +119,34 @@ def test_sharpened_logits_have_gradients_that_much_larger(monkeypatch):
         learner.position = Position(2)
         learner.advance()
     assert torch.allclose(slopes[0], torch.tensor(0.25)) and torch.allclose(slopes[1], torch.tensor(0.75))
+
+
+@pytest.mark.parametrize("budget_on", ["masks", "probabilities"])
+def test_what_the_budget_counts_is_as_asked(budget_on: str, monkeypatch):
+    counted: list[Slopes] = []
+    gradients = Update.gradients
+
+    def watched(update: Update, loss: Tensor, of_masks: Slopes, given: Slopes) -> Tensor:
+        counted.append(given)
+        return gradients(update, loss, of_masks, given)
+
+    monkeypatch.setattr(Update, "gradients", watched)
+    chosen: dict[str, Any] = dict(hypernetwork="none", bias=0.5, steps=2, sharpen=3.0, batch_size=4)
+    learner = Learner(problem(**chosen, samples=2, budget_on=budget_on))
+    learner.position = Position(1)
+    sharpness = learner.problem.settings.sharpness(1)
+    keep_N = torch.sigmoid(sharpness * learner.logits())
+    outcome = learner.advance()
+    if budget_on == "probabilities":
+        assert torch.equal(counted[0].values, keep_N)
+        assert torch.allclose(counted[0].slopes, sharpness * keep_N * (1 - keep_N))
+    else:
+        assert counted[0].values.shape == (2, len(keep_N)) and set(counted[0].values.unique().tolist()) == {
+            0,
+            1,
+        }
+    left = learner.problem.count.count(counted[0].values.detach()).mean()
+    assert outcome.achieved_ratio == pytest.approx(1 - float(left) / learner.problem.count.dense)
 
 
 def test_a_decoder_that_mixes_its_sequences_takes_one_sample_only():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dispfx.learning.objective import budget_loss, next_token_loss
+from dispfx.learning.objective import budget_loss, eased, next_token_loss
 
 
 @pytest.mark.parametrize(("left", "expected"), [(50.0, math.log(2)), (200.0, math.log(2)), (100.0, 0.0)])
@@ -19,6 +19,21 @@ def test_the_budget_loss_pulls_towards_the_budget_from_both_sides(left, slope):
     budget_loss(value, 100.0).backward()
     assert value.grad is not None
     assert float(value.grad) == pytest.approx(slope)
+
+
+@pytest.mark.parametrize(("loss", "slope"), [(0.0, 0.0), (0.01, 0.1), (0.05, 0.5), (0.1, 1.0), (0.7, 1.0)])
+def test_an_eased_budget_loss_pulls_in_proportion_below_its_width_and_as_before_above(loss, slope):
+    value = torch.tensor(loss, dtype=torch.float64, requires_grad=True)
+    found = eased(value, 0.1)
+    found.backward()
+    assert value.grad is not None and float(value.grad) == pytest.approx(slope)
+    expected = loss - 0.05 if loss >= 0.1 else loss**2 / 0.2
+    assert found.item() == pytest.approx(expected)
+
+
+def test_a_budget_loss_with_a_width_of_zero_is_the_loss_itself():
+    value = torch.rand(5)
+    assert eased(value, 0.0) is value
 
 
 def test_a_sample_that_keeps_nothing_has_a_finite_budget_loss():

@@ -26,6 +26,8 @@ def test_the_defaults_are_the_papers_constants():
         ("bias", float("inf")),
         ("temperature", 0.0),
         ("sharpen", 0.5),
+        ("budget_width", -0.1),
+        ("budget_on", "hopes"),
         ("sharpen", float("inf")),
         ("estimator", "reinforce"),
         ("hypernetwork", "big"),
