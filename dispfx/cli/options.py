@@ -172,7 +172,7 @@ BudgetOn = Annotated[
 ]
 BudgetWidth = Annotated[
     float | None,
-    typer.Option(help="Ease the budget loss where it is below this, 0 for nowhere (WIDTH)."),
+    typer.Option(help="Ease the budget loss where it is below this, 0 for nowhere (0.1)."),
 ]
 Estimator = Annotated[
     Literal["reinmax", "gumbel", "straight-through"] | None,

@@ -35,6 +35,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "antithetic": True,
         "sharpen": 3.0,
         "budget_on": "probabilities",
+        "budget_width": 0.1,
         "start": "sensitivity",
         "weight_decay": 1.0,
         "schedule": "cosine",

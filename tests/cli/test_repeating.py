@@ -96,7 +96,8 @@ def test_a_report_that_is_none_is_refused(dispfx, tmp_path: Path, content: str |
 # No value is that of a default, a recipe or the demo.
 ODD = LearnSettings(
     method="random", steps=11, seq_len=13, batch_size=6, accumulate=2, packing="documents", lr=0.1 + 0.2,
-    weight_decay=0.5, lambda_=5.0, samples=3, antithetic=True, sharpen=2.0, start="sensitivity",
+    weight_decay=0.5, lambda_=5.0, budget_on="probabilities", budget_width=0.3,
+    samples=3, antithetic=True, sharpen=2.0, start="sensitivity",
     estimator="gumbel", hypernetwork="linear", constrained=True, bias=-1.0, temperature=0.5,
     schedule="cosine", seed=9, save_every=3, max_bad_steps=4,
 )  # fmt: skip
