@@ -32,24 +32,29 @@ class Widths:
         return torch.tensor(self.sizes)
 
     @property
+    def step(self) -> int:
+        """The alignment; one that is larger than every width means the same as the largest width."""
+        return min(self.align, max(self.sizes, default=1))
+
+    @property
     def smallest(self) -> Tensor:
         """The least allowed width of every group; never zero."""
-        return self.full.clamp_max(self.align)
+        return self.full.clamp_max(self.step)
 
     def nearest(self, widths_G: Tensor) -> Tensor:
         """Return the closest allowed widths; the larger of two equally close."""
-        lower_G = torch.maximum(widths_G // self.align * self.align, self.smallest)
-        upper_G = torch.minimum(lower_G + self.align, self.full)
+        lower_G = torch.maximum(widths_G // self.step * self.step, self.smallest)
+        upper_G = torch.minimum(lower_G + self.step, self.full)
         nearer_G = torch.where(upper_G - widths_G <= widths_G - lower_G, upper_G, lower_G)
         return torch.where(widths_G >= self.full, self.full, nearer_G)
 
     def above(self, widths_G: Tensor) -> Tensor:
         """Return the next larger allowed widths; a full group stays."""
-        return torch.minimum((widths_G // self.align + 1) * self.align, self.full)
+        return torch.minimum((widths_G // self.step + 1) * self.step, self.full)
 
     def below(self, widths_G: Tensor) -> Tensor:
         """Return the next smaller allowed widths; a group at its least stays."""
-        return torch.maximum((widths_G - 1) // self.align * self.align, self.smallest)
+        return torch.maximum((widths_G - 1) // self.step * self.step, self.smallest)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dispfx.errors import BudgetError, PassError
 from dispfx.ir.budget import CLOSE, LIMIT, Groups, ParameterCount, check_reachable, hard_masks, harden
 from dispfx.ir.plan import Budget
 from dispfx.ir.sites import Site, Slice
-from dispfx.ir.widths import Ranking
+from dispfx.ir.widths import Ranking, Widths
 from tests.ir.site_strategies import decoder_sites, decoders, site, sliced_count
 
 
@@ -295,3 +295,15 @@ def test_groups_repeat_the_values_of_a_shared_selection():
 def test_sites_of_unlike_size_cannot_share_a_selection():
     with pytest.raises(PassError, match="one size"):
         Groups.of([site("a", 2), site("b", 3)], ["same", "same"])
+
+
+@pytest.mark.parametrize("align", [13, 10**6, 10**40])
+def test_an_alignment_beyond_all_widths_leaves_every_site_whole(align):
+    """Also one that no tensor of integers holds, as a command line or a report may ask for."""
+    widths, asked = Widths((12, 5), align), torch.tensor([7, 3])
+    for found in (widths.smallest, widths.nearest(asked), widths.above(asked), widths.below(widths.full)):
+        assert found.tolist() == [12, 5]
+    sites, shapes = decoder_sites(1, 12, 20, key_width=4)
+    count = ParameterCount.of_sites(sites, shapes)
+    with pytest.raises(BudgetError, match=r"can give up at most 0\.0000"):
+        check_reachable(sites, count, Budget(0.3, align=max(align, 20)))
