@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dispfx.api.cached import WholeTexts
 from dispfx.api.measuring import measure
-from dispfx.api.programs import gate, lower_program
+from dispfx.api.programs import gate, lower_program, require_same_decoder
 from dispfx.errors import DataError
 from dispfx.ir.budget import Groups, ParameterCount, hard_masks, harden
 from dispfx.ir.plan import Budget, Plan
@@ -120,7 +120,9 @@ def measured_plans(
     Raises:
         BudgetError: if no widths of an alignment come close to the ratio.
         DataError: if the decoder does not run on such windows.
+        PlanMismatchError: if the plan was made for another decoder, or for other weights.
     """
+    require_same_decoder(program, plan)
     fitted = plan.fitted(program.sites)
     aligned = realigned(program, fitted, alignments, _sensitivity(program, fitted, on.windows_chosen))
     found = []

@@ -211,6 +211,18 @@ def test_a_dense_model_of_other_shapes_is_refused(pruned_folder: Path):
         bench(pruned_folder, dense=tiny_transformer("llama"), batches=(1,), prompts=(4,), pasts=(3,))
 
 
+def test_a_plan_is_not_measured_on_other_weights(pruned_folder: Path, decoder_folder: Path, tmp_path: Path):
+    """Speed depends on shapes alone, and perplexity does not."""
+    text = tmp_path / "tokens.safetensors"
+    save_file({"tokens": torch.randint(61, (300,))}, text)
+    other: Any = Opening(str(decoder_folder)).open().model
+    with torch.no_grad():
+        for tensor in other.parameters():
+            tensor.mul_(1.5)
+    with pytest.raises(PlanMismatchError, match="fingerprint"):
+        bench(pruned_folder, dense=other, alignments=(8,), eval_data=str(text))
+
+
 def test_a_length_that_the_decoder_cannot_read_is_refused(pruned_folder: Path):
     with pytest.raises(DataError, match="2049 tokens"):
         bench(pruned_folder, prompts=(2049,))
