@@ -11,6 +11,7 @@ _SCRIPTS = "tests/huggingface/test_registering.py::test_a_script_that_does_not_k
 _LOST = "tests/cli/test_lost_rank.py::test_a_killed_rank_ends_the_run_with_its_name_and_the_run_goes_on"
 _TABLES = "tests/tools/test_reproduce.py::test_every_table_is_made_and_stands_on_the_page"
 _QUALITY = "tests/tools/test_quality.py::test_the_table_holds_every_row_and_the_message_of_a_failed_one"
+_SMALL = "tests/tools/test_train_small.py::test_a_decoder_is_trained_and_written_with_its_tokenizer"
 _BUILD = "tests/tools/test_build.py::test_two_builds_have_the_same_bytes"
 _TENSORBOARD = "tests/docs/test_other_pages.py::test_tensorboard_shows_the_figures_of_a_run"
 _WHEEL = "tests/test_installed.py::wheel"
@@ -46,6 +47,7 @@ ELSEWHERE = {
     "tools/quality.py --rows informed:0.3": _QUALITY,
     "tools/quality.py --rows informed:0.3:steps=3": _QUALITY,
     "tools/quality.py --rows informed:0.5:steps=200 --align N": _QUALITY,
+    "tools/train_small.py --steps 1800 --lr 3e-3": _SMALL,
     "tools/build.py --out dist": _BUILD,
 }  # fmt: skip
 
