@@ -47,6 +47,11 @@ class Atoms:
     bounds: Tensor
     of_site: tuple[tuple[tuple[int, int], ...], ...]
 
+    def of_feature(self) -> Tensor:
+        """Return (N,) the atom of every feature."""
+        atoms = torch.arange(len(self.bounds) - 1).repeat_interleave(self.bounds.diff())
+        return atoms if self.order is None else torch.empty_like(atoms).scatter(0, self.order, atoms)
+
     def linear_map(self, rows: Sequence[AxisSize]) -> tuple[Tensor, Tensor, Tensor]:
         """Return (axis, atom, weight) of every term of the map from atom sums to axis sizes."""
         axes, atoms, weights = [], [], []

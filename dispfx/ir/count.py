@@ -58,6 +58,7 @@ class ParameterCount:
     shapes: Mapping[str, tuple[int, ...]]
     _by_atom_N: Tensor | None  # order in which the features of an atom are neighbours; None: already so
     _atom_bounds: Tensor  # (A + 1,)
+    _atom_N: Tensor  # of every feature
     _term_axis_E: Tensor
     _term_atom_E: Tensor
     _term_weight_E: Tensor
@@ -104,6 +105,7 @@ class ParameterCount:
             {path: tuple(shapes[path]) for path in sorted(cut)},
             atoms.order,
             atoms.bounds,
+            atoms.of_feature(),
             *atoms.linear_map(rows),
             torch.tensor([row.untouched for row in rows], dtype=torch.float64),
             *_joint_positions(rows, features.total),
@@ -132,21 +134,20 @@ class ParameterCount:
         """
         if masks.dim() == 1:
             return self.count(masks[None])[0]
-        masks_NS = masks.to(torch.float64).T
-        ordered_NS = (masks_NS if self._by_atom_N is None else masks_NS[self._by_atom_N]).contiguous()
-        atoms_AS = torch.segment_reduce(ordered_NS, "sum", offsets=self._atom_bounds, axis=0, unsafe=True)
-        terms_ES = self._term_weight_E[:, None] * atoms_AS[self._term_atom_E]
-        start_XS = self._untouched_X[:, None].expand(-1, masks_NS.shape[1])
-        sizes_XS = start_XS.index_add(0, self._term_axis_E, terms_ES)
-        one = masks_NS.new_ones(1, masks_NS.shape[1])
+        masks_SN = masks.to(torch.float64)
+        atoms_SA: Tensor = _AtomSums.apply(masks_SN, self._by_atom_N, self._atom_bounds, self._atom_N)
+        terms_SE = self._term_weight_E * atoms_SA[:, self._term_atom_E]
+        start_SX = self._untouched_X.expand(len(masks_SN), -1)
+        sizes_SX = start_SX.index_add(1, self._term_axis_E, terms_SE)
+        one = masks_SN.new_ones(len(masks_SN), 1)
         if len(self._joint_axis_O):
-            kept_OS = torch.cat((masks_NS, one))[self._joint_features].prod(1)
-            sizes_XS = sizes_XS.index_add(0, self._joint_axis_O, kept_OS)
-        sizes_XS = torch.cat((sizes_XS, one))
-        product_PS = self._product_weight_P[:, None]
+            kept_SO = torch.cat((masks_SN, one), 1)[:, self._joint_features].prod(2)
+            sizes_SX = sizes_SX.index_add(1, self._joint_axis_O, kept_SO)
+        sizes_SX = torch.cat((sizes_SX, one), 1)
+        product_SP = self._product_weight_P
         for axis_P in self._product_axes_PJ.unbind(1):
-            product_PS = product_PS * sizes_XS[axis_P]
-        return product_PS.sum(0) + self.fixed
+            product_SP = product_SP * sizes_SX[:, axis_P]
+        return product_SP.sum(1) + self.fixed
 
     def count_kept(self, masks_N: Tensor) -> int:
         """Return T(s) as an exact integer for hard masks (bool, or 0 and 1 in any type)."""
@@ -164,6 +165,29 @@ class ParameterCount:
         masks_G = torch.ones(groups.features, device=self._untouched_X.device, requires_grad=True)
         (costs_G,) = torch.autograd.grad(self.count(groups.expand(masks_G)), masks_G)
         return costs_G.clamp_min(1.0)
+
+
+class _AtomSums(torch.autograd.Function):
+    """Sum the features of every atom: (S, N) to (S, A).
+
+    On a GPU, a vector is summed by many threads a segment, and a matrix by one: the samples follow each
+    other as segments of one vector.  The gradient of a feature is that of its atom, so it is looked up.
+    """
+
+    @staticmethod
+    def forward(ctx, masks_SN: Tensor, by_atom_N: Tensor | None, bounds: Tensor, atom_N: Tensor) -> Tensor:
+        ctx.save_for_backward(atom_N)
+        ordered_SN = masks_SN if by_atom_N is None else masks_SN[:, by_atom_N]
+        samples, features = ordered_SN.shape
+        starts_S = torch.arange(samples, device=bounds.device) * features
+        offsets = torch.cat(((starts_S[:, None] + bounds[:-1]).flatten(), bounds[-1:] * samples))
+        vector = ordered_SN.contiguous().flatten()
+        return torch.segment_reduce(vector, "sum", offsets=offsets, unsafe=True).view(samples, -1)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (atom_N,) = ctx.saved_tensors
+        return grads[0][:, atom_N], None, None, None
 
 
 def _products(

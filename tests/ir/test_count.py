@@ -136,6 +136,47 @@ def test_total_adds_the_parameters_that_no_site_cuts():
     assert total.count_kept(nothing) == total.dense - blocks.dense
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_soft_mask_is_counted_where_features_of_unlike_weight_alternate(samples: int):
+    """Even features stand twice on the axis and odd ones once: atoms that lie apart, counted by hand."""
+    labels = (*range(5), *range(0, 5, 2))
+    sites = [site("a", 5, Slice("w", 0, labels)), site("b", 3, Slice("w", 1))]
+    count = ParameterCount.of_sites(sites, {"w": (8, 3)})
+    masks = torch.rand(samples, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    leaf, by_hand = masks.clone().requires_grad_(), masks.clone().requires_grad_()
+    weights = torch.tensor([2.0, 1.0, 2.0, 1.0, 2.0], dtype=torch.float64)
+    expected = (by_hand[:, :5] * weights).sum(1) * by_hand[:, 5:].sum(1)
+    found = count.count(leaf)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        *torch.autograd.grad(found.square().sum(), leaf),
+        *torch.autograd.grad(expected.square().sum(), by_hand),
+        rtol=1e-13,
+        atol=0,
+    )
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_features_are_summed_as_one_vector_and_their_gradient_is_looked_up(samples: int, monkeypatch):
+    """The other ways of torch on a GPU sum a segment, or fill its gradient, in a single thread."""
+    summed: list[torch.Size] = []
+    reduce = torch.segment_reduce
+
+    def watched(data, *arguments, **options):
+        summed.append(data.shape)
+        return reduce(data, *arguments, **options)
+
+    monkeypatch.setattr(torch, "segment_reduce", watched)
+    sites, shapes = decoder_sites(1, 8, 16)
+    count = ParameterCount.of_sites(sites, shapes)
+    masks = torch.rand(samples, count.features).requires_grad_()
+    with torch.profiler.profile() as profile:
+        count.count(masks).sum().backward()
+    assert summed == [(samples * count.features,)]
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::segment_reduce" in names and "aten::_segment_reduce_backward" not in names
+
+
 def test_a_fused_weight_counts_both_halves_of_every_feature():
     labels = (*range(3), *range(3), -1)
     sites = [site("inner", 3, Slice("fused", 0, labels), Slice("bias", 0, labels))]
