@@ -30,6 +30,7 @@ from dispfx.learning.estimators import estimator
 from dispfx.learning.hypernetwork import build_hypernetwork
 from dispfx.learning.interrupt import uninterrupted
 from dispfx.learning.objective import next_token_loss
+from dispfx.learning.readout import reading
 from dispfx.learning.settings import LearnSettings, seed_for
 from dispfx.learning.state import Position, restore_run, run_tensors
 from dispfx.learning.text import Batches
@@ -123,12 +124,13 @@ class Learner:
             seed=settings.seed,
             start_N=start_N,
         ).to(device)
-        # The fused kernel reads and writes the heads, by far the most numbers here, once a step.
+        # The fused kernel reads and writes the heads, by far the most numbers here, once a step; and it
+        # leaves everything as it was where it finds on the device that it should.
         self._optimizer = torch.optim.AdamW(
             self._hypernetwork.parameters(),
             lr=settings.lr,
             weight_decay=settings.weight_decay,
-            fused=device.type in ("cpu", "cuda") or None,
+            fused=True,
         )
         self._batches = Ahead(problem.batch, device)
         features = problem.groups.features
@@ -181,14 +183,14 @@ class Learner:
         counted = (
             Slopes(masks, of_masks.slopes) if self._counts_masks else _probabilities(logits_N, sharpness)
         )
-        # One transfer from the device for all numbers of the step.
-        numbers = self._update.gradients(loss, of_masks, counted).tolist()
-        finite = all(math.isfinite(number) for number in numbers)
+        on_device = self._update.gradients(loss, of_masks, counted)
         with uninterrupted():
-            if finite:
-                self._commit()
-            else:
-                self._roll_back()
+            # A GPU gets the optimizer's work before the host knows the numbers, so that it never waits.
+            read = reading(on_device)
+            self._optimize(on_device)
+            numbers = read()
+            finite = all(math.isfinite(number) for number in numbers)
+            self._move_on(finite)
         # As large as the hypernetwork, and not needed while the decoder computes.
         self._optimizer.zero_grad(set_to_none=True)
         if self.position.bad_in_a_row >= settings.max_bad_steps:
@@ -198,17 +200,21 @@ class Learner:
     def _count(self, masks: Tensor) -> Tensor:
         return self.problem.count.count(self.problem.groups.expand(masks))
 
-    def _commit(self) -> None:
+    def _optimize(self, numbers: Tensor) -> None:
+        """Step the optimizer, which changes nothing where one of the numbers is not finite."""
         for group in self._optimizer.param_groups:
             group["lr"] = self.problem.settings.learning_rate(self.position.step)
+        self._optimizer.found_inf = numbers.isfinite().all().logical_not().float()  # type: ignore[attr-defined]
         self._optimizer.step()
-        self._generator_state = self._generator.get_state()
-        self.position = Position(self.position.step + 1, self.position.bad_steps)
 
-    def _roll_back(self) -> None:
-        self._generator.set_state(self._generator_state)
+    def _move_on(self, finite: bool) -> None:
         before = self.position
-        self.position = Position(before.step + 1, before.bad_steps + 1, before.bad_in_a_row + 1)
+        if finite:
+            self._generator_state = self._generator.get_state()
+            self.position = Position(before.step + 1, before.bad_steps)
+        else:
+            self._generator.set_state(self._generator_state)
+            self.position = Position(before.step + 1, before.bad_steps + 1, before.bad_in_a_row + 1)
 
 
 def _probabilities(logits_N: Tensor, sharpness: float) -> Slopes:

@@ -183,6 +183,34 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(spoil):
     assert not all(torch.equal(before[name], learner.tensors()[name]) for name in before)
 
 
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
+def test_a_run_that_begins_with_a_bad_step_goes_on_as_one_that_has_not_begun(spoil):
+    """The optimizer has its moments from then on: they are zero, and it has counted no step."""
+    bad, whole = Learner(problem(Faulty({1}, spoil))), Learner(problem())
+    assert not bad.advance().finite
+    whole.position = bad.position  # the text moves on
+    for learner in (bad, whole):
+        assert learner.advance().finite
+    after, expected = bad.tensors(), whole.tensors()
+    assert after.keys() == expected.keys()
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+
+
+def test_the_optimizer_has_its_work_before_the_host_waits_for_the_numbers(monkeypatch):
+    order = []
+    learner = Learner(problem())
+
+    def watched(numbers: Tensor) -> Callable[[], list[float]]:
+        order.append("begin to read")
+        return lambda: (order.append("wait"), numbers.tolist())[1]
+
+    step = learner._optimizer.step
+    monkeypatch.setattr(learner._optimizer, "step", lambda: (order.append("optimize"), step()))
+    monkeypatch.setattr("dispfx.learning.learner.reading", watched)
+    assert learner.advance().finite
+    assert order == ["begin to read", "optimize", "wait"]
+
+
 def test_a_bad_step_redraws_the_random_numbers_that_it_had_drawn():
     drawn = []
 

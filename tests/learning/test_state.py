@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dispfx.errors import DataError, PlanMismatchError
 from dispfx.ir.plan import Budget
+from dispfx.learning import readout
 from dispfx.learning.settings import LearnSettings
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.learning.trainer import Learned, learn
@@ -153,6 +154,40 @@ def test_an_interrupt_within_a_forward_pass_leaves_a_sound_state(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, decoder=Interrupted())
+    assert saved_step(tmp_path) == 4
+    assert digest(run(tmp_path, resume=True)) == digest(run(None))
+
+
+@pytest.mark.parametrize(
+    "place", ["before the optimizer", "behind the optimizer", "before the numbers are known"]
+)
+def test_an_interrupt_at_the_end_of_a_step_leaves_it_whole(tmp_path, place, monkeypatch):
+    """Whatever the device was told to do is done, so the step counts: the fourth of six."""
+    steps, optimize, read = [], torch.optim.AdamW.step, readout.reading
+
+    def interrupt_at(here: str) -> None:
+        if len(steps) == 4 and here == place:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def optimizing(optimizer, *arguments):
+        steps.append(1)
+        interrupt_at("before the optimizer")
+        found = optimize(optimizer, *arguments)
+        interrupt_at("behind the optimizer")
+        return found
+
+    def waiting(numbers: Tensor):
+        wait = read(numbers)
+        return lambda: (interrupt_at("before the numbers are known"), wait())[1]
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", optimizing)
+    monkeypatch.setattr("dispfx.learning.learner.reading", waiting)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert saved_step(tmp_path) == 4
     assert digest(run(tmp_path, resume=True)) == digest(run(None))
 
