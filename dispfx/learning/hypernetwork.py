@@ -10,6 +10,9 @@ all groups of sites, in order:
 Learning starts with nearly everything kept: heads begin small against the bias (3.0, so that
 sigmoid(3) = 0.95 of all features are kept), and single logits begin at the bias.
 
+A head's gradient is an outer product, (C, W) by (C, F), as large as the heads; it is not written but known by
+its factors (`Hypernetwork.outer_gradients`), and autograd does not see the heads' weights.
+
 Legend: G groups, C groups of one width class, W their width, F inputs of a head, N features.
 """
 
@@ -18,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dispfx.learning.outer_product import OuterProduct, OuterProducts
 from dispfx.learning.recurrence import bidirectional
 from dispfx.learning.settings import HypernetworkName, seed_for
 
@@ -27,7 +31,7 @@ RECURRENT_WIDTH = 64
 
 def build_hypernetwork(
     kind: HypernetworkName, sizes: Sequence[int], *, bias: float, seed: int, start_N: Tensor | None = None
-) -> nn.Module:
+) -> "Hypernetwork":
     """Return a module without inputs whose output is one logit a feature, flat, (N,) float32.
 
     The module depends on `seed` alone; the caller's random state is left as it was.
@@ -58,7 +62,18 @@ def hypernetwork_parameters(kind: HypernetworkName, sizes: Sequence[int]) -> int
     return 2 * direction + 2 * (2 * RECURRENT_WIDTH) + features * 2 * RECURRENT_WIDTH
 
 
-class RecurrentHypernetwork(nn.Module):
+class Hypernetwork(nn.Module):
+    """A module without inputs that returns one logit a feature."""
+
+    def outer_gradients(self, of_logits_N: Tensor) -> OuterProducts:
+        """Return the gradients of the heads for the logits last returned, given the gradient of these.
+
+        The other parameters have theirs from autograd.
+        """
+        return {}
+
+
+class RecurrentHypernetwork(Hypernetwork):
     """The paper's hypernetwork: groups exchange what they know through a recurrent network."""
 
     z_G32: Tensor
@@ -77,8 +92,12 @@ class RecurrentHypernetwork(nn.Module):
         hidden_GF = bidirectional(self.recurrent, self.z_G32)
         return self.heads(self.activation(self.norm(hidden_GF))) + self.bias
 
+    def outer_gradients(self, of_logits_N: Tensor) -> OuterProducts:
+        """Return the gradients of the heads."""
+        return self.heads.outer_gradients(of_logits_N)
 
-class LinearHypernetwork(nn.Module):
+
+class LinearHypernetwork(Hypernetwork):
     """The ablation without a recurrent network: a fixed input a group and a linear."""
 
     z_G32: Tensor
@@ -93,8 +112,12 @@ class LinearHypernetwork(nn.Module):
         """Return logits (N,)."""
         return self.heads(self.z_G32) + self.bias
 
+    def outer_gradients(self, of_logits_N: Tensor) -> OuterProducts:
+        """Return the gradients of the heads."""
+        return self.heads.outer_gradients(of_logits_N)
 
-class ElementwiseLogits(nn.Module):
+
+class ElementwiseLogits(Hypernetwork):
     """The ablation without a hypernetwork: every logit is a parameter.
 
     The bias is added to a parameter that begins at zero, so weight decay pulls a logit towards the
@@ -111,12 +134,12 @@ class ElementwiseLogits(nn.Module):
         return self.logits + self.bias
 
 
-class FromStart(nn.Module):
+class FromStart(Hypernetwork):
     """A hypernetwork that says how logits differ from those to start with."""
 
     start_N: Tensor
 
-    def __init__(self, change: nn.Module, start_N: Tensor):
+    def __init__(self, change: Hypernetwork, start_N: Tensor):
         super().__init__()
         self.change = change
         self.register_buffer("start_N", start_N.detach().clone())
@@ -125,9 +148,15 @@ class FromStart(nn.Module):
         """Return logits (N,)."""
         return self.change() + self.start_N
 
+    def outer_gradients(self, of_logits_N: Tensor) -> OuterProducts:
+        """Return the gradients of the heads."""
+        return self.change.outer_gradients(of_logits_N)
+
 
 class GroupHeads(nn.Module):
     """One linear without bias a group, all of a width as one parameter and one batched product.
+
+    The values are differentiable in the inputs; the weights have their gradient from `outer_gradients`.
 
     A parameter a group costs a kernel a group in every pass; gathering, padding or slicing one
     common parameter costs its whole size again in the backward pass.  Neither happens here.
@@ -154,37 +183,27 @@ class GroupHeads(nn.Module):
         from_class_N = torch.cat([ranges[int(group)] for group in by_class_G])
         self.register_buffer("_from_class_N", from_class_N, persistent=False)
         self.register_buffer("_to_class_N", from_class_N.argsort(), persistent=False)
+        self._inputs: list[Tensor] = []
 
     def forward(self, inputs_GF: Tensor) -> Tensor:
         """Return flat values (N,), the groups in order."""
         classes = inputs_GF[self._by_class_G].split(self._class_sizes)
+        if torch.is_grad_enabled():
+            self._inputs = [inputs_CF.detach() for inputs_CF in classes]
         values = [
-            _RowProducts.apply(weight_CWF, inputs_CF).flatten()
+            torch.bmm(inputs_CF.unsqueeze(1), weight_CWF.detach().transpose(1, 2)).flatten()
             for weight_CWF, inputs_CF in zip(self.weights, classes, strict=True)
         ]
         return _Permuted.apply(torch.cat(values), self._to_class_N, self._from_class_N)
 
-
-class _RowProducts(torch.autograd.Function):
-    """Multiply every matrix by its own vector: (C, W, F) and (C, F) to (C, W).
-
-    The gradient of a matrix has rank one: an outer product, written in one pass over it.
-    """
-
-    @staticmethod
-    def forward(ctx, weight_CWF: Tensor, inputs_CF: Tensor) -> Tensor:
-        ctx.save_for_backward(weight_CWF, inputs_CF)
-        return torch.bmm(inputs_CF.unsqueeze(1), weight_CWF.transpose(1, 2)).squeeze(1)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        weight_CWF, inputs_CF = ctx.saved_tensors
-        (grad_CW,) = grads
-        needs_weight, needs_inputs = ctx.needs_input_grad
-        return (
-            grad_CW.unsqueeze(2) * inputs_CF.unsqueeze(1) if needs_weight else None,
-            torch.bmm(grad_CW.unsqueeze(1), weight_CWF).squeeze(1) if needs_inputs else None,
-        )
+    def outer_gradients(self, of_values_N: Tensor) -> OuterProducts:
+        """Return the gradients of the weights for the values last returned with gradient."""
+        sizes = [weight_CWF.shape[:2].numel() for weight_CWF in self.weights]
+        parts = of_values_N.detach()[self._from_class_N].split(sizes)
+        return {
+            weight_CWF: OuterProduct(part.view(weight_CWF.shape[:2]), inputs_CF)
+            for weight_CWF, part, inputs_CF in zip(self.weights, parts, self._inputs, strict=True)
+        }
 
 
 class _Permuted(torch.autograd.Function):

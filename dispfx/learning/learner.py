@@ -30,6 +30,7 @@ from dispfx.learning.estimators import estimator
 from dispfx.learning.hypernetwork import build_hypernetwork
 from dispfx.learning.interrupt import uninterrupted
 from dispfx.learning.objective import next_token_loss
+from dispfx.learning.outer_adamw import OuterAdamW
 from dispfx.learning.readout import reading
 from dispfx.learning.settings import LearnSettings, seed_for
 from dispfx.learning.state import Position, restore_run, run_tensors
@@ -124,13 +125,8 @@ class Learner:
             seed=settings.seed,
             start_N=start_N,
         ).to(device)
-        # The fused kernel reads and writes the heads, by far the most numbers here, once a step; and it
-        # leaves everything as it was where it finds on the device that it should.
-        self._optimizer = torch.optim.AdamW(
-            self._hypernetwork.parameters(),
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-            fused=True,
+        self._optimizer = OuterAdamW(
+            self._hypernetwork.parameters(), lr=settings.lr, weight_decay=settings.weight_decay
         )
         self._batches = Ahead(problem.batch, device)
         features = problem.groups.features
@@ -204,8 +200,7 @@ class Learner:
         """Step the optimizer, which changes nothing where one of the numbers is not finite."""
         for group in self._optimizer.param_groups:
             group["lr"] = self.problem.settings.learning_rate(self.position.step)
-        self._optimizer.found_inf = numbers.isfinite().all().logical_not().float()  # type: ignore[attr-defined]
-        self._optimizer.step()
+        self._optimizer.apply(self._update.outer, numbers.isfinite().all().logical_not().float())
 
     def _move_on(self, finite: bool) -> None:
         before = self.position

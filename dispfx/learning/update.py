@@ -13,13 +13,16 @@ kernels, each of which takes longer to start than to run.
 Legend: N features of all groups of sites, S samples of the masks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from dispfx.learning.hypernetwork import Hypernetwork
 from dispfx.learning.objective import budget_loss, eased
+from dispfx.learning.outer_product import OuterProducts
 
 Count = Callable[[Tensor], Tensor]
 Shape = tuple[int, ...]
@@ -45,13 +48,16 @@ class Update:
         target: parameters that should be left.
         weight: λ, of the budget loss.
         width: of the budget loss where it is eased.
+
+    Attributes:
+        outer: gradients of the parameters that have them as outer products, of the last call of `gradients`.
     """
 
     def __init__(
-        self, hypernetwork: nn.Module, count: Count, target: float, weight: float, width: float = 0.0
+        self, hypernetwork: Hypernetwork, count: Count, target: float, weight: float, width: float = 0.0
     ):
         self.hypernetwork = hypernetwork
-        self.parameters = list(hypernetwork.parameters())
+        self.outer: OuterProducts = {}
         self._count, self._target, self._weight, self._width = count, target, weight, width
         self._logits_N: Tensor | None = None
 
@@ -62,7 +68,7 @@ class Update:
         return self._logits_N.detach()
 
     def gradients(self, loss: Tensor, of_masks: Slopes, counted: Slopes) -> Tensor:
-        """Set the gradients of the parameters for the logits last returned.
+        """Set the gradients of the parameters, or `outer`, for the logits last returned.
 
         Args:
             loss: of the decoder, a scalar.
@@ -73,15 +79,17 @@ class Update:
             (4,) float64: loss, budget loss, parameters left, norm of the gradients.
         """
         assert self._logits_N is not None
-        gradients, numbers = self._back(self._logits_N, loss, of_masks, counted)
+        found = self._back(self._logits_N, loss, of_masks, counted)
         self._logits_N = None
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
-        return numbers
+        return self._set(found)
 
-    def _back(
-        self, logits_N: Tensor, loss: Tensor, of_masks: Slopes, counted: Slopes
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+    def _set(self, found: "_Gradients") -> Tensor:
+        self.outer = found.outer
+        for parameter, gradient in found.written.items():
+            parameter.grad = gradient
+        return found.numbers
+
+    def _back(self, logits_N: Tensor, loss: Tensor, of_masks: Slopes, counted: Slopes) -> "_Gradients":
         leaf = counted.values.detach().requires_grad_()
         left = self._count(leaf)
         over_budget = budget_loss(left, self._target)
@@ -89,10 +97,22 @@ class Update:
         (of_counted,) = torch.autograd.grad(pull, leaf)
         of_logits_N = _over_samples(of_masks.values * of_masks.slopes)
         of_logits_N = of_logits_N + _over_samples(of_counted * counted.slopes)
-        gradients = torch.autograd.grad(logits_N, self.parameters, of_logits_N)
-        norm = torch.nn.utils.get_total_norm(gradients)
+        outer = self.hypernetwork.outer_gradients(of_logits_N)
+        others = [parameter for parameter in self.hypernetwork.parameters() if parameter not in outer]
+        gradients = torch.autograd.grad(logits_N, others, of_logits_N) if others else ()
+        # The norm of all is that of the norms of parts.
+        norm = torch.nn.utils.get_total_norm([*gradients, *(product.norms() for product in outer.values())])
         numbers = [value.detach().double() for value in (loss, over_budget.mean(), left.mean(), norm)]
-        return gradients, torch.stack(numbers)
+        return _Gradients(dict(zip(others, gradients, strict=True)), outer, torch.stack(numbers))
+
+
+@dataclass(frozen=True, eq=False)
+class _Gradients:
+    """What a step found: gradients of the parameters, written or as outer products, and its numbers (4,)."""
+
+    written: Mapping[nn.Parameter, Tensor]
+    outer: OuterProducts
+    numbers: Tensor
 
 
 def _over_samples(values: Tensor) -> Tensor:
@@ -111,7 +131,7 @@ class ReplayedUpdate(Update):
 
     def __init__(self, update: Update, shape: Shape, counted: Shape):
         super().__init__(update.hypernetwork, update._count, update._target, update._weight, update._width)
-        device = self.parameters[0].device
+        device = next(self.hypernetwork.parameters()).device
         self._loss = torch.zeros((), device=device)
         self._of_masks, self._counted = (
             Slopes(torch.ones(each, device=device), torch.ones(each, device=device))
@@ -122,7 +142,7 @@ class ReplayedUpdate(Update):
         with torch.cuda.graph(self._before):
             logits_N = self.hypernetwork()
         with torch.cuda.graph(self._behind, pool=self._before.pool()):
-            self._gradients, self._numbers = self._once(logits_N)
+            self._found = self._once(logits_N)
         # Only the memory is needed from now on, not what autograd knows about it.
         self._given_N = logits_N.detach()
 
@@ -138,11 +158,9 @@ class ReplayedUpdate(Update):
             place.values.copy_(given.values.detach())
             place.slopes.copy_(given.slopes.detach())
         self._behind.replay()
-        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
-            parameter.grad = gradient
-        return self._numbers
+        return self._set(self._found)
 
-    def _once(self, logits_N: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def _once(self, logits_N: Tensor) -> _Gradients:
         return self._back(logits_N, self._loss, self._of_masks, self._counted)
 
     def _warm_up(self, device: torch.device) -> None:
@@ -168,8 +186,7 @@ def fastest_update(update: Update, shape: Shape, counted: Shape, device: torch.d
         agrees = _agree(replayed, update, shape, counted, device)
     except Exception:  # an operation that cannot be captured; the plain update is there
         agrees, replayed = False, update
-    for parameter in update.parameters:
-        parameter.grad = None
+    update.hypernetwork.zero_grad(set_to_none=True)
     return replayed if agrees else update
 
 
@@ -185,9 +202,10 @@ def _agree(replayed: Update, update: Update, shape: Shape, counted: Shape, devic
     for way in (update, replayed):
         logits_N = way.logits().clone()
         numbers = way.gradients(torch.ones((), device=device), of_masks, kept).clone()
-        gradients = [parameter.grad for parameter in update.parameters]
-        assert all(gradient is not None for gradient in gradients)
-        # Sums tell a wrong replay from a right one, and cost no second copy of the heads' gradients.
-        sums = torch.stack([gradient.double().abs().sum() for gradient in gradients if gradient is not None])
+        gradients = [parameter.grad for parameter in update.hypernetwork.parameters()]
+        factors = [(product.left_CW, product.right_CF) for product in way.outer.values()]
+        parts = [part for part in [*gradients, *chain.from_iterable(factors)] if part is not None]
+        # Sums tell a wrong replay from a right one.
+        sums = torch.stack([part.double().abs().sum() for part in parts])
         results.append((logits_N.double(), numbers, sums))
     return all(torch.allclose(a, b, rtol=_TOLERANCE) for a, b in zip(*results, strict=True))

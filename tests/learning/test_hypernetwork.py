@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dispfx.learning.hypernetwork import GroupHeads, RecurrentHypernetwork, _RowProducts, build_hypernetwork
+from dispfx.learning.hypernetwork import GroupHeads, RecurrentHypernetwork, build_hypernetwork
 
 SIZES = [6, 10, 6, 3, 10, 6]
 KINDS = ["full", "linear", "none"]
@@ -42,9 +42,9 @@ def test_heads_equal_one_linear_a_group_in_the_order_of_the_groups():
     # Another order of the same four products a logit.
     torch.testing.assert_close(heads(inputs_GF), expected)
     scale = torch.randn(sum(SIZES))
-    leaves = [inputs_GF, *heads.weights]
-    ours = torch.autograd.grad((heads(inputs_GF) * scale).sum(), leaves)
-    theirs = torch.autograd.grad((expected * scale).sum(), leaves)
+    theirs = torch.autograd.grad((expected * scale).sum(), [inputs_GF, *heads.weights])
+    (of_inputs,) = torch.autograd.grad((heads(inputs_GF) * scale).sum(), inputs_GF)
+    ours = [of_inputs, *(product.written() for product in heads.outer_gradients(scale).values())]
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other)
 
@@ -58,10 +58,43 @@ def test_there_is_one_parameter_a_width_and_not_one_a_group():
     ]
 
 
-def test_the_row_product_has_the_gradient_of_its_formula():
-    weight = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
-    inputs = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(_RowProducts.apply, (weight, inputs))
+def test_values_read_without_gradient_do_not_change_what_the_gradient_is_for():
+    heads = GroupHeads(SIZES, 4)
+    inputs_GF, scale = torch.randn(len(SIZES), 4), torch.randn(sum(SIZES))
+    heads(inputs_GF)
+    before = heads.outer_gradients(scale)
+    with torch.no_grad():
+        heads(2 * inputs_GF)
+    after = heads.outer_gradients(scale)
+    assert list(before) == list(after) == list(heads.weights)
+    assert all(torch.equal(before[weight].written(), after[weight].written()) for weight in before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("starts", [False, True])
+def test_every_parameter_has_its_gradient_in_one_of_the_two_ways(kind, starts):
+    """A small change of any one parameter changes the sum of the logits as its gradient says."""
+    start_N = torch.rand(sum(SIZES)) if starts else None
+    network = build_hypernetwork(kind, SIZES, bias=3.0, seed=0, start_N=start_N).double()
+    scale = torch.randn(sum(SIZES), dtype=torch.float64)
+    logits = network()
+    outer = network.outer_gradients(scale)
+    others = [parameter for parameter in network.parameters() if parameter not in outer]
+    written = torch.autograd.grad(logits, others, scale) if others else ()
+    gradients = dict(zip(others, written, strict=True)) | {key: one.written() for key, one in outer.items()}
+    assert bool(outer) == (kind != "none")
+    for parameter in network.parameters():
+        direction = torch.randn_like(parameter)
+        values = []
+        for shift in (1e-5, -2e-5):
+            with torch.no_grad():
+                parameter.add_(shift * direction)
+                values.append(float((network() * scale).sum()))
+        with torch.no_grad():
+            parameter.add_(1e-5 * direction)
+        assert (values[0] - values[1]) / 2e-5 == pytest.approx(
+            float((gradients[parameter] * direction).sum())
+        )
 
 
 def test_the_full_hypernetwork_has_the_papers_widths_and_no_bias_a_head():

@@ -17,6 +17,7 @@ from torch import Tensor
 from dispfx.errors import DataError, PlanMismatchError
 from dispfx.ir.plan import Budget
 from dispfx.learning import readout
+from dispfx.learning.outer_adamw import OuterAdamW
 from dispfx.learning.settings import LearnSettings
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.learning.trainer import Learned, learn
@@ -163,7 +164,7 @@ def test_an_interrupt_within_a_forward_pass_leaves_a_sound_state(tmp_path):
 )
 def test_an_interrupt_at_the_end_of_a_step_leaves_it_whole(tmp_path, place, monkeypatch):
     """Whatever the device was told to do is done, so the step counts: the fourth of six."""
-    steps, optimize, read = [], torch.optim.AdamW.step, readout.reading
+    steps, optimize, read = [], OuterAdamW.apply, readout.reading
 
     def interrupt_at(here: str) -> None:
         if len(steps) == 4 and here == place:
@@ -172,15 +173,14 @@ def test_an_interrupt_at_the_end_of_a_step_leaves_it_whole(tmp_path, place, monk
     def optimizing(optimizer, *arguments):
         steps.append(1)
         interrupt_at("before the optimizer")
-        found = optimize(optimizer, *arguments)
+        optimize(optimizer, *arguments)
         interrupt_at("behind the optimizer")
-        return found
 
     def waiting(numbers: Tensor):
         wait = read(numbers)
         return lambda: (interrupt_at("before the numbers are known"), wait())[1]
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", optimizing)
+    monkeypatch.setattr(OuterAdamW, "apply", optimizing)
     monkeypatch.setattr("dispfx.learning.learner.reading", waiting)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     try:

@@ -29,7 +29,7 @@ def update(target: float = 0.5 * COUNT.dense, width: float = 0.0) -> Update:
 def gradient_of(given: Update, of_masks: Slopes, counted: Slopes) -> tuple[Tensor, Tensor]:
     given.logits()
     found = given.gradients(torch.tensor(2.5), of_masks, counted)
-    (gradient_N,) = (parameter.grad for parameter in given.parameters)
+    (gradient_N,) = (parameter.grad for parameter in given.hypernetwork.parameters())
     assert gradient_N is not None
     return gradient_N, found
 
