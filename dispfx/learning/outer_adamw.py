@@ -106,7 +106,7 @@ def _agree(device: torch.device, columns: int) -> bool:
         found, expected = (steps_of_both(device, columns, kernels=kernels) for kernels in (True, False))
     except Exception:  # a Triton that cannot compile for this card; torch's own is there
         return False
-    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(found, expected, strict=True))
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, expected, strict=True))
 
 
 def steps_of_both(device: torch.device, columns: int, *, kernels: bool, steps: int = 4) -> list[Tensor]:

@@ -41,7 +41,7 @@ def outer_adamw(
     tile_rows = _TILE // columns
     factors = (gradient.left_CW.contiguous(), gradient.right_CF.contiguous())
     with torch.cuda.device_of(parameter):
-        _step[(matrices * triton.cdiv(rows, tile_rows),)](
+        _outer_adamw_step[(matrices * triton.cdiv(rows, tile_rows),)](
             parameter,
             mean,
             square,
@@ -59,7 +59,7 @@ def outer_adamw(
 
 
 @triton.jit
-def _step(
+def _outer_adamw_step(
     parameter,
     mean,
     square,
