@@ -9,6 +9,7 @@ parameters, heads share keys and values), `experts` (45 million, a mixture of 8)
 and LayerNorm), `large` (110 million) and `7b`.  Every decoder is learned for two steps in its own process,
 not compiled, without checkpoints; what is measured is the largest resident memory while it learns, less what
 was resident before, and on a GPU the most that its tensors took and, as `reserved`, what torch held for them.
+There the estimate is of the tensors, and `needed` what a run is refused by, to be compared with `reserved`.
 """
 
 import argparse
@@ -75,9 +76,16 @@ def main() -> None:
 
 def _line(row: dict[str, Any]) -> str:
     estimated, measured = row["estimated"], row["measured"]
-    return (
+    line = (
         f"{row['model']:32} {row['batch']} × {row['tokens']:<5} estimated {estimated / 1e6:9.1f} MB, "
         f"measured {measured / 1e6:9.1f} MB: {estimated / measured - 1:+.1%}"
+    )
+    if "reserved" not in row:
+        return line
+    needed, reserved = row["needed"], row["reserved"]
+    return (
+        line
+        + f"; needed {needed / 1e6:9.1f} MB, reserved {reserved / 1e6:9.1f} MB: {needed / reserved - 1:+.1%}"
     )
 
 
@@ -97,7 +105,8 @@ def measure(model: str, batch: int, tokens: int, device: str, dtype: str) -> dic
     program = capture(decoder)
     settings = learn_settings(model, batch_size=batch, seq_len=tokens, steps=2)
     text = torch.randint(program.vocabulary_size or 100, (4 * batch * tokens,))
-    found = bytes_beside_weights(estimate(program, settings), program.device, checkpoints=False)
+    found = estimate(program, settings)
+    needed = bytes_beside_weights(found, program.device, checkpoints=False)
     before = _settle(device)
     began = time.monotonic()
     learn(program, text, 0.3, settings=settings, compute=Compute("off", "off"))
@@ -105,7 +114,8 @@ def measure(model: str, batch: int, tokens: int, device: str, dtype: str) -> dic
         "model": Path(model).name,
         "batch": batch,
         "tokens": tokens,
-        "estimated": found,
+        "estimated": found.peak_bytes - found.weight_bytes if found.on_gpu else needed,
+        "needed": needed,
         **_measured(device, before),
         "weights": sum(tensor.nbytes for tensor in decoder.parameters()),
         "seconds": round(time.monotonic() - began, 1),

@@ -2,7 +2,7 @@
 
 1. Before a weight is read: the weights, and for what writes a folder their pruned copy beside them.
 2. Before learning: the estimate of `dispfx.measure.estimate`, less the weights, which are there by then, and
-   on a CPU with what the allocator keeps (`dispfx.measure.resident`). With checkpoints of layers, which
+   with what the allocator keeps (`dispfx.measure.resident`). With checkpoints of layers, which
    `auto` turns to, what autograd keeps is left out.
 
 An estimate may be wrong by 15%; a run is refused where it would not fit even if it took that much less.
@@ -25,7 +25,6 @@ from dispfx.source.stored import loaded_bytes
 from dispfx.training.preparation import Compute
 
 _SURE = 0.85
-_FLOAT_BYTES = 4
 
 
 def require_room_for_weights(opening: Opening, *, copies: float = 1.0) -> None:
@@ -67,7 +66,8 @@ def require_room_to_learn(
         return
     own = own_part(settings, ranks or ALONE)
     found = estimate(program, own)
-    needed = bytes_beside_weights(found, program.device, checkpoints=chosen.checkpointing != "off")
+    checkpoints, compiled = chosen.checkpointing != "off", chosen.compiles(program.device)
+    needed = bytes_beside_weights(found, program.device, checkpoints=checkpoints, compiled=compiled)
     free = free_bytes(program.device)
     if free is not None and _SURE * needed > free:
         raise _missing(
@@ -84,12 +84,19 @@ def require_room_to_learn(
         )
 
 
-def bytes_beside_weights(found: Estimate, device: torch.device, *, checkpoints: bool) -> int:
-    """Return what learning takes beside the weights; with checkpoints, what it takes at the least."""
+def bytes_beside_weights(
+    found: Estimate, device: torch.device, *, checkpoints: bool, compiled: bool = False
+) -> int:
+    """Return what learning takes beside the weights, on CUDA what torch reserves for it.
+
+    With checkpoints it is what learning takes at the least.  With compiled layers it is more than they take,
+    since they keep about half of what the operations keep one by one.
+    """
     step = found.step.loss if checkpoints else found.step.peak
-    gradient = _FLOAT_BYTES * found.hypernetwork_parameters
-    behind_it = resident_bytes(found.hypernetwork_bytes + gradient, 0, device)
-    return max(resident_bytes(found.hypernetwork_bytes, step, device), behind_it)
+    if device.type == "cuda" and (checkpoints or compiled):
+        return found.held_bytes + step  # a bound already, to which an allocator adds nothing that is known
+    behind_it = resident_bytes(found.held_bytes + found.gradient_bytes, 0, device)
+    return max(resident_bytes(found.held_bytes, step, device), behind_it)
 
 
 def _missing(what: str, needed: float, free: int, device: torch.device, hint: str) -> DispfxError:

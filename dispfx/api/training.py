@@ -119,13 +119,16 @@ def short_of_memory(
     sharding: Sharding | None = None,
 ) -> bool:
     """Whether a step that keeps all values of all layers is larger than the memory that is free."""
-    free = free_bytes(program.device if sharding is None else sharding.device)
+    device = program.device if sharding is None else sharding.device
+    free = free_bytes(device)
     if free is None:
         return False
     own = own_part(settings, ranks)
-    found = estimate(program, own)
+    found = estimate(program, own, device=device)
     kept = found.step.kept * (_KEPT_BY_COMPILED if compiled else 1.0)
     # Weights in parts are still to come.
     weights = 0 if sharding is None else found.weight_bytes / sharding.size
-    beside = resident_bytes(found.hypernetwork_bytes, kept, program.device)
+    # The share that is not usable is what a GPU's allocator holds free; glibc holds more.
+    on_gpu = device.type == "cuda"
+    beside = found.held_bytes + kept if on_gpu else resident_bytes(found.held_bytes, kept, device)
     return beside + weights > _USABLE * free

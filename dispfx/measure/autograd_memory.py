@@ -1,9 +1,10 @@
-"""What autograd keeps of one operation for the backward pass, when the weights are frozen.
+"""What autograd keeps of operations for the backward pass, when the weights are frozen.
 
 The rule of each operation is that of its derivative (`derivatives.yaml` of torch):
 
 1. A product keeps an operand if another operand needs a gradient.  A weight needs none, so the
    activation that meets it is not kept: this is what learning masks saves against learning weights.
+   The grouped product that transformers brings keeps its operands whatever needs a gradient.
 2. A gate keeps its operand, whose product with the gradient is the gradient of its mask.
 3. Pointwise operations keep their operand (silu, gelu, pow, …) or their result (exp, tanh, rsqrt, …).
 4. Sums, casts and changes of shape keep nothing.
@@ -15,13 +16,14 @@ The rule of each operation is that of its derivative (`derivatives.yaml` of torc
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from dispfx.ir import ops
 from dispfx.ir.ops import packet, packets
-from dispfx.measure.graph_sizes import Sizes
+from dispfx.measure.graph_sizes import Sizes, storage
 
 _NOTHING = (
     ops.CASTS
@@ -38,6 +40,8 @@ _OPERANDS = packets(
 )
 _RESULT = packets("relu relu6 tanh sigmoid exp expm1 sqrt rsqrt reciprocal softmax _softmax log_softmax")
 _PRODUCTS = ops.PRODUCTS | packets("mul multiply div true_divide addcmul")
+# Torch's own; its derivative asks what needs a gradient.
+GROUPED = packets("_grouped_mm")
 _FLOAT_BYTES = 4
 
 
@@ -47,6 +51,44 @@ class Kept:
 
     values: tuple[fx.Node, ...] = ()
     further_bytes: int = 0
+
+
+class KeptMemory:
+    """Which memory autograd holds of nodes, and whose turn in the backward pass releases it.
+
+    Args:
+        nodes: in the order in which they run.
+        needs: values that need a gradient.
+        sizes: of the graph at the batch and length of a step.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node], needs: frozenset[fx.Node], sizes: Sizes):
+        self.bytes_of: dict[object, int] = {}
+        self.released_by: dict[fx.Node, list[object]] = {}
+        first: dict[object, fx.Node] = {}
+        weights = {storage(node) for node in nodes if node.op == "get_attr"}
+        owner: dict[object, fx.Node] = {}
+        for node in nodes:
+            owner.setdefault(storage(node), node)
+            if node not in needs or node.op != "call_function":
+                continue
+            if needs.isdisjoint(ops.operands(node)):  # a leaf is held where its gradient is added up
+                self.bytes_of[storage(node)] = sizes.bytes(node)
+                continue
+            held = kept_by(node, needs, sizes)
+            for key in {storage(value) for value in held.values}.intersection(owner) - weights:
+                self.bytes_of.setdefault(key, sizes.bytes(owner[key]))
+                first.setdefault(key, node)
+            if held.further_bytes:
+                self.bytes_of[node, "further"] = held.further_bytes
+                first[node, "further"] = node
+        for key, node in first.items():
+            self.released_by.setdefault(node, []).append(key)
+
+    @property
+    def total(self) -> int:
+        """Bytes held after the forward pass."""
+        return sum(self.bytes_of.values())
 
 
 def kept_by(node: fx.Node, needs: frozenset[fx.Node], sizes: Sizes) -> Kept:
@@ -67,7 +109,9 @@ def kept_by(node: fx.Node, needs: frozenset[fx.Node], sizes: Sizes) -> Kept:
     if operation in ops.NORMS:
         rows = sizes.count(node) // max(sizes.shape(node)[-1], 1)
         return Kept(tuple(operands[:1]), 2 * rows * _FLOAT_BYTES)
-    if operation in _PRODUCTS:
+    if ops.is_grouped(node) and operation not in GROUPED:
+        return Kept(tuple(operands))
+    if operation in _PRODUCTS | GROUPED:
         return Kept(tuple(value for value in operands if needs.intersection(_others(node, value))))
     if operation in _OPERANDS:
         return Kept(tuple(operands[:1]))

@@ -9,9 +9,16 @@ The decoder's step and the hypernetwork's gradients are not there at the same ti
          + max(step, 4 bytes · hypernetwork)
 
 since the hypernetwork and AdamW's two moments are float32 and its gradient appears when the decoder's
-step is over and is freed before the next.  Time is products only (`dispfx.measure.step_work`), at the rate
-of a device: right where products dominate, too short for decoders so small that starting an operation
-takes longer than the operation.
+step is over and is freed before the next.  On CUDA that gradient is in the memory of a graph that is replayed
+(`dispfx.learning.update`) and stays, as does what goes into the graph, and torch takes more than tensors ask
+for (`dispfx.measure.cuda_memory`):
+
+    peak = weights + 16 bytes · hypernetwork + features · (24 + 20 · samples + 8 · counted) bytes
+         + workspaces + step
+
+where what is counted for the budget is one vector, or one a sample.  Time is products only
+(`dispfx.measure.step_work`), at the rate of a device: right where products dominate, too short for decoders
+so small that starting an operation takes longer than the operation.
 """
 
 from dataclasses import dataclass, replace
@@ -24,6 +31,7 @@ from dispfx.ir.plan import BudgetOf
 from dispfx.ir.program import Program
 from dispfx.learning.hypernetwork import hypernetwork_parameters
 from dispfx.learning.settings import DEFAULT_RECIPE, LearnSettings, recipe
+from dispfx.measure.cuda_memory import workspaces_bytes
 from dispfx.measure.devices import Device
 from dispfx.measure.graph_sizes import Sizes
 from dispfx.measure.step_memory import StepMemory, needing_gradients, step_memory
@@ -40,6 +48,8 @@ _OPTIMIZER_COPIES = 3
 # Two orders of the features as int64 and logits as float32; of every sample mask, slope and gradient.
 _BYTES_A_FEATURE = 20
 _BYTES_A_SAMPLE = 12
+# Of the graph that is replayed on CUDA: values and slopes, of all masks and of what is counted; and logits.
+_PAIR_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,8 @@ class Estimate:
         features: of all sites.
         step: memory of one forward and backward pass of the decoder.
         work: operations of the same.
+        on_gpu: for a run on CUDA.
+        workspace_bytes: that cuBLAS takes; 0 elsewhere.
     """
 
     settings: LearnSettings
@@ -69,18 +81,38 @@ class Estimate:
     features: int
     step: StepMemory
     work: StepWork
+    on_gpu: bool = False
+    workspace_bytes: int = 0
 
     @property
     def hypernetwork_bytes(self) -> int:
-        """The hypernetwork, AdamW's moments and the vectors over all features."""
+        """The hypernetwork, AdamW's moments, the vectors over all features, and on CUDA the gradient."""
         heads = _FLOAT_BYTES * _OPTIMIZER_COPIES * self.hypernetwork_parameters
-        return heads + (_BYTES_A_FEATURE + _BYTES_A_SAMPLE * self.settings.samples) * self.features
+        vectors = _BYTES_A_FEATURE + _BYTES_A_SAMPLE * self.settings.samples
+        return heads + vectors * self.features + (self._replayed_bytes if self.on_gpu else 0)
+
+    @property
+    def _replayed_bytes(self) -> int:
+        """What `dispfx.learning.update.ReplayedUpdate` holds: what goes in and what comes out."""
+        samples = self.settings.samples
+        counted = samples if self.settings.budget_on == "masks" else 1
+        vectors = _PAIR_BYTES * (samples + counted) + _FLOAT_BYTES
+        return _FLOAT_BYTES * self.hypernetwork_parameters + vectors * self.features
+
+    @property
+    def held_bytes(self) -> int:
+        """What stays from step to step beside the weights."""
+        return self.hypernetwork_bytes + self.workspace_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The gradient of the hypernetwork where it comes after the decoder's step and goes again."""
+        return 0 if self.on_gpu else _FLOAT_BYTES * self.hypernetwork_parameters
 
     @property
     def peak_bytes(self) -> int:
         """The largest sum on the device, without what the process itself needs."""
-        gradient = _FLOAT_BYTES * self.hypernetwork_parameters
-        return self.weight_bytes + self.hypernetwork_bytes + max(self.step.peak, gradient)
+        return self.weight_bytes + self.held_bytes + max(self.step.peak, self.gradient_bytes)
 
     @property
     def flops_a_step(self) -> int:
@@ -96,14 +128,23 @@ class Estimate:
         return self.seconds_a_step(device) * self.settings.steps
 
 
-def estimate(program: Program, settings: LearnSettings | None = None, *, of: BudgetOf = "blocks") -> Estimate:
+def estimate(
+    program: Program,
+    settings: LearnSettings | None = None,
+    *,
+    of: BudgetOf = "blocks",
+    device: torch.device | None = None,
+) -> Estimate:
     """Return what learning masks for a decoder takes; nothing is run.
 
     Args:
         program: analysed, with its sites.
         settings: of the run; those of the default recipe by default.
         of: which parameters `gated_parameters` counts.
+        device: to learn on; where the program is by default.
     """
+    device = device or program.device
+    on_gpu = device.type == "cuda"
     settings = settings or LearnSettings(**recipe(DEFAULT_RECIPE))
     plain = Pipeline([InsertGates()], verify=False).run(program.clone())
     sizes = Sizes(plain.graph, settings.batch_size, settings.seq_len)
@@ -118,8 +159,10 @@ def estimate(program: Program, settings: LearnSettings | None = None, *, of: Bud
         weight_bytes_by_dtype=by_dtype,
         hypernetwork_parameters=hypernetwork_parameters(settings.hypernetwork, groups.sizes),
         features=groups.features,
-        step=_step_memory(plain, settings),
+        step=_step_memory(plain, settings, on_gpu),
         work=step_work(plain.graph, needing_gradients(plain.graph, _masks(plain)), sizes),
+        on_gpu=on_gpu,
+        workspace_bytes=workspaces_bytes(device) if on_gpu else 0,
     )
 
 
@@ -128,19 +171,19 @@ def _masks(gated: Program) -> list[fx.Node]:
     return inputs[-len(gated.sites) :]
 
 
-def _step_memory(plain: Program, settings: LearnSettings) -> StepMemory:
+def _step_memory(plain: Program, settings: LearnSettings, on_gpu: bool) -> StepMemory:
     """Return the memory of a step as `dispfx.training` computes it, or of the comparison before all steps."""
-    whole = Sizes(plain.graph, settings.batch_size, settings.seq_len)
+    whole = Sizes(plain.graph, settings.batch_size, settings.seq_len, on_gpu=on_gpu)
     needs = needing_gradients(plain.graph, _masks(plain))
     fast = Pipeline(training_passes(settings.seq_len), verify=False).run(plain.clone())
     if fast.outline is None:
         return step_memory(plain.graph, needs, whole)
-    short = Sizes(plain.graph, 1, min(settings.seq_len, SHORT))
+    short = Sizes(plain.graph, 1, min(settings.seq_len, SHORT), on_gpu=on_gpu)
     compared = step_memory(plain.graph, needs, short)
     # Layers hand a gradient on to the first value of the stream too.
     first = fast.nodes[fast.outline.prologue.results[0]]
     needs = needing_gradients(fast.graph, [*_masks(fast), first])
-    sizes = Sizes(fast.graph, settings.batch_size, settings.seq_len)
+    sizes = Sizes(fast.graph, settings.batch_size, settings.seq_len, on_gpu=on_gpu)
     stream = fast.nodes[fast.outline.epilogue.values[0]] if head_takes_stream_alone(fast) else None
     step = step_memory(fast.graph, needs, sizes, stream)
     return replace(step, peak=max(step.peak, compared.peak))

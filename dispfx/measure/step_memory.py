@@ -6,14 +6,21 @@
 2. Loss of whole logits: they become float32 and a log-softmax of them is kept; on the way back that, its
    gradient and the gradient of the logits live together, three float32 numbers a logit.  Loss in chunks
    (`dispfx.training.head_loss`): the logits, float32 copies and a mask of one chunk of rows live together,
-   and a gradient of the shape of the stream is kept instead of what the head would keep.
+   with the gradient of the chunk before where there is one, and a gradient of the shape of the stream is
+   kept instead of what the head would keep.
 3. Backward: the gradient of a value lives from its first user's turn to its own.  Additions and views
    hand on the gradient that they got; what reaches a value from two users is added up.  What an
    operation kept is released after its turn.
 
-Not counted: what kernels need inside, and what an allocator rounds up.
+4. On a GPU (`Sizes.on_gpu`) every tensor is a block of its allocator (`dispfx.measure.cuda_memory`).  In
+   half precision an attention's backward pass adds up the gradient of the query in float32, and before it
+   one number a row (`mha_bwd` in flash_attn/flash_api.cpp: `dq_accum`, `softmax_d`; as much is in the
+   workspace that cuDNN asks for in native/cudnn/MHA.cpp, and in `_efficient_attention_backward`).
+
+Not counted: what other kernels need inside, and what an allocator holds free between blocks.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +29,7 @@ from torch import Tensor, fx
 
 from dispfx.ir import ops
 from dispfx.ir.ops import aten, packet
-from dispfx.measure.autograd_memory import kept_by
+from dispfx.measure.autograd_memory import GROUPED, KeptMemory
 from dispfx.measure.graph_sizes import Sizes, storage
 from dispfx.training.head_loss import chunk_rows, even_rows
 
@@ -60,7 +67,7 @@ def step_memory(
     """
     head = _behind(chunked_from)
     body = [node for node in graph.nodes if node not in head]
-    kept = _Kept(body, needs, sizes)
+    kept = KeptMemory(body, needs, sizes)
     forward = _forward_peak(body, kept, sizes)
     if chunked_from is None:
         end = ops.logits_of(graph)
@@ -95,36 +102,7 @@ def needing_gradients(graph: fx.Graph, leaves: Iterable[fx.Node]) -> frozenset[f
     return frozenset(needs)
 
 
-class _Kept:
-    """Which memory autograd holds, and whose turn in the backward pass releases it."""
-
-    def __init__(self, nodes: Sequence[fx.Node], needs: frozenset[fx.Node], sizes: Sizes):
-        self.bytes_of: dict[object, int] = {}
-        self.released_by: dict[fx.Node, list[object]] = {}
-        first: dict[object, fx.Node] = {}
-        weights = {storage(node) for node in nodes if node.op == "get_attr"}
-        owner: dict[object, fx.Node] = {}
-        for node in nodes:
-            owner.setdefault(storage(node), node)
-            if node not in needs or node.op != "call_function":
-                continue
-            held = kept_by(node, needs, sizes)
-            for key in {storage(value) for value in held.values}.intersection(owner) - weights:
-                self.bytes_of.setdefault(key, sizes.bytes(owner[key]))
-                first.setdefault(key, node)
-            if held.further_bytes:
-                self.bytes_of[node, "further"] = held.further_bytes
-                first[node, "further"] = node
-        for key, node in first.items():
-            self.released_by.setdefault(node, []).append(key)
-
-    @property
-    def total(self) -> int:
-        """Bytes held after the forward pass."""
-        return sum(self.bytes_of.values())
-
-
-def _forward_peak(nodes: Sequence[fx.Node], kept: _Kept, sizes: Sizes) -> int:
+def _forward_peak(nodes: Sequence[fx.Node], kept: KeptMemory, sizes: Sizes) -> int:
     """Return the largest sum of values alive while the nodes run."""
     last: dict[object, int] = {}
     position = {node: index for index, node in enumerate(nodes)}
@@ -166,12 +144,15 @@ def _chunked_loss_bytes(
     rows, vocabulary = sizes.batch * sizes.tokens, sizes.shape(logits)[-1]
     chunk = even_rows(rows, chunk_rows(vocabulary))
     width = logits.meta["val"].element_size()
-    copies = _FLOATS_OF_A_CHUNK + (width != _FLOAT_BYTES)
-    of_logits = chunk * vocabulary * (width + 1 + _FLOAT_BYTES * copies)
+    floats = _FLOATS_OF_A_CHUNK + (width != _FLOAT_BYTES)
+    half, mask, wide = (sizes.taken(chunk * vocabulary * size) for size in (width, 1, _FLOAT_BYTES))
+    # Names keep what the chunk before came to until this one has its own.
+    before = half + sizes.bytes(stream) * chunk // rows if chunk < rows else 0
     tensors = [node for node in graph.nodes if node.op == "get_attr"]
     inside = [*tensors, stream, *(node for node in graph.nodes if node in head)]
-    of_head = _Kept(inside, needs, sizes).total - sizes.bytes(stream)
-    return 2 * sizes.bytes(stream) + of_logits + max(0, of_head) * chunk // rows
+    of_head = KeptMemory(inside, needs, sizes)
+    kept = of_head.total - of_head.bytes_of.get(storage(stream), 0)
+    return 2 * sizes.bytes(stream) + half + mask + floats * wide + before + kept * chunk // rows
 
 
 class _Gradients:
@@ -223,7 +204,7 @@ def _backward_peak(
     end: fx.Node,
     first: int,
     needs: frozenset[fx.Node],
-    kept: _Kept,
+    kept: KeptMemory,
     sizes: Sizes,
 ) -> int:
     """Return the largest sum of kept values and gradients, beginning with `first` bytes at `end`."""
@@ -258,4 +239,15 @@ def _inside(node: fx.Node, sizes: Sizes) -> int:
     """Return what the backward pass of an operation holds beside the gradients that it returns."""
     if ops.is_gate(node):
         return sizes.bytes(node)  # gradient · operand, before it is summed for the mask
+    if sizes.on_gpu and packet(node) in ops.ATTENTION:
+        return _inside_attention(node, sizes)
+    if ops.is_grouped(node) and packet(node) not in GROUPED:
+        return sizes.bytes(ops.operands(node)[1])  # it computes the gradient of the weights too
     return 2 * sizes.bytes(node) if packet(node) is aten.pow else 0
+
+
+def _inside_attention(node: fx.Node, sizes: Sizes) -> int:
+    query = ops.operands(node)[0]
+    of_rows = _FLOAT_BYTES * math.prod(sizes.shape(query)[:-1])
+    half = query.meta["val"].element_size() < _FLOAT_BYTES
+    return sizes.taken(of_rows) + (sizes.taken(_FLOAT_BYTES * sizes.count(query)) if half else 0)

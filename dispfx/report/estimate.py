@@ -20,11 +20,12 @@ def print_estimate(estimate: Estimate, console: Console) -> None:
 def estimate_lines(estimate: Estimate) -> list[str]:
     """Return what `print_estimate` prints."""
     settings, share = estimate.settings, estimate.gated_parameters / estimate.parameters
+    cublas = f"cuBLAS {shown_bytes(estimate.workspace_bytes)}, " if estimate.workspace_bytes else ""
     return [
         f"{estimate.gated_parameters:,} of {estimate.parameters:,} parameters are gated ({share:.1%})",
         f"learning at {settings.batch_size} × {settings.seq_len} tokens is estimated to take "
         f"{shown_bytes(estimate.peak_bytes)}: weights {shown_bytes(estimate.weight_bytes)}, "
-        f"hypernetwork {shown_bytes(estimate.hypernetwork_bytes)}, "
+        f"hypernetwork {shown_bytes(estimate.hypernetwork_bytes)}, {cublas}"
         f"one step {shown_bytes(estimate.step.peak)}",
         *(_card_line(estimate, card) for card in CARDS.values()),
     ]
@@ -42,6 +43,7 @@ def estimate_plain(estimate: Estimate) -> dict[str, Any]:
             "weights": estimate.weight_bytes,
             "weights_by_dtype": estimate.weight_bytes_by_dtype,
             "hypernetwork": estimate.hypernetwork_bytes,
+            "workspaces": estimate.workspace_bytes,
             "kept_for_backward": estimate.step.kept,
             "loss": estimate.step.loss,
             "step": estimate.step.peak,

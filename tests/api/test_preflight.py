@@ -161,6 +161,20 @@ def test_learning_that_does_not_fit_is_refused_with_what_would_help(free: Any):
         preflight.require_room_to_learn(program, settings, auto)
 
 
+def test_on_a_gpu_what_torch_reserves_is_asked_for_unless_it_is_a_bound_already():
+    from dispfx.measure.estimate import estimate
+
+    cuda = torch.device("cuda")
+    found = estimate(plain("llama"), LearnSettings(batch_size=4, seq_len=64), device=cuda)
+    whole = preflight.bytes_beside_weights(found, cuda, checkpoints=False)
+    assert whole == resident_bytes(found.held_bytes, found.step.peak, cuda)
+    assert whole > found.held_bytes + found.step.peak == found.peak_bytes - found.weight_bytes
+    compiled = preflight.bytes_beside_weights(found, cuda, checkpoints=False, compiled=True)
+    assert compiled == found.held_bytes + found.step.peak
+    least = preflight.bytes_beside_weights(found, cuda, checkpoints=True)
+    assert least == found.held_bytes + found.step.loss
+
+
 @pytest.mark.parametrize("verb", ["compile", "learn", "apply"])
 def test_no_verb_begins_without_room(verb: str, free: Any, tmp_path: Path):
     free(1000)

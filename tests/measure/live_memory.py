@@ -1,27 +1,40 @@
 """The memory that torch holds, counted storage by storage while a step really runs."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispfx.api.programs import batches_of
 from dispfx.api.training import prepared_loss
+from dispfx.ir.ops import ATTENTION
 from dispfx.ir.program import Program
 from dispfx.learning.settings import LearnSettings
+from dispfx.measure.cuda_memory import block_bytes
+from dispfx.passes.insert_gates import InsertGates
+from dispfx.pipeline import Pipeline
+from dispfx.training.decoder import TrainingDecoder
+from dispfx.training.fast_passes import training_passes
 from dispfx.training.preparation import Compute
 from tests.programs import token_ids
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts the bytes of all storages that operations return, until each is freed."""
+    """Counts the bytes of all storages that operations return, until each is freed.
 
-    def __init__(self, there: Iterable[Tensor]):
+    Args:
+        there: tensors that are not counted.
+        taken: from the bytes of a storage to those that an allocator gives it.
+    """
+
+    def __init__(self, there: Iterable[Tensor], taken: Callable[[int], int] = lambda size: size):
         super().__init__()
+        self._taken = taken
         self.now = self.peak = 0
         self._known = {tensor.untyped_storage()._cdata: 0 for tensor in there}
 
@@ -35,8 +48,8 @@ class LiveMemory(TorchDispatchMode):
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self._known:
-            self._known[key] = storage.nbytes()
-            self.now += storage.nbytes()
+            self._known[key] = self._taken(storage.nbytes())
+            self.now += self._known[key]
             self.peak = max(self.peak, self.now)
             weakref.finalize(storage, self._freed, key)
 
@@ -57,4 +70,36 @@ def peak_of_a_step(program: Program, settings: LearnSettings) -> int:
     with LiveMemory(there) as memory:
         prepared.loss(ids, masks).backward()
     assert masks.grad is not None and bool(masks.grad.any())
+    return memory.peak
+
+
+class _AsOnHopper(TorchFunctionMode):
+    """Attention by the operation that torch takes on Hopper, which says what it keeps without a GPU too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "overloadpacket", None) not in ATTENTION:
+            return func(*args, **kwargs)
+        query, key, value, mask, dropout, causal = (*args, *(None, 0.0, False)[len(args) - 3 :])
+        if mask is not None and mask.dtype == torch.bool:  # kernels take one that is added
+            mask = torch.zeros_like(mask, dtype=query.dtype)
+        operation = torch.ops.aten._scaled_dot_product_cudnn_attention
+        scale = kwargs.get("scale")
+        return operation(query, key, value, mask, True, dropout, causal, False, scale=scale)[0]
+
+
+def peak_of_a_step_on_a_gpu(program: Program, settings: LearnSettings) -> int:
+    """Return the most bytes of blocks that a step holds on a GPU, what kernels take inside left out.
+
+    Args:
+        program: on the meta device, so that no value is there and any size can be tried.
+    """
+    passes = [InsertGates(), *training_passes(settings.seq_len)]
+    decoder = TrainingDecoder(Pipeline(passes, verify=False).run(program.clone()))
+    decoder.in_chunks = True  # what a decoder with values is asked
+    ids = torch.zeros(settings.batch_size, settings.seq_len, dtype=torch.long, device="meta")
+    masks = torch.ones(sum(site.size for site in program.sites), device="meta").requires_grad_()
+    there = [masks, ids, *dict(program.tensors()).values(), *decoder.parameters(), *decoder.buffers()]
+    with _AsOnHopper(), LiveMemory(there, block_bytes) as memory:
+        decoder.loss(ids, masks).backward()
     return memory.peak

@@ -26,9 +26,6 @@ TRANSFORMERS = ("llama", "gpt2", "gemma2", "mixtral", "qwen3")
 LONGEST = 64
 # Nothing is rounded up here, so what is left is what kernels keep inside: a share of a small decoder.
 TOLERANCE = 0.03
-# With transformers 5.17 and torch 2.11 a mixture's values live shorter than its graph says.
-OF_OLD_MIXTURES = 0.2
-IS_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 @cache
@@ -48,8 +45,7 @@ def test_the_memory_of_a_step_is_what_torch_really_holds(name: str, shape: tuple
     settings = LearnSettings(batch_size=batch, seq_len=tokens, samples=samples)
     measured = peak_of_a_step(program(name), settings)
     found = estimate(program(name), settings).step.peak
-    tolerance = OF_OLD_MIXTURES if IS_OLD and name == "mixtral" else TOLERANCE
-    assert abs(found / measured - 1) < tolerance, f"{found} estimated, {measured} measured"
+    assert abs(found / measured - 1) < TOLERANCE, f"{found} estimated, {measured} measured"
 
 
 def test_a_short_batch_takes_what_the_comparison_before_it_takes():

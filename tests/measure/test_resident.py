@@ -4,13 +4,17 @@ import pytest
 import torch
 
 from dispfx.measure import resident
-from dispfx.measure.resident import PROCESS_BYTES, RETAINED, resident_bytes
+from dispfx.measure.resident import PROCESS_BYTES, RESERVED, RETAINED, resident_bytes
 
 CPU = torch.device("cpu")
 
 
-def test_a_gpu_holds_the_tensors_alone():
+def test_what_has_no_allocator_of_its_own_holds_the_tensors_alone():
     assert resident_bytes(900.0, 100.0, torch.device("meta")) == 1000
+
+
+def test_a_gpu_reserves_more_for_a_step_than_its_blocks():
+    assert resident_bytes(7, 10**9, torch.device("cuda")) == int(7 + RESERVED * 10**9)
 
 
 def test_glibc_keeps_more_of_a_step_than_its_tensors(monkeypatch: pytest.MonkeyPatch):

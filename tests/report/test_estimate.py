@@ -1,6 +1,7 @@
 """What is said about the cost of learning."""
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,12 @@ def test_memory_is_one_line_with_its_parts():
         "learning at 1 × 2048 tokens is estimated to take 168.3 GB: weights 140.0 GB, hypernetwork 6.3 GB, "
         "one step 22.0 GB"
     )
+
+
+def test_on_a_gpu_the_workspaces_are_a_part():
+    found = replace(estimate(), on_gpu=True, workspace_bytes=200_000_000)
+    assert ", hypernetwork 8.8 GB, cuBLAS 200.0 MB, one step 22.0 GB" in estimate_lines(found)[1]
+    assert estimate_plain(found)["bytes"]["workspaces"] == 200_000_000
 
 
 def test_each_card_says_how_long_and_how_many():
