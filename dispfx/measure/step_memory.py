@@ -139,20 +139,23 @@ def _loss_bytes(logits: fx.Node, sizes: Sizes) -> int:
 def _chunked_loss_bytes(
     graph: fx.Graph, stream: fx.Node, head: set[fx.Node], needs: frozenset[fx.Node], sizes: Sizes
 ) -> int:
-    """Return the stream, its gradient, and what one chunk of rows takes."""
+    """Return the stream, its gradient, and what one chunk of rows takes in its loss or on the way back."""
     logits = ops.logits_of(graph)
-    rows, vocabulary = sizes.batch * sizes.tokens, sizes.shape(logits)[-1]
-    chunk = even_rows(rows, chunk_rows(vocabulary))
+    rows = sizes.batch * sizes.tokens
+    chunk = even_rows(rows, chunk_rows(sizes.shape(logits)[-1]))
+    part = Sizes(graph, 1, chunk, on_gpu=sizes.on_gpu)
+    inside = [node for node in graph.nodes if node.op == "get_attr" or node is stream or node in head]
+    of_head = KeptMemory(inside, needs, part)
+    given = of_head.bytes_of.get(storage(stream), 0)
     width = logits.meta["val"].element_size()
     floats = _FLOATS_OF_A_CHUNK + (width != _FLOAT_BYTES)
-    half, mask, wide = (sizes.taken(chunk * vocabulary * size) for size in (width, 1, _FLOAT_BYTES))
+    half, mask, wide = (part.taken(part.count(logits) * size) for size in (width, 1, _FLOAT_BYTES))
+    back = part.bytes(stream)
     # Names keep what the chunk before came to until this one has its own.
-    before = half + sizes.bytes(stream) * chunk // rows if chunk < rows else 0
-    tensors = [node for node in graph.nodes if node.op == "get_attr"]
-    inside = [*tensors, stream, *(node for node in graph.nodes if node in head)]
-    of_head = KeptMemory(inside, needs, sizes)
-    kept = of_head.total - of_head.bytes_of.get(storage(stream), 0)
-    return 2 * sizes.bytes(stream) + half + mask + floats * wide + before + kept * chunk // rows
+    before, back_before = (half + back, back) if chunk < rows else (0, 0)
+    in_loss = half + mask + floats * wide + before + of_head.total
+    on_way_back = half + back_before + _backward_peak(inside, logits, half, needs, of_head, part)
+    return 2 * sizes.bytes(stream) + max(in_loss, on_way_back) - given
 
 
 class _Gradients:
@@ -215,14 +218,14 @@ def _backward_peak(
         gradient = gradients.take(node)
         if gradient is None:
             continue
-        for operand in dict.fromkeys(ops.operands(node)):
-            if operand not in needs:
-                continue
+        operands = [operand for operand in dict.fromkeys(ops.operands(node)) if operand in needs]
+        given = sum(sizes.bytes(operand) for operand in operands if not _hands_on(node, operand, sizes))
+        gradients.peak = max(gradients.peak, gradients.now + given + _inside(node, sizes))
+        for operand in operands:
             if _hands_on(node, operand, sizes):
                 gradients.share(operand, gradient)
             else:
                 gradients.new(operand, sizes.bytes(operand))
-        gradients.peak = max(gradients.peak, gradients.now + _inside(node, sizes))
         gradients.release(gradient)
         gradients.now -= sum(kept.bytes_of[key] for key in kept.released_by.get(node, ()))
     return gradients.peak

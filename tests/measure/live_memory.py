@@ -12,15 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispfx.api.programs import batches_of
 from dispfx.api.training import prepared_loss
+from dispfx.ir.budget import Groups
 from dispfx.ir.ops import ATTENTION
 from dispfx.ir.program import Program
+from dispfx.learning.hypernetwork import build_hypernetwork
 from dispfx.learning.settings import LearnSettings
-from dispfx.measure.cuda_memory import block_bytes
+from dispfx.measure.cuda_memory import block_bytes, workspaces_bytes
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
 from dispfx.training.decoder import TrainingDecoder
 from dispfx.training.fast_passes import training_passes
-from dispfx.training.preparation import Compute
+from dispfx.training.preparation import SHORT, Compute
+from tests.measure.caching_allocator import Block, CachingAllocator
 from tests.programs import token_ids
 
 
@@ -73,6 +76,23 @@ def peak_of_a_step(program: Program, settings: LearnSettings) -> int:
     return memory.peak
 
 
+class AllocatedMemory(LiveMemory):
+    """Gives every storage a block of an allocator."""
+
+    def __init__(self, there: Iterable[Tensor], allocator: CachingAllocator):
+        super().__init__(there)
+        self._allocator = allocator
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            self._known[key] = 0
+            if storage.nbytes():
+                block = self._allocator.take(storage.nbytes())
+                weakref.finalize(storage, self._allocator.give, block)
+            weakref.finalize(storage, self._known.pop, key)
+
+
 class _AsOnHopper(TorchFunctionMode):
     """Attention by the operation that torch takes on Hopper, which says what it keeps without a GPU too."""
 
@@ -80,7 +100,8 @@ class _AsOnHopper(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "overloadpacket", None) not in ATTENTION:
             return func(*args, **kwargs)
-        query, key, value, mask, dropout, causal = (*args, *(None, 0.0, False)[len(args) - 3 :])
+        operands: tuple[Any, ...] = (*args, *(None, 0.0, False)[len(args) - 3 :])
+        query, key, value, mask, dropout, causal = operands
         if mask is not None and mask.dtype == torch.bool:  # kernels take one that is added
             mask = torch.zeros_like(mask, dtype=query.dtype)
         operation = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -94,12 +115,60 @@ def peak_of_a_step_on_a_gpu(program: Program, settings: LearnSettings) -> int:
     Args:
         program: on the meta device, so that no value is there and any size can be tried.
     """
+    decoder, there = _learned(program, settings)
+    with _AsOnHopper(), LiveMemory(there, block_bytes) as memory:
+        _step(decoder, settings.batch_size, settings.seq_len)
+    return memory.peak
+
+
+def learning_on_a_gpu(program: Program, settings: LearnSettings) -> CachingAllocator:
+    """Return the allocator of a GPU after two steps of learning, with all that is done before them.
+
+    The hypernetwork is there as blocks of its size; of kernels the workspaces of cuBLAS are.
+    """
+    allocator = CachingAllocator()
+    decoder, there = _learned(program, settings)
+    groups = Groups.of_run(program.sites, constrained=settings.constrained)
+    built = build_hypernetwork(settings.hypernetwork, groups.sizes, bias=3.0, seed=0)
+    sizes = [parameter.nbytes for parameter in built.parameters()]
+    workspace = workspaces_bytes(torch.device("cuda")) // 6
+
+    def take(sizes: Iterable[int]) -> list[Block]:
+        return [allocator.take(size) for size in sizes]
+
+    def give(blocks: list[Block]) -> None:
+        for block in blocks:
+            allocator.give(block)
+
+    with _AsOnHopper(), AllocatedMemory(there, allocator):
+        _step(decoder, 1, min(SHORT, settings.seq_len))  # the comparison of the layers with the graph
+        take([workspace] * 2)
+        _step(decoder, settings.batch_size, settings.seq_len)  # the check of all gates
+        take(sizes)
+        allocator.place = "warm-up"
+        take([workspace] * 2)
+        give(take(sizes))
+        allocator.empty_cache()
+        allocator.place = "graph"
+        take([workspace] * 2 + sizes)
+        allocator.place = "usual stream"
+        allocator.empty_cache()
+        give(take(sizes))  # what a replay is compared with
+        _step(decoder, settings.batch_size, settings.seq_len)
+        take(sizes * 2)  # AdamW's moments
+        _step(decoder, settings.batch_size, settings.seq_len)
+    return allocator
+
+
+def _learned(program: Program, settings: LearnSettings) -> tuple[TrainingDecoder, list[Tensor]]:
+    """Return the decoder that learning calls, and its tensors."""
     passes = [InsertGates(), *training_passes(settings.seq_len)]
     decoder = TrainingDecoder(Pipeline(passes, verify=False).run(program.clone()))
     decoder.in_chunks = True  # what a decoder with values is asked
-    ids = torch.zeros(settings.batch_size, settings.seq_len, dtype=torch.long, device="meta")
-    masks = torch.ones(sum(site.size for site in program.sites), device="meta").requires_grad_()
-    there = [masks, ids, *dict(program.tensors()).values(), *decoder.parameters(), *decoder.buffers()]
-    with _AsOnHopper(), LiveMemory(there, block_bytes) as memory:
-        decoder.loss(ids, masks).backward()
-    return memory.peak
+    return decoder, [*dict(program.tensors()).values(), *decoder.parameters(), *decoder.buffers()]
+
+
+def _step(decoder: TrainingDecoder, batch: int, tokens: int) -> None:
+    ids = torch.zeros(batch, tokens, dtype=torch.long, device="meta")
+    masks = torch.ones(sum(decoder.sizes), device="meta").requires_grad_()
+    decoder.loss(ids, masks).backward()

@@ -11,18 +11,24 @@ from dispfx.ir.program import Program
 from dispfx.learning.settings import LearnSettings
 from dispfx.measure.cuda_memory import block_bytes, workspaces_bytes
 from dispfx.measure.estimate import estimate
-from tests.measure.live_memory import peak_of_a_step_on_a_gpu
+from dispfx.measure.resident import BEGUN_BYTES, resident_bytes
+from tests.measure.live_memory import learning_on_a_gpu, peak_of_a_step_on_a_gpu
 
 CUDA = torch.device("cuda")
 MEBI = 2**20
 # Of the operations nothing is left out; what kernels take inside is estimated, and not in what is held.
 TOLERANCE = 0.01
+# The vectors of all features are estimated too, and are no block here.
+OF_VECTORS = 0.03
+SPARE = 0.15
 
 SIZES: dict[str, Any] = {"hidden_size": 768, "num_hidden_layers": 3, "num_attention_heads": 12}
 SIZES |= {"vocab_size": 16_000, "intermediate_size": 2048}
 CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, SIZES),
     "qwen3": (transformers.Qwen3Config, SIZES | {"num_key_value_heads": 4, "head_dim": 64}),
+    # The way back through the norm before the head is more than the loss.
+    "small vocabulary": (transformers.LlamaConfig, SIZES | {"vocab_size": 128, "intermediate_size": 256}),
     "mixtral": (transformers.MixtralConfig, SIZES | {"num_local_experts": 8, "num_key_value_heads": 4}),
 }
 
@@ -44,6 +50,22 @@ def test_the_memory_of_a_step_is_what_torch_asks_for_on_a_gpu(name: str, shape: 
     found = estimate(decoder, settings, device=CUDA).step.peak
     measured = peak_of_a_step_on_a_gpu(decoder, settings)
     assert abs(found / measured - 1) < TOLERANCE, f"{found} estimated, {measured} held"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("shape", [(2, 512), (8, 1024)], ids=str)
+def test_learning_allocates_what_is_estimated_and_reserves_no_more_than_is_needed(
+    name: str, shape: tuple[int, int]
+):
+    settings = LearnSettings(batch_size=shape[0], seq_len=shape[1])
+    decoder = program(name)
+    found = estimate(decoder, settings, device=CUDA)
+    allocator = learning_on_a_gpu(decoder, settings)
+    beside = found.peak_bytes - found.weight_bytes
+    assert -TOLERANCE < beside / allocator.most_allocated - 1 < OF_VECTORS, (beside, allocator.most_allocated)
+    needed = resident_bytes(found.held_bytes, found.step.peak, CUDA)
+    reserved = allocator.most_reserved
+    assert reserved <= needed < (1 + SPARE) * reserved + BEGUN_BYTES, (needed, reserved)
 
 
 @pytest.mark.parametrize(
