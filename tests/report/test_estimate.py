@@ -43,7 +43,7 @@ def test_memory_is_one_line_with_its_parts():
 
 def test_on_a_gpu_the_workspaces_are_a_part():
     found = replace(estimate(), on_gpu=True, workspace_bytes=200_000_000)
-    assert ", hypernetwork 8.8 GB, cuBLAS 200.0 MB, one step 22.0 GB" in estimate_lines(found)[1]
+    assert ", hypernetwork 8.5 GB, cuBLAS 200.0 MB, one step 22.0 GB" in estimate_lines(found)[1]
     assert estimate_plain(found)["bytes"]["workspaces"] == 200_000_000
 
 
