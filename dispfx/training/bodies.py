@@ -17,19 +17,23 @@ from torch import fx, nn
 
 from dispfx.ir import ops
 from dispfx.ir.gate import gate_product
-from dispfx.ir.outline import Body
+from dispfx.ir.outline import Part
 from dispfx.layered import BodyCall
+from dispfx.training.sibling_products import join_siblings
 
 BACKEND = "inductor"
 
 
-def compiled_call(body: Body) -> BodyCall:
-    """Return a call of the body that compiles itself when it is first called.
+def compiled_call(part: Part) -> BodyCall:
+    """Return a call of the part's body that compiles itself when it is first called.
 
-    It is compiled once for every shape of its inputs, so once for all parts that share the body.
+    It is compiled once for every shape of its inputs, so once for all parts that share the body.  The part's
+    tensors are frozen.
     """
-    graph = copy.deepcopy(body.graph)
+    graph = copy.deepcopy(part.body.graph)
     _spell_gates(graph)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    join_siblings(graph, frozenset(inputs[len(part.values) :]))
     return compiled_function(fx.GraphModule(nn.Module(), graph, "Body").forward)
 
 

@@ -73,9 +73,9 @@ class TrainingDecoder(nn.Module):
         They are compiled for the shapes of the first loss with a gradient; others run plain.
         """
         outline = self.layered.outline
-        for body in (*outline.kinds, outline.epilogue.body):
-            if wanted and body not in self._compiled:
-                self._compiled[body] = compiled_call(body)
+        for part in (*outline.layers, outline.epilogue):
+            if wanted and part.body not in self._compiled:
+                self._compiled[part.body] = compiled_call(part)
         if wanted and self._compiled_chunk is None:
             self._compiled_chunk = compiled_function(loss_and_gradient)
         self.compiled = wanted
