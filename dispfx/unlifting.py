@@ -19,7 +19,6 @@ from dispfx.ir.in_place import spell_in_place
 from dispfx.ir.inline import inline_modes
 from dispfx.ir.ops import source_line
 from dispfx.ir.program import Program, with_tensors
-from dispfx.ir.twins import frozen_twin
 
 SAMPLED_VALUES = 64
 
@@ -109,10 +108,14 @@ def fingerprint(model: nn.Module) -> str:
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the module's tensors by path, each tied one under every path, sharing storage."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    buffers = model.named_buffers(remove_duplicate=False)
-    twins = {path: frozen_twin(parameter) for path, parameter in parameters}
-    return {**twins, **{path: buffer.detach() for path, buffer in buffers}}
+    twins: dict[int, Tensor] = {}
+    tensors = {}
+    for path, tensor in model.named_parameters(remove_duplicate=False):
+        twins.setdefault(id(tensor), nn.Parameter(tensor.detach(), requires_grad=False))
+        tensors[path] = twins[id(tensor)]
+    for path, tensor in model.named_buffers(remove_duplicate=False):
+        tensors[path] = tensor.detach()
+    return tensors
 
 
 def _ties(model: nn.Module) -> dict[str, str]:

@@ -11,15 +11,13 @@ Rules:
    them once, and their own paths are gone.
 3. Where some siblings have a bias, the others get zeros.
 4. Dtypes must be equal; siblings of another dtype form a group of their own.
-5. Weights that lie one above the other in one storage already are read where they are, without a copy.
 Every feature is still one sum over the same numbers; a larger product may run in another kernel, so
 values agree up to the rounding of that kernel.
 """
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor, fx, nn
@@ -30,32 +28,18 @@ from dispfx.ir.program import Program
 from dispfx.pipeline import PassResult
 
 
-@dataclass
+@dataclass(frozen=True)
 class FuseProjections:
-    """Make one product of the projections that read one value.
-
-    Args:
-        requires: the stage of the program: gated or lowered.
-        copies: put weights together that lie apart; they are left alone otherwise.
-    """
-
-    requires: str = "lowered"
-    copies: bool = True
-    ensures: str = field(init=False)
+    """Make one product of the projections that read one value."""
 
     name = "fuse-projections"
-
-    def __post_init__(self) -> None:
-        self.ensures = self.requires
+    requires = "lowered"
+    ensures = "lowered"
 
     def run(self, program: Program) -> PassResult:
         """Rewrite the graph in place; fused projections get new tensors in place of their own."""
         tensors = dict(program.tensors())
-        groups = siblings(program.graph)
-        if not self.copies:
-            groups = [
-                group for group in groups if lie_stacked([tensors[path] for path in weight_paths(group)])
-            ]
+        groups = _siblings(program.graph)
         for group in groups:
             _fuse(program, group, tensors)
         if groups:
@@ -64,29 +48,13 @@ class FuseProjections:
         return PassResult(bool(groups), f"{fused} projections in {len(groups)} products")
 
 
-def siblings(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Return the groups of two and more projections that rule 1 puts together, each in graph order."""
+def _siblings(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Return the groups of two and more projections that rule 1 puts together."""
     groups: dict[tuple[fx.Node, torch.dtype], list[fx.Node]] = {}
     for node in graph.nodes:
         if _is_projection(node):
             groups.setdefault((node.args[0], node.meta["val"].dtype), []).append(node)
     return [group for group in groups.values() if len(group) > 1]
-
-
-def weight_paths(group: Sequence[fx.Node]) -> list[str]:
-    """Return where the weights of a group of siblings are."""
-    return [str(_weight(node).target) for node in group]
-
-
-def lie_stacked(weights: Sequence[Tensor]) -> bool:
-    """Whether weights lie one above the other in one storage, without a gap."""
-    if any(weight.is_meta or not weight.is_contiguous() for weight in weights):
-        return False
-    return all(
-        above.untyped_storage().data_ptr() == below.untyped_storage().data_ptr()
-        and above.data_ptr() + above.nbytes == below.data_ptr()
-        for above, below in pairwise(weights)
-    )
 
 
 def _is_projection(node: fx.Node) -> bool:
@@ -117,7 +85,7 @@ def _fuse(program: Program, group: list[fx.Node], tensors: dict[str, Tensor]) ->
     value = first.args[0]
     assert isinstance(value, fx.Node)
     rows = [ops.shape_of(_weight(node))[0] for node in group]
-    path = _path_beside(weight_paths(group), tensors)
+    path = _path_beside([str(_weight(node).target) for node in group], tensors)
     with graph.inserting_before(first):
         operands = [value, *_operands(program, group, path, tensors)]
         whole = graph.call_function(aten.linear.default, tuple(operands))
@@ -139,7 +107,7 @@ def _resized(node: fx.Node, size: int) -> Tensor:
 def _operands(program: Program, group: list[fx.Node], path: str, tensors: dict[str, Tensor]) -> list[fx.Node]:
     """Return the nodes of the weight, and of the bias where a sibling has one (rule 3)."""
     weights = [_taken(program, _weight(node), tensors) for node in group]
-    operands = [_put(program.graph, f"{path}.weight", _above_each_other(weights), _weight(group[0]), tensors)]
+    operands = [_put(program.graph, f"{path}.weight", torch.cat(weights), _weight(group[0]), tensors)]
     old = [_bias(node) for node in group]
     given = next((bias for bias in old if bias is not None), None)
     if given is not None:
@@ -149,14 +117,6 @@ def _operands(program: Program, group: list[fx.Node], path: str, tensors: dict[s
         ]
         operands.append(_put(program.graph, f"{path}.bias", torch.cat(biases), given, tensors))
     return operands
-
-
-def _above_each_other(weights: Sequence[Tensor]) -> Tensor:
-    """Return the weights as one, a view of where they lie if they do so already (rule 5)."""
-    if not lie_stacked(weights):
-        return torch.cat([*weights])
-    first = weights[0]
-    return first.as_strided((sum(map(len, weights)), *first.shape[1:]), first.stride())
 
 
 def _taken(program: Program, node: fx.Node, tensors: dict[str, Tensor]) -> Tensor:

@@ -34,6 +34,7 @@ from decoder_shapes import LAYERS, config_of, vocabulary_of
 from kernels import Kernel, kernels_of, profiled
 from learning_profile import decoder_markdown, hypernetwork_markdown, products_alone
 from torch import Tensor
+from torch._inductor import config as inductor_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
@@ -64,18 +65,23 @@ class Variant:
     Args:
         attention: the kernels that attention may take, the first that can; by default torch's own order.
         blas: the library of products; torch's choice by default.
+        inductor: options of the compiler of layers.
     """
 
     compute: Compute = field(default_factory=Compute)
     attention: tuple[SDPBackend, ...] = ()
     blas: str | None = None
+    inductor: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
         """Hold torch to the variant's kernels."""
         before = torch.backends.cuda.preferred_blas_library()
         with ExitStack() as stack:
+            stack.enter_context(inductor_config.patch(self.inductor))
             if self.attention:
+                # Compiled layers are found again by their operations, whatever kernels those took then.
+                stack.enter_context(inductor_config.patch(force_disable_caches=True))
                 stack.enter_context(sdpa_kernel([*self.attention], set_priority=True))
             if self.blas is not None and torch.cuda.is_available():
                 torch.backends.cuda.preferred_blas_library(self.blas)
@@ -85,10 +91,12 @@ class Variant:
 
 VARIANTS = {
     "default": Variant(),
-    "apart": Variant(Compute(fuse="off")),
+    "apart": Variant(Compute(join=False)),
     "flash": Variant(attention=(SDPBackend.FLASH_ATTENTION, *_OTHERS)),
     "cudnn": Variant(attention=(SDPBackend.CUDNN_ATTENTION, *_OTHERS)),
     "cublaslt": Variant(blas="cublaslt"),
+    "reductions": Variant(inductor={"triton.mix_order_reduction_non_strict_mode": True}),
+    "tuned": Variant(inductor={"coordinate_descent_tuning": True}),
     "no graph": Variant(Compute(replay="off")),
     "checkpointing": Variant(Compute(checkpointing="on")),
     "eager": Variant(Compute(compile="off")),
@@ -100,9 +108,13 @@ ORDER = [
     ("7b", "cudnn"),
     ("7b", "flash"),
     ("7b", "cublaslt"),
+    ("7b", "reductions"),
+    ("7b", "tuned"),
     ("13b", "default"),
     ("13b", "apart"),
     ("13b", "cudnn"),
+    ("13b", "reductions"),
+    ("13b", "tuned"),
     ("135m", "apart"),
     ("135m", "no graph"),
     ("7b", "no graph"),
@@ -225,18 +237,18 @@ def _measure(row: Row, program: Program, compute: Compute, chosen: argparse.Name
         name = f"{row.shape}, {row.variant}"
         _append(chosen, hypernetwork_markdown(name, kernels, row.overhead_milliseconds))
     began = time.perf_counter()
-    with prepared_loss(program, text, settings, compute, note=row.notes.append) as prepared:
-        _wait()
-        row.prepare_seconds = time.perf_counter() - began
-        ids_BT = text.batch(0).to(program.device)
-        masks_N = torch.ones(row.features, device=program.device, requires_grad=True)
-        decode = partial(_once, prepared.loss, ids_BT, masks_N)
-        row.decoder_milliseconds = _decoder_milliseconds(decode)
-        row.milliseconds, row.peak_gib = _step_milliseconds(prepared, program, text, settings)
-        work = estimate(program, settings).work.total
-        row.useful_tflops = work / row.milliseconds / 1e9
-        if isinstance(prepared.decoder, TrainingDecoder):
-            _profile(row, prepared.decoder, decode, chosen)
+    prepared = prepared_loss(program, text, settings, compute, note=row.notes.append)
+    _wait()
+    row.prepare_seconds = time.perf_counter() - began
+    ids_BT = text.batch(0).to(program.device)
+    masks_N = torch.ones(row.features, device=program.device, requires_grad=True)
+    decode = partial(_once, prepared.loss, ids_BT, masks_N)
+    row.decoder_milliseconds = _decoder_milliseconds(decode)
+    row.milliseconds, row.peak_gib = _step_milliseconds(prepared, program, text, settings)
+    work = estimate(program, settings).work.total
+    row.useful_tflops = work / row.milliseconds / 1e9
+    if isinstance(prepared.decoder, TrainingDecoder):
+        _profile(row, prepared.decoder, decode, chosen)
 
 
 def _once(loss: Callable[[Tensor, Tensor], Tensor], ids_BT: Tensor, masks_N: Tensor) -> None:

@@ -328,21 +328,20 @@ def learn(
                 hint="leave out --shard",
             )
         return Plan.of(program, budget, _scored(program, text, budget, chosen), chosen.seed)
-    with prepared_loss(program, text, chosen, compute, ranks=ranks, note=note) as prepared:
-        found = learn_masks(
-            prepared,
-            program.sites,
-            program.shapes,
-            text,
-            budget,
-            chosen,
-            state_dir=state_dir,
-            resume=resume,
-            on_step=on_step,
-            device=device_of_learning(program, compute),
-            fingerprint=program.fingerprint,
-            ranks=ranks,
-        )
+    found = learn_masks(
+        prepared_loss(program, text, chosen, compute, ranks=ranks, note=note),
+        program.sites,
+        program.shapes,
+        text,
+        budget,
+        chosen,
+        state_dir=state_dir,
+        resume=resume,
+        on_step=on_step,
+        device=device_of_learning(program, compute),
+        fingerprint=program.fingerprint,
+        ranks=ranks,
+    )
     return Plan.of(program, budget, found.kept, chosen.seed)
 
 
@@ -363,17 +362,16 @@ def follow(
     if settings.method != "learned":
         return
     settings = settings_for(program, settings, lambda note: None)
-    with prepared_loss(program, text, settings, compute, ranks=ranks) as prepared:
-        follow_run(
-            prepared,
-            program.sites,
-            program.shapes,
-            text,
-            budget,
-            settings,
-            ranks=ranks,
-            device=device_of_learning(program, compute),
-        )
+    follow_run(
+        prepared_loss(program, text, settings, compute, ranks=ranks),
+        program.sites,
+        program.shapes,
+        text,
+        budget,
+        settings,
+        ranks=ranks,
+        device=device_of_learning(program, compute),
+    )
 
 
 def _check_packing(program: Program, settings: LearnSettings) -> None:

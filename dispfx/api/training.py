@@ -1,7 +1,6 @@
 """From a program to the loss that learning calls, computed as fast as it can be trusted."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -20,7 +19,6 @@ from dispfx.ranks import ALONE, Ranks
 from dispfx.training.fast_passes import training_passes
 from dispfx.training.preparation import Compute, PreparedLoss, prepare
 from dispfx.training.shards import Sharding, rows_of
-from dispfx.training.stacked import stacked_weights
 
 # Of what is free; the rest is for what kernels need and an allocator rounds up.
 _USABLE = 0.9
@@ -38,8 +36,6 @@ def prepared_loss(
     note: Callable[[str], None] = lambda text: None,
 ) -> PreparedLoss:
     """Return the loss of a decoder under masks, checked against the plain gated graph.
-
-    Until it is closed, the decoder's weights may lie in other places of the device than before.
 
     Args:
         program: analysed, on the device to learn on unless its weights shall lie in parts; not changed.
@@ -60,25 +56,20 @@ def prepared_loss(
     plain = Pipeline([InsertGates()]).run(program.clone())
     if sharding is not None:
         plain = placed(plain, device)
-    short = chosen.checkpointing == "auto" and short_of_memory(
-        program, settings, chosen.compiles(device), ranks, sharding
+    fast = Pipeline(training_passes(settings.seq_len)).run(plain.clone())
+    compiled = chosen.compile == "on" or (chosen.compile == "auto" and device.type == "cuda")
+    short = chosen.checkpointing == "auto" and short_of_memory(program, settings, compiled, ranks, sharding)
+    return prepare(
+        plain,
+        fast,
+        ranks.rows(text.batch(0)),
+        chosen,
+        samples=max(1, settings.samples // ranks.size),
+        short_of_memory=short,
+        note=note,
+        agree=lambda holds: ranks.all(holds, device),
+        sharding=sharding,
     )
-    with ExitStack() as undo:
-        if chosen.fuses(device):
-            undo.enter_context(stacked_weights(plain))
-        prepared = prepare(
-            plain,
-            Pipeline(training_passes(settings.seq_len)).run(plain.clone()),
-            ranks.rows(text.batch(0)),
-            chosen,
-            samples=max(1, settings.samples // ranks.size),
-            short_of_memory=short,
-            note=note,
-            agree=lambda holds: ranks.all(holds, device),
-            sharding=sharding,
-        )
-        prepared.at_close = undo.pop_all().close
-    return prepared
 
 
 def device_of_learning(program: Program, compute: Compute | None) -> torch.device:

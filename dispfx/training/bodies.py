@@ -24,16 +24,20 @@ from dispfx.training.sibling_products import join_siblings
 BACKEND = "inductor"
 
 
-def compiled_call(part: Part) -> BodyCall:
+def compiled_call(part: Part, *, join: bool = True) -> BodyCall:
     """Return a call of the part's body that compiles itself when it is first called.
 
     It is compiled once for every shape of its inputs, so once for all parts that share the body.  The part's
     tensors are frozen.
+
+    Args:
+        join: compute projections that read one value by `sibling_products`.
     """
     graph = copy.deepcopy(part.body.graph)
     _spell_gates(graph)
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    join_siblings(graph, frozenset(inputs[len(part.values) :]))
+    if join:
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        join_siblings(graph, frozenset(inputs[len(part.values) :]))
     return compiled_function(fx.GraphModule(nn.Module(), graph, "Body").forward)
 
 

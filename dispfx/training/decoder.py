@@ -33,6 +33,7 @@ class TrainingDecoder(nn.Module):
         program: gated, with its outline.
         compiled: compile every kind of layer once.
         checkpointing: keep only what enters a layer, and compute the layer again in the backward pass.
+        join: in compiled layers, sum the gradient of projections that read one value where it is written.
         sharding: how the weights lie in parts on several ranks; whole by default.
 
     Raises:
@@ -45,6 +46,7 @@ class TrainingDecoder(nn.Module):
         *,
         compiled: bool = False,
         checkpointing: bool = False,
+        join: bool = True,
         sharding: Sharding | None = None,
     ):
         super().__init__()
@@ -55,6 +57,7 @@ class TrainingDecoder(nn.Module):
         self.rows = chunk_rows(program.vocabulary_size)
         self.separator = program.separator
         self.compiled = False
+        self._join = join
         self._plain = dict(self.layered.bodies)
         self._compiled: dict[Body, BodyCall] = {}
         self._compiled_chunk: ChunkLoss | None = None
@@ -75,7 +78,7 @@ class TrainingDecoder(nn.Module):
         outline = self.layered.outline
         for part in (*outline.layers, outline.epilogue):
             if wanted and part.body not in self._compiled:
-                self._compiled[part.body] = compiled_call(part)
+                self._compiled[part.body] = compiled_call(part, join=self._join)
         if wanted and self._compiled_chunk is None:
             self._compiled_chunk = compiled_function(loss_and_gradient)
         self.compiled = wanted

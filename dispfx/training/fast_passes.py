@@ -1,20 +1,11 @@
 """The passes that make a gated program fast to learn on."""
 
 from dispfx.passes.drop_causal_masks import DropCausalMasks
-from dispfx.passes.fuse_projections import FuseProjections
 from dispfx.passes.group_heads import GroupHeads
 from dispfx.passes.outline_layers import OutlineLayers
 from dispfx.pipeline import Pass
 
 
 def training_passes(tokens: int) -> list[Pass]:
-    """Return the passes that make a gated program fast to learn on, for sequences of that length.
-
-    Sibling projections become one product where their weights lie together (`dispfx.training.stacked`).
-    """
-    return [
-        DropCausalMasks(tokens),
-        GroupHeads(masked=False, requires="gated"),
-        FuseProjections(requires="gated", copies=False),
-        OutlineLayers(),
-    ]
+    """Return the passes that make a gated program fast to learn on, for sequences of that length."""
+    return [DropCausalMasks(tokens), GroupHeads(masked=False, requires="gated"), OutlineLayers()]

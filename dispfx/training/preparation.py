@@ -35,8 +35,7 @@ class Compute:
         compile: compile each kind of layer once; auto does so on CUDA.
         checkpointing: compute layers again in the backward pass; auto does so where memory is short.
         replay: replay the pass as one CUDA graph; auto does so where layers are compiled and whole.
-        fuse: one product for the projections that read one value, whose weights then lie together while the
-            loss is in use; auto does so where layers are compiled and whole.
+        join: in compiled layers, sum the gradient of projections that read one value where it is written.
         shard_on: device of this process, where every process of the run has a part of the weights only, and
             the decoder itself is elsewhere; by default each has all of them where the decoder is.
     """
@@ -44,16 +43,8 @@ class Compute:
     compile: Choice = "auto"
     checkpointing: Choice = "auto"
     replay: Choice = "auto"
-    fuse: Choice = "auto"
+    join: bool = True
     shard_on: str | None = None
-
-    def compiles(self, device: torch.device) -> bool:
-        """Whether layers are compiled on that device, if they can be."""
-        return self.compile == "on" or (self.compile == "auto" and device.type == "cuda")
-
-    def fuses(self, device: torch.device) -> bool:
-        """Whether the weights of sibling projections lie together while that device learns."""
-        return self.fuse == "on" or (self.fuse == "auto" and self.shard_on is None and self.compiles(device))
 
 
 class PlainDecoder(nn.Module):
@@ -75,38 +66,18 @@ class PlainDecoder(nn.Module):
 
 
 class PreparedLoss:
-    """What learning calls: `loss(ids_BT, masks)`, until it is closed.
+    """What learning calls: `loss(ids_BT, masks)`.
 
     Args:
         loss: the fastest way that agrees.
         decoder: what it belongs to.
         notes: what was chosen, for people.
-
-    `at_close` is called once, when the loss and its decoder are gone.
     """
-
-    at_close: Callable[[], None] | None = None
 
     def __init__(self, loss: Loss, decoder: PlainDecoder | TrainingDecoder, notes: list[str]):
         self._loss = loss
         self.decoder = decoder
         self.notes = tuple(notes)
-
-    def __enter__(self) -> "PreparedLoss":
-        """Return it, to be closed at the end of the block."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Close it."""
-        self.close()
-
-    def close(self) -> None:
-        """Let go of the decoder and of the ways to compute it, and do once what is to be done behind that."""
-        for name in ("_loss", "decoder"):
-            self.__dict__.pop(name, None)
-        behind, self.at_close = self.at_close, None
-        if behind is not None:
-            behind()
 
     def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
         """Return the mean next-token loss of a batch under masks (N,) or (S, N) of all sites."""
@@ -186,7 +157,7 @@ class _Preparation:
         if decoder.checkpointing:
             self._say("layers are computed again in the backward pass (checkpointing)")
         loss: Loss = decoder.loss
-        if self.compute.compiles(self.ids_BT.device):
+        if self._compiles():
             self._compile(decoder)
             if decoder.compiled and self._replays():
                 loss = self._replay(decoder)
@@ -202,7 +173,7 @@ class _Preparation:
                 )
             self._say("the layers cannot be told apart: the whole graph runs as it is")
             return None
-        decoder = TrainingDecoder(self.fast, sharding=self.sharding)
+        decoder = TrainingDecoder(self.fast, join=self.compute.join, sharding=self.sharding)
         reference = (
             ordinary.loss if decoder.shards is None else GatheredDecoder(self.plain, decoder.shards).loss
         )
@@ -217,6 +188,11 @@ class _Preparation:
             self._say(f"the layers differ from the ordinary capture ({found}): the whole graph runs as it is")
             return None
         return decoder
+
+    def _compiles(self) -> bool:
+        return self.compute.compile == "on" or (
+            self.compute.compile == "auto" and self.ids_BT.device.type == "cuda"
+        )
 
     def _replays(self) -> bool:
         # A graph would have to hold what the ranks say to each other.

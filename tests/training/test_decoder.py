@@ -62,6 +62,23 @@ def test_sequences_with_masks_of_their_own_are_compiled_too(monkeypatch):
     torch.testing.assert_close(compiled.loss(ids, masks), torch.stack(alone).mean())
 
 
+@pytest.mark.parametrize(("join", "groups"), [(True, 2), (False, 0)])
+def test_projections_that_read_one_value_are_joined_in_compiled_layers(monkeypatch, join, groups):
+    joined = []
+
+    def look(graph, inputs):
+        targets = [node.target for node in graph.graph.nodes]
+        joined.append(targets.count(torch.ops.dispfx.sibling_products.default))
+        return graph.forward
+
+    monkeypatch.setattr(bodies, "BACKEND", look)
+    torch._dynamo.reset()
+    _, fast = plain_and_fast()
+    decoder = TrainingDecoder(fast, compiled=True, join=join)
+    decoder.loss(token_ids(2, 24), masks_for(decoder).requires_grad_()).backward()
+    assert joined[0] == groups  # query, key and value; gate and up
+
+
 def test_every_layer_of_a_kind_is_one_compilation(monkeypatch):
     graphs = []
 
