@@ -57,8 +57,9 @@ def prepared_loss(
     if sharding is not None:
         plain = placed(plain, device)
     fast = Pipeline(training_passes(settings.seq_len)).run(plain.clone())
-    compiled = chosen.compile == "on" or (chosen.compile == "auto" and device.type == "cuda")
-    short = chosen.checkpointing == "auto" and short_of_memory(program, settings, compiled, ranks, sharding)
+    short = chosen.checkpointing == "auto" and short_of_memory(
+        program, settings, chosen.compiles(device), ranks, sharding
+    )
     return prepare(
         plain,
         fast,

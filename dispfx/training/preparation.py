@@ -46,6 +46,10 @@ class Compute:
     join: bool = True
     shard_on: str | None = None
 
+    def compiles(self, device: torch.device) -> bool:
+        """Whether layers are compiled on that device, if they can be."""
+        return self.compile == "on" or (self.compile == "auto" and device.type == "cuda")
+
 
 class PlainDecoder(nn.Module):
     """A gated graph with the loss of its whole logits."""
@@ -157,7 +161,7 @@ class _Preparation:
         if decoder.checkpointing:
             self._say("layers are computed again in the backward pass (checkpointing)")
         loss: Loss = decoder.loss
-        if self._compiles():
+        if self.compute.compiles(self.ids_BT.device):
             self._compile(decoder)
             if decoder.compiled and self._replays():
                 loss = self._replay(decoder)
@@ -188,11 +192,6 @@ class _Preparation:
             self._say(f"the layers differ from the ordinary capture ({found}): the whole graph runs as it is")
             return None
         return decoder
-
-    def _compiles(self) -> bool:
-        return self.compute.compile == "on" or (
-            self.compute.compile == "auto" and self.ids_BT.device.type == "cuda"
-        )
 
     def _replays(self) -> bool:
         # A graph would have to hold what the ranks say to each other.
