@@ -32,10 +32,8 @@ def learn_settings(
     Raises:
         DispfxError: if there is no such recipe, or a setting has a value with which no run makes sense.
     """
-    settings = recipe_of(recipe or DEFAULT_RECIPE)
-    if model == "demo":
-        settings |= _DEMO_SETTINGS
-    settings |= chosen
+    changes = (_DEMO_SETTINGS if model == "demo" else {}) | chosen
+    settings = recipe_of(recipe or DEFAULT_RECIPE, changes.get("steps")) | changes
     return LearnSettings(**_sizes(settings, chosen))
 
 

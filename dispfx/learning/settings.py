@@ -34,24 +34,31 @@ RECIPES: dict[str, dict[str, Any]] = {
         "samples": 2,
         "antithetic": True,
         "sharpen": 3.0,
-        "budget_on": "probabilities",
-        "budget_width": 0.1,
         "start": "sensitivity",
         "weight_decay": 1.0,
         "schedule": "cosine",
     },
 }
+# What a recipe sets besides in a run of fewer steps than FEW_STEPS (docs/recipe.md).
+FEW_STEPS = 1_000
+RECIPES_OF_FEW_STEPS: dict[str, dict[str, Any]] = {
+    "informed": {"budget_on": "probabilities", "budget_width": 0.1},
+}
 
 
-def recipe(name: str) -> dict[str, Any]:
+def recipe(name: str, steps: int | None = None) -> dict[str, Any]:
     """Return what a recipe sets, by the names of LearnSettings.
+
+    Args:
+        steps: of the run; the recipe's own by default.
 
     Raises:
         DispfxError: naming the recipes that there are.
     """
     if name not in RECIPES:
         raise DispfxError(f"--recipe is {' or '.join(RECIPES)}, and {name!r} was given")
-    return dict(RECIPES[name])
+    few = steps is not None and steps < FEW_STEPS
+    return {**RECIPES[name], **(RECIPES_OF_FEW_STEPS.get(name, {}) if few else {})}
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ class LearnSettings:
         budget_on: what the budget loss counts: the masks that were drawn, or the probability that each
             feature is kept, whose count is the mean over all draws and has no noise.
         budget_width: the budget loss is eased where it is below this (`dispfx.learning.objective.eased`), so
-            that at the budget it does not push to and fro; 0 leaves it as it is.
+            that near the budget it does not push to and fro; 0 leaves it as it is.
         samples: masks drawn a step; each serves batch_size / samples sequences.
         antithetic: masks are drawn in pairs from opposite random numbers, u and 1 - u, where two are left
             to draw: what one of a pair drops for its number, the other keeps.
