@@ -40,7 +40,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 # What a recipe sets besides in a run of fewer steps than FEW_STEPS (docs/recipe.md).
-FEW_STEPS = 1_000
+FEW_STEPS = 2_500
 RECIPES_OF_FEW_STEPS: dict[str, dict[str, Any]] = {
     "informed": {"budget_on": "probabilities", "budget_width": 0.1},
 }

@@ -54,7 +54,7 @@ def test_every_decoder_learns_by_the_better_recipe_unless_the_paper_s_is_asked()
     assert learn_settings("demo", recipe="paper").start == "uniform"
 
 
-@pytest.mark.parametrize(("steps", "counted", "width"), [(999, "probabilities", 0.1), (1000, "masks", 0.0)])
+@pytest.mark.parametrize(("steps", "counted", "width"), [(2499, "probabilities", 0.1), (2500, "masks", 0.0)])
 def test_the_better_recipe_eases_the_budget_of_a_short_run_alone(steps, counted, width):
     found = learn_settings("a-model", steps=steps)
     assert (found.budget_on, found.budget_width) == (counted, width)
@@ -65,7 +65,7 @@ def test_the_better_recipe_eases_the_budget_of_a_short_run_alone(steps, counted,
 
 def test_the_demo_is_a_short_run_unless_more_steps_are_asked():
     assert learn_settings("demo").budget_on == "probabilities"
-    assert learn_settings("demo", steps=2_000).budget_on == "masks"
+    assert learn_settings("demo", steps=2_500).budget_on == "masks"
 
 
 def test_what_is_changed_later_counts_as_chosen():
