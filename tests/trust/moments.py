@@ -56,7 +56,7 @@ class Moments:
         """Count from now on, in the process that calls this."""
         self._main = threading.get_ident()
         self._announce(Pipeline, "run", "passes")
-        for name in ("advance", "_commit"):
+        for name in ("advance", "_optimize", "_move_on"):
             self._announce(learner.Learner, name, "learning")
         self._announce(learner, "backward_decoder", "learning")
         self._tear()
