@@ -6,8 +6,8 @@
 2. Loss of whole logits: they become float32 and a log-softmax of them is kept; on the way back that, its
    gradient and the gradient of the logits live together, three float32 numbers a logit.  Loss in chunks
    (`dispfx.training.head_loss`): the logits, float32 copies and a mask of one chunk of rows live together,
-   with the gradient of the chunk before where there is one, and a gradient of the shape of the stream is
-   kept instead of what the head would keep.
+   nothing of the chunk before, and a gradient of the shape of the stream is kept instead of what the head
+   would keep.
 3. Backward: the gradient of a value lives from its first user's turn to its own.  Additions and views
    hand on the gradient that they got; what reaches a value from two users is added up.  What an
    operation kept is released after its turn.
@@ -141,8 +141,7 @@ def _chunked_loss_bytes(
 ) -> int:
     """Return the stream, its gradient, and what one chunk of rows takes in its loss or on the way back."""
     logits = ops.logits_of(graph)
-    rows = sizes.batch * sizes.tokens
-    chunk = even_rows(rows, chunk_rows(sizes.shape(logits)[-1]))
+    chunk = even_rows(sizes.batch * sizes.tokens, chunk_rows(sizes.shape(logits)[-1]))
     part = Sizes(graph, 1, chunk, on_gpu=sizes.on_gpu)
     inside = [node for node in graph.nodes if node.op == "get_attr" or node is stream or node in head]
     of_head = KeptMemory(inside, needs, part)
@@ -150,11 +149,8 @@ def _chunked_loss_bytes(
     width = logits.meta["val"].element_size()
     floats = _FLOATS_OF_A_CHUNK + (width != _FLOAT_BYTES)
     half, mask, wide = (part.taken(part.count(logits) * size) for size in (width, 1, _FLOAT_BYTES))
-    back = part.bytes(stream)
-    # Names keep what the chunk before came to until this one has its own.
-    before, back_before = (half + back, back) if chunk < rows else (0, 0)
-    in_loss = half + mask + floats * wide + before + of_head.total
-    on_way_back = half + back_before + _backward_peak(inside, logits, half, needs, of_head, part)
+    in_loss = half + mask + floats * wide + of_head.total
+    on_way_back = half + _backward_peak(inside, logits, half, needs, of_head, part)
     return 2 * sizes.bytes(stream) + max(in_loss, on_way_back) - given
 
 

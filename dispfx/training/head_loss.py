@@ -70,15 +70,31 @@ def _in_chunks(
     total = torch.zeros((), device=x_BTD.device)
     for start in range(0, len(flat), rows):
         part = slice(start, start + rows)
-        chunk = flat[part].unsqueeze(0).requires_grad_(gradient_BTD is not None)
-        with torch.set_grad_enabled(gradient_BTD is not None):
-            logits = head(chunk)
-        loss, gradient = chunk_loss(logits.detach().squeeze(0), targets[part], scale)
-        total = total + loss
-        if gradient_BTD is not None:
-            (back,) = torch.autograd.grad(logits, chunk, gradient.unsqueeze(0))
-            gradient_BTD.flatten(0, 1)[part] = back.squeeze(0)
+        into_RD = None if gradient_BTD is None else gradient_BTD.flatten(0, 1)[part]
+        total = total + _of_chunk(head, chunk_loss, flat[part], targets[part], scale, into_RD)
     return total
+
+
+def _of_chunk(
+    head: Head,
+    chunk_loss: ChunkLoss,
+    x_RD: Tensor,
+    targets_R: Tensor,
+    scale: Tensor,
+    into_RD: Tensor | None,
+) -> Tensor:
+    """Return the loss of a chunk, and write its gradient where one is wanted.
+
+    All else that it computed is freed with it: a chunk's logits are as large as what a decoder keeps.
+    """
+    chunk_1RD = x_RD.unsqueeze(0).requires_grad_(into_RD is not None)
+    with torch.set_grad_enabled(into_RD is not None):
+        logits_1RV = head(chunk_1RD)
+    loss, gradient_RV = chunk_loss(logits_1RV.detach().squeeze(0), targets_R, scale)
+    if into_RD is not None:
+        (back_1RD,) = torch.autograd.grad(logits_1RV, chunk_1RD, gradient_RV.unsqueeze(0))
+        into_RD.copy_(back_1RD.squeeze(0))
+    return loss
 
 
 def even_rows(count: int, most: int) -> int:

@@ -1,11 +1,13 @@
 """The loss in chunks is the loss of all logits, and so is its gradient."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from dispfx.learning.objective import NO_TARGET, next_token_loss, next_tokens
-from dispfx.training.head_loss import chunked_loss, even_rows
+from dispfx.training.head_loss import chunked_loss, even_rows, loss_and_gradient
 
 BATCH, TOKENS, WIDTH, VOCABULARY = 3, 7, 8, 11
 HEAD = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(3))
@@ -49,6 +51,27 @@ def test_a_gradient_in_bfloat16_is_that_of_the_whole_in_bfloat16():
     (gradient,) = torch.autograd.grad(chunked_loss(head, x, next_tokens(ids), 4), x)
     assert gradient.dtype == torch.bfloat16
     torch.testing.assert_close(gradient, expected, rtol=0.02, atol=1e-4)
+
+
+def test_nothing_of_a_chunk_is_there_when_the_next_one_begins():
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def watch(tensor: torch.Tensor) -> torch.Tensor:
+        made.append(weakref.ref(tensor.untyped_storage()))
+        return tensor
+
+    def watched_head(x: torch.Tensor) -> torch.Tensor:
+        assert not [one for one in made if one() is not None]
+        return watch(head(x))
+
+    def watched_loss(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, gradient = loss_and_gradient(*given)
+        return loss, watch(gradient)
+
+    ids = torch.randint(VOCABULARY, (BATCH, TOKENS))
+    x = torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)
+    chunked_loss(watched_head, x, next_tokens(ids), 7, watched_loss)
+    assert len(made) == 2 * 3
 
 
 @pytest.mark.parametrize(
