@@ -4,13 +4,15 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from dispfx.learning.state import saved_step
+from tests.processes import started, wait_until
 from tests.trust.runs import write_tokens
 
 WORDS = (
@@ -20,14 +22,12 @@ WORDS = (
 LONGEST_SECONDS = 60
 
 
-def start(out: Path, *words: str) -> subprocess.Popen[str]:
+@contextmanager
+def start(out: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
     given = ["--data", str(out.with_name("tokens.safetensors")), "--out", str(out)]
-    command = [sys.executable, "-m", "dispfx", *WORDS.split(), *words, *given]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment["OMP_NUM_THREADS"] = "1"
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    with started(["dispfx", *WORDS.split(), *words, *given], environment) as run:
+        yield run
 
 
 def process_of_rank(rank: int, launcher: int) -> int:
@@ -52,24 +52,23 @@ def test_a_killed_rank_ends_the_run_with_its_name_and_the_run_goes_on(tmp_path: 
     plan = tmp_path / "plan.safetensors"
     state = tmp_path / "plan.safetensors.state"
     write_tokens(tmp_path / "tokens.safetensors")
-    run = start(plan, "--steps", "100000")
-    try:
-        deadline = time.monotonic() + 180
-        while not (state.is_dir() and (saved_step(state) or 0) >= 2):
-            assert run.poll() is None and time.monotonic() < deadline, run.communicate()
-            time.sleep(0.2)
+    with start(plan, "--steps", "100000") as run:
+        wait_until(
+            lambda: state.is_dir() and (saved_step(state) or 0) >= 2,
+            run,
+            seconds=300,
+            what="a state after two steps",
+        )
         killed = process_of_rank(1, run.pid)
         os.kill(killed, signal.SIGKILL)
         began = time.monotonic()
         _, said = run.communicate(timeout=LONGEST_SECONDS)
-    finally:
-        run.kill()
     assert time.monotonic() - began < LONGEST_SECONDS
     assert run.returncode == 2 and not plan.exists()
     assert f"rank 1 (process {killed}) was ended by SIGKILL" in said and "--resume" in said
     step = saved_step(state)
     assert step is not None
-    again = start(plan, "--steps", str(step + 2), "--resume")
-    said, wrong = again.communicate(timeout=180)
+    with start(plan, "--steps", str(step + 2), "--resume") as again:
+        said, wrong = again.communicate(timeout=300)
     assert again.returncode == 0, wrong
     assert f"going on at step {step}" in said and plan.exists()

@@ -5,13 +5,14 @@ import re
 import runpy
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from typer.testing import CliRunner
 
 from dispfx.cli.app import app
+from tests.processes import started
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -82,24 +83,17 @@ def run(words: list[str]) -> str:
     return done.output
 
 
-def start(words: list[str]) -> subprocess.Popen[str]:
-    """Start a program of the interpreter in the current folder, on one thread."""
+@contextmanager
+def start(words: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """Run a program of the interpreter in the current folder while the block lasts."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
-        [sys.executable, "-m", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
+    with started(words, kept | {"PYTHONPATH": str(ROOT)}, together=True) as process:
+        yield process
 
 
 def end(process: subprocess.Popen[str]) -> None:
     """Wait for a program that must end well."""
-    try:
-        output, _ = process.communicate(timeout=300)
-    finally:
-        process.kill()
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, f"{process.args}\n{output[-3000:]}"
 
 

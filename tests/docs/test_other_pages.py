@@ -92,7 +92,8 @@ def test_the_commands_of_the_page_on_learning_run(checkpoint: str):
     launched, applied = page_commands("learning.md", checkpoint)
     at = launched.index("--launch")
     assert launched[at + 1] == "4"
-    end(start(["dispfx", *shortened([*launched[:at], "--launch", "2", *launched[at + 2 :]])]))
+    with start(["dispfx", *shortened([*launched[:at], "--launch", "2", *launched[at + 2 :]])]) as process:
+        end(process)
     assert load_report(Path("DIR/report.json")).verify
 
     (hosts,) = [
@@ -108,8 +109,10 @@ def test_the_commands_of_the_page_on_learning_run(checkpoint: str):
     words[words.index("--nproc-per-node") + 1] = "1"
     here = words.index("-m") + 2
     words[here:] = shortened(words[here:])
-    for process in [start(["torch.distributed.run", *words]) for _ in range(2)]:
-        end(process)
+    hosted = ["torch.distributed.run", *words]
+    with start(hosted) as first, start(hosted) as second:
+        end(first)
+        end(second)
     run(filled(applied, {"DIR": "of-the-hosts"}))
     assert load_report(Path("of-the-hosts/report.json")).verify
 
@@ -125,12 +128,8 @@ def test_tensorboard_shows_the_figures_of_a_run():
         line for _, text in blocks(ROOT / "docs" / "data.md") for line in lines(text) if "logdir" in line
     ]
     port = free_port()
-    process = start(["tensorboard.main", *told.split()[1:], "--port", str(port)])
-    try:
+    with start(["tensorboard.main", *told.split()[1:], "--port", str(port)]):
         tags = polled(f"http://localhost:{port}/data/plugin/scalars/tags")
-    finally:
-        process.kill()
-        process.communicate()
     assert "learning/loss" in tags["."]
 
 

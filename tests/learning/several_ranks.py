@@ -16,6 +16,7 @@ from dispfx.ir.plan import Budget
 from dispfx.learning.trainer import follow_run, learn
 from dispfx.ranks import Ranks, joined
 from tests.learning.tiny_decoder import TinyDecoder, batches, markov_tokens, settings, untrained_decoder
+from tests.processes import join_all
 
 RANKS = 2
 TEXT_TOKENS = 3_000
@@ -75,9 +76,7 @@ def run_scenarios(folder: Path, scenarios: Sequence[Scenario]) -> None:
     ]
     for process in work:
         process.start()
-    for process in work:
-        process.join(120)
-        assert process.exitcode is not None, "a rank hangs"
+    join_all(work, seconds=240)
 
 
 def raised(folder: Path) -> list[str]:

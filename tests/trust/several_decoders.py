@@ -7,6 +7,7 @@ Prints what differed from their answers one by one, as JSON.
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from tests.tiny_transformers import VOCABULARY, tiny_transformer
 
 THREADS, ROUNDS, TOKENS = 6, 4, 12
 Answer = Callable[[], Tensor]
+# The child takes a few; one that hangs is ended by SIGALRM, and told by its exit code.
+_LONGEST_SECONDS = 120
 
 
 def main() -> int:
@@ -93,6 +96,7 @@ def _after_a_fork(answers: dict[str, Answer], expected: dict[str, Tensor]) -> li
     if child == 0:
         # The fork has lost torch's threads; they must be replaced before they are used.
         torch.set_num_threads(1)
+        signal.alarm(_LONGEST_SECONDS)
         found = _differing(answers, expected)
         os.write(writer, json.dumps(found).encode())
         os._exit(0)
