@@ -32,12 +32,11 @@ from dispfx.capturing import (
     difference,
     embedding_rows,
     evaluation,
-    first_line,
     require_decoder,
     traced,
     user_frame,
 )
-from dispfx.errors import CaptureError
+from dispfx.errors import CaptureError, first_line
 from dispfx.ir.cached_inputs import CACHED_INPUTS, CachedShape, CacheTensor, cache_tensors, sample_inputs
 from dispfx.ir.program import Program
 from dispfx.unlifting import program_of, straight_line, user_inputs, user_outputs
@@ -128,7 +127,7 @@ def _run(forward: CachedForward, inputs: tuple[Tensor, ...], shape: CachedShape)
     except Exception as error:
         raise CaptureError(
             f"the decoder must take {shape.tokens} tokens after {shape.past} cached ones; it raised "
-            f"{type(error).__name__}: {first_line(error)}",
+            f"{first_line(error)}",
             where=user_frame(error) or type(forward.decoder).__name__,
             hint="a capture without a cache may still work",
         ) from error
@@ -149,8 +148,7 @@ def _export(forward: CachedForward, inputs: tuple[Tensor, ...]) -> ExportedProgr
         )
     except Exception as error:
         raise CaptureError(
-            f"torch.export cannot capture this decoder with its cache: {type(error).__name__}: "
-            f"{first_line(error)}",
+            f"torch.export cannot capture this decoder with its cache: {first_line(error)}",
             where=user_frame(error) or type(forward.decoder).__name__,
             hint="a capture without a cache may still work",
         ) from error

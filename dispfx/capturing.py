@@ -30,7 +30,7 @@ from torch.export import Dim, ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dispfx.documents import ApartDocuments, refuse_mixing
-from dispfx.errors import CaptureError
+from dispfx.errors import CaptureError, first_line
 from dispfx.ir.program import Program
 from dispfx.unlifting import program_of, straight_line, user_inputs, user_outputs
 
@@ -229,8 +229,7 @@ def _run(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> Any:
         return model(ids, **arguments)
     except Exception as error:
         raise CaptureError(
-            f"the module must take token ids of shape {tuple(ids.shape)}; it raised "
-            f"{type(error).__name__}: {first_line(error)}",
+            f"the module must take token ids of shape {tuple(ids.shape)}; it raised {first_line(error)}",
             where=type(model).__name__,
             hint="wrap the decoder in a module whose forward takes token ids first",
         ) from error
@@ -270,7 +269,7 @@ def _export(model: nn.Module, ids: Tensor) -> ExportedProgram:
         return traced(_LogitsOnly(model), (ids,), dynamic)
     except Exception as error:
         raise CaptureError(
-            f"torch.export cannot capture this module: {type(error).__name__}: {first_line(error)}",
+            f"torch.export cannot capture this module: {first_line(error)}",
             where=user_frame(error) or type(model).__name__,
             hint="run again with --debug for the whole report of torch.export",
         ) from error
@@ -326,11 +325,6 @@ def difference(actual: Tensor, expected: Tensor) -> Difference:
     absolute = float((actual.double() - expected.double()).abs().max())
     largest = float(expected.double().abs().max())
     return Difference(absolute, absolute / largest if largest else absolute)
-
-
-def first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
 
 
 def user_frame(error: Exception) -> str | None:

@@ -12,6 +12,8 @@ EXIT_OUR_FAULT = 1
 EXIT_INPUT_FAULT = 2
 EXIT_INTERRUPTED = 130
 
+_LONGEST_LINE = 300
+
 
 class DispfxError(Exception):
     """Base of every error raised on purpose.
@@ -77,3 +79,10 @@ class VerificationError(DispfxError):
     """Two forms of the same pruned decoder disagree by more than their tolerance."""
 
     exit_code = EXIT_OUR_FAULT
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, behind the name of its type where that is not ours."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    kind = "" if isinstance(error, DispfxError) else type(error).__name__
+    return ": ".join(part for part in (kind, said[:_LONGEST_LINE]) if part)

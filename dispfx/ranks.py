@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dispfx.errors import DispfxError
+from dispfx.errors import DispfxError, first_line
 
 # Ranks wait for each other while one of them compiles, measures or writes.
 _LONGEST_WAIT = timedelta(minutes=60)
@@ -184,6 +184,6 @@ def _is_of_a_lost_rank(error: RuntimeError) -> bool:
 
 def _lost(error: RuntimeError) -> RankLost:
     return RankLost(
-        f"another process of the run ended: {str(error).splitlines()[0][:200]}",
+        f"another process of the run ended: {first_line(error)}",
         hint="run the same command with --resume to go on",
     )

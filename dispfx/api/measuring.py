@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dispfx.capturing import first_line
-from dispfx.errors import CaptureError, DataError
+from dispfx.errors import CaptureError, DataError, first_line
 from dispfx.measure.perplexity import Perplexity, perplexity
 
 

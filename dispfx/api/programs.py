@@ -341,6 +341,7 @@ def learn(
         device=device_of_learning(program, compute),
         fingerprint=program.fingerprint,
         ranks=ranks,
+        note=note,
     )
     return Plan.of(program, budget, found.kept, chosen.seed)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dispfx.api.static import static_programs
-from dispfx.errors import DispfxError
+from dispfx.errors import DispfxError, first_line
 from dispfx.ir.cached_inputs import CachedShape, cache_tensors
 from dispfx.ir.program import Program
 from dispfx.layered import LayeredDecoder
@@ -107,7 +107,7 @@ def compare(
             tried = dict.fromkeys(tried, ("library",))
         sides = _measured(tried, shape, mode, rounds)
     except (DispfxError, RuntimeError) as error:
-        return row(dense=None, pruned=None, note=_first_line(error))
+        return row(dense=None, pruned=None, note=first_line(error))
     finally:
         _forget()
     return row(dense=sides[0], pruned=sides[1])
@@ -197,8 +197,3 @@ def _forget() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -31,13 +31,13 @@ from dispfx.api.verification import (
     reloaded_lines,
     zeroed_tensors,
 )
-from dispfx.capturing import export_program, first_line
+from dispfx.capturing import export_program
 from dispfx.demo.probe import skill_probe
 from dispfx.deploy import exported, weights
 from dispfx.deploy.checkpoint import site_indices, underived_buffers, write_checkpoint
 from dispfx.deploy.digests import digests
 from dispfx.deploy.folder import new_folder
-from dispfx.errors import DispfxError
+from dispfx.errors import DispfxError, first_line
 from dispfx.huggingface.dense import write_ordinary, zeroed_twin
 from dispfx.huggingface.layout import MARK
 from dispfx.huggingface.loading import load_model
@@ -207,7 +207,7 @@ def modules_of(
             lines = module_lines(program, lowered, candidate)
         except Exception as error:
             # The code between the modules is the decoder's own and raises what it likes.
-            return f"it raised {type(error).__name__}: {first_line(error)}"
+            return f"it raised {first_line(error)}"
         worst = max(line.max_rel_error for line in lines)
         return None if all(line.holds for line in lines) else f"its logits are off by {worst:.1e}"
 

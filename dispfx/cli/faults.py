@@ -22,7 +22,7 @@ from typing import Any
 
 import typer
 
-from dispfx.errors import EXIT_INTERRUPTED, EXIT_OUR_FAULT, DispfxError
+from dispfx.errors import EXIT_INTERRUPTED, EXIT_OUR_FAULT, DispfxError, first_line
 
 # Too long a name, a loop of links, a place that may not be read, a file where a folder should be, and the
 # other way round.
@@ -53,8 +53,7 @@ def reports_faults(verb: Callable[..., None]) -> Callable[..., None]:
             if (refused := _refused_path(error)) is not None:
                 _say(f"error: {refused}", debug)
                 raise typer.Exit(refused.exit_code) from None
-            first_line = (str(error).splitlines() or [""])[0]
-            _say(f"error: {type(error).__name__}: {first_line}\n  run again with --debug to see where", debug)
+            _say(f"error: {first_line(error)}\n  run again with --debug to see where", debug)
             raise typer.Exit(EXIT_OUR_FAULT) from None
 
     return run

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from dispfx.errors import first_line
 from dispfx.ir.closure import Mismatch
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -108,7 +109,7 @@ def _try(config: PreTrainedConfig, numbers: dict[_Place, int], wanted: Shapes) -
             model = AutoModelForCausalLM.from_config(_with_numbers(config, numbers))
     except Exception as error:
         # The decoder's own code, given numbers that it may not like.
-        return _Try(numbers, len(wanted) + 1, f"with {said} it cannot be built: {_first_line(error)}")
+        return _Try(numbers, len(wanted) + 1, f"with {said} it cannot be built: {first_line(error)}")
     found = {path: tuple(tensor.shape) for path, tensor in model.named_parameters()}
     found |= {path: tuple(tensor.shape) for path, tensor in model.named_buffers()}
     wrong = [path for path, shape in wanted.items() if found.get(path) != shape]
@@ -153,7 +154,3 @@ def _with_numbers(config: PreTrainedConfig, numbers: Mapping[_Place, int]) -> Pr
             held = getattr(held, name)
         setattr(held, place[-1], value)
     return twin
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -112,9 +112,20 @@ class StepOutcome:
 
 
 class Learner:
-    """The hypernetwork, its optimizer, the sampler's random numbers, and the position in the run."""
+    """The hypernetwork, its optimizer, the sampler's random numbers, and the position in the run.
 
-    def __init__(self, problem: Problem, start_N: Tensor | None = None):
+    Args:
+        problem: what stays the same.
+        start_N: logits of all groups to start from.
+        note: told what a GPU could not do its fastest way, and why.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        start_N: Tensor | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ):
         settings, device = problem.settings, problem.device
         self.problem = problem
         self.position = Position()
@@ -126,7 +137,7 @@ class Learner:
             start_N=start_N,
         ).to(device)
         self._optimizer = OuterAdamW(
-            self._hypernetwork.parameters(), lr=settings.lr, weight_decay=settings.weight_decay
+            self._hypernetwork.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, note=note
         )
         self._batches = Ahead(problem.batch, device)
         features = problem.groups.features
@@ -136,7 +147,7 @@ class Learner:
         )
         self._counts_masks = settings.budget_on == "masks"
         counted = self._shape if self._counts_masks else (features,)
-        self._update = fastest_update(plain, self._shape, counted, device)
+        self._update = fastest_update(plain, self._shape, counted, device, note)
         self._estimator = estimator(settings.estimator, settings.temperature, antithetic=settings.antithetic)
         self._generator = torch.Generator(device).manual_seed(seed_for(settings.seed, "masks"))
         # As of the last whole step: a step that is interrupted or bad leaves no trace.

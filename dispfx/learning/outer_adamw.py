@@ -13,13 +13,14 @@ Legend: C matrices, W rows, F columns, P parameters.
 """
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dispfx.errors import first_line
 from dispfx.learning.outer_product import OuterProduct, OuterProducts
 
 _COLUMNS = (16, 32, 64, 128, 256)
@@ -31,10 +32,19 @@ class OuterAdamW(torch.optim.AdamW):
     Args:
         parameters: with a gradient, or (C, W, F) with an outer product for it.
         lr, weight_decay: as torch's.
+        note: told why a GPU does without the kernels.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float):
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        weight_decay: float,
+        note: Callable[[str], None] = lambda text: None,
+    ):
         super().__init__(parameters, lr=lr, weight_decay=weight_decay, fused=True)
+        self._note, self._noted = note, False
 
     @torch.no_grad()
     def apply(self, outer: OuterProducts, skip: Tensor) -> None:
@@ -44,7 +54,7 @@ class OuterAdamW(torch.optim.AdamW):
             outer: the gradients of parameters that have no `grad`.
             skip: a float32 scalar on the device; where it is 1, the step changes nothing.
         """
-        taken = {parameter: outer[parameter] for parameter in outer if _has_kernels(parameter)}
+        taken = {parameter: outer[parameter] for parameter in outer if self._has_kernels(parameter)}
         for parameter, product in outer.items():
             if parameter not in taken:
                 parameter.grad = product.written()
@@ -81,6 +91,16 @@ class OuterAdamW(torch.optim.AdamW):
                 eps=group["eps"],
             )
 
+    def _has_kernels(self, parameter: Tensor) -> bool:
+        """Whether the kernels do the step of a parameter; the first time that a GPU has none, say why."""
+        if parameter.device.type != "cuda":
+            return False
+        obstacle = _obstacle(parameter)
+        if obstacle is not None and not self._noted:
+            self._note(f"gradients of the hypernetwork's heads are written out: {obstacle}")
+            self._noted = True
+        return obstacle is None
+
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
@@ -89,24 +109,27 @@ class OuterAdamW(torch.optim.AdamW):
         return state
 
 
-def _has_kernels(parameter: Tensor) -> bool:
-    """Whether the kernels can run: a GPU, Triton, columns that make a tile, and the right numbers."""
+def _obstacle(parameter: Tensor) -> str | None:
+    """Return why the kernels cannot do the step of a parameter on a GPU, or None."""
     columns = parameter.shape[-1]
-    on_gpu = parameter.device.type == "cuda" and torch.version.cuda is not None
-    fits = columns in _COLUMNS and parameter.is_contiguous() and parameter.dtype == torch.float32
-    return on_gpu and fits and _agree(parameter.device, columns)
+    if torch.version.cuda is None:
+        return "the kernels are for CUDA"
+    if columns not in _COLUMNS or not parameter.is_contiguous() or parameter.dtype != torch.float32:
+        return f"the kernels are for {', '.join(map(str, _COLUMNS))} float32 columns, not {columns}"
+    return _disagreement(parameter.device, columns)
 
 
 @lru_cache
-def _agree(device: torch.device, columns: int) -> bool:
-    """Whether the kernels give what torch's AdamW gives, tried once on a few rows."""
+def _disagreement(device: torch.device, columns: int) -> str | None:
+    """Return why the kernels do not give what torch's AdamW gives, tried once on a few rows, or None."""
     if importlib.util.find_spec("triton") is None:
-        return False
+        return "Triton is not installed"
     try:
         found, expected = (steps_of_both(device, columns, kernels=kernels) for kernels in (True, False))
-    except Exception:  # a Triton that cannot compile for this card; torch's own is there
-        return False
-    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, expected, strict=True))
+    except Exception as error:  # a Triton that cannot compile for this card; torch's own is there
+        return f"the kernels fail: {first_line(error)}"
+    agree = all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, expected, strict=True))
+    return None if agree else "the kernels get other numbers than torch's AdamW"
 
 
 def steps_of_both(device: torch.device, columns: int, *, kernels: bool, steps: int = 4) -> list[Tensor]:

@@ -67,6 +67,7 @@ def learn(
     device: torch.device | str = "cpu",
     fingerprint: str | None = None,
     ranks: Ranks | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Learned:
     """Learn masks and return the selections that meet the budget.
 
@@ -83,6 +84,7 @@ def learn(
         device: where the decoder lives.
         fingerprint: of the decoder; a state of another one is refused.
         ranks: the processes of the run, of which this one leads; the others call `follow_run`.
+        note: told what a GPU could not do its fastest way, and why.
 
     Raises:
         BudgetError: if the sites cannot meet the budget; before anything is learned where possible.
@@ -99,7 +101,7 @@ def learn(
             state_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(state_dir, str(error.strerror)) from error
-    learner = _learner(problem, state_dir if resume else None, identity)
+    learner = _learner(problem, state_dir if resume else None, identity, note)
     first_step = learner.position.step
     records = _run(learner, budget, state_dir, identity, on_step)
     logits = learner.logits()
@@ -186,7 +188,9 @@ def _identity(problem: Problem, budget: Budget, fingerprint: str | None) -> Iden
     }
 
 
-def _learner(problem: Problem, state_dir: Path | None, identity: Identity) -> Learner:
+def _learner(
+    problem: Problem, state_dir: Path | None, identity: Identity, note: Callable[[str], None]
+) -> Learner:
     """Return a learner at its start, or where the state in `state_dir` goes on."""
     found = None if state_dir is None else load_state(state_dir, identity)
     send_start(problem, Start(0 if found is None else found[0].step, found is None))
@@ -195,10 +199,10 @@ def _learner(problem: Problem, state_dir: Path | None, identity: Identity) -> Le
         check_samples(problem)
     informed = problem.settings.start == "sensitivity"
     if found is None:
-        return Learner(problem, starting_logits(problem) if informed else None)
+        return Learner(problem, starting_logits(problem) if informed else None, note)
     # The start is part of the state: what it was measured on need not be there any more.
     nothing_N = torch.zeros(problem.groups.features, device=problem.device)
-    learner = Learner(problem, nothing_N if informed else None)
+    learner = Learner(problem, nothing_N if informed else None, note)
     _restore(learner, *found, where=str(state_dir))
     return learner
 

@@ -20,6 +20,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from dispfx.errors import first_line
 from dispfx.learning.hypernetwork import Hypernetwork
 from dispfx.learning.objective import budget_loss, eased
 from dispfx.learning.outer_product import OuterProducts
@@ -173,21 +174,31 @@ class ReplayedUpdate(Update):
         torch.cuda.synchronize(device)
 
 
-def fastest_update(update: Update, shape: Shape, counted: Shape, device: torch.device) -> Update:
+def fastest_update(
+    update: Update,
+    shape: Shape,
+    counted: Shape,
+    device: torch.device,
+    note: Callable[[str], None] = lambda text: None,
+) -> Update:
     """Return a replayed update where a GPU can and gets the same numbers, and `update` otherwise.
 
     Args:
         shape, counted: as `ReplayedUpdate`.
+        note: told why a GPU replays nothing.
     """
     if device.type != "cuda":
         return update
     try:
         replayed = ReplayedUpdate(update, shape, counted)
-        agrees = _agree(replayed, update, shape, counted, device)
-    except Exception:  # an operation that cannot be captured; the plain update is there
-        agrees, replayed = False, update
+        obstacle = None if _agree(replayed, update, shape, counted, device) else "its numbers are others"
+    except Exception as error:  # an operation that cannot be captured; the plain update is there
+        replayed, obstacle = update, first_line(error)
     update.hypernetwork.zero_grad(set_to_none=True)
-    return replayed if agrees else update
+    if obstacle is None:
+        return replayed
+    note(f"the hypernetwork is not replayed as a CUDA graph: {obstacle}")
+    return update
 
 
 def _agree(replayed: Update, update: Update, shape: Shape, counted: Shape, device: torch.device) -> bool:

@@ -19,8 +19,8 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from dispfx.cached_capture import CachedForward
-from dispfx.capturing import embedding_rows, evaluation, first_line, token_ids
-from dispfx.errors import CaptureError, UnsupportedGraphError
+from dispfx.capturing import embedding_rows, evaluation, token_ids
+from dispfx.errors import CaptureError, UnsupportedGraphError, first_line
 from dispfx.ir.cached_inputs import CacheTensor
 
 # `past_key_values` is being renamed; newer versions accept the old name with a warning.
@@ -143,7 +143,7 @@ def _observed(model: nn.Module, ids: Tensor, arguments: dict[str, Any]) -> Any:
             return model(ids, **arguments)
         except Exception as error:
             raise CaptureError(
-                f"the decoder must run with a cache; it raised {type(error).__name__}: {first_line(error)}",
+                f"the decoder must run with a cache; it raised {first_line(error)}",
                 where=type(model).__name__,
             ) from error
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dispfx.errors import DispfxError, UnsupportedGraphError, VerificationError
+from dispfx.errors import DispfxError, UnsupportedGraphError, VerificationError, first_line
 from dispfx.ir.program import Program
 from dispfx.learning.objective import next_token_loss
 from dispfx.training.comparison import Comparison, Loss, compare, sample_masks
@@ -223,7 +223,7 @@ class _Preparation:
             return self._compile(decoder)
         except Exception as error:
             self._refuse_if_asked(error)
-            self._say(f"layers are not compiled: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            self._say(f"layers are not compiled: {first_line(error)}")
             found = None
         good = self.agree(found is not None and found.holds)
         decoder.compile_layers(good)
@@ -238,7 +238,7 @@ class _Preparation:
         # Where one rank stopped in the middle of a layer, the others wait for it.
         if self.compute.compile == "on" or self.sharding is not None:
             raise DispfxError(
-                f"the layers cannot be compiled: {type(error).__name__}: {str(error).splitlines()[0][:200]}",
+                f"the layers cannot be compiled: {first_line(error)}",
                 hint="use --compile off",
             ) from error
 
@@ -248,7 +248,7 @@ class _Preparation:
             replayed = ReplayedLoss(decoder.loss, self.ids_BT, self.masks)
             found = self._compare(replayed, decoder.loss)
         except Exception as error:
-            self._say(f"no CUDA graph: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            self._say(f"no CUDA graph: {first_line(error)}")
         if not self.agree(found is not None and found.holds) or replayed is None:
             if found is not None:
                 self._say(f"no CUDA graph: it differs from the plain pass ({found})")

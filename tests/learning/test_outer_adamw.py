@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dispfx.learning import outer_adamw
 from dispfx.learning.outer_adamw import OuterAdamW, steps_of_both
 from dispfx.learning.outer_product import OuterProduct
 
@@ -114,3 +116,47 @@ def test_a_state_of_torchs_own_goes_on_here():
     ours.apply({second: products[1]}, torch.zeros(()))
     assert torch.equal(first, second)
     assert all(torch.equal(value, ours.state[second][key]) for key, value in own.state[first].items())
+
+
+def on_a_gpu(columns: int) -> nn.Parameter:
+    with FakeTensorMode():
+        return nn.Parameter(torch.empty(3, 5, columns, device="cuda"))
+
+
+def test_a_gpu_without_the_kernels_is_told_once_with_the_reason(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    notes, heads = list[str](), [on_a_gpu(48), on_a_gpu(48)]
+    optimizer = OuterAdamW(heads, lr=1e-3, weight_decay=0.1, note=notes.append)
+    assert not any(optimizer._has_kernels(parameter) for parameter in heads)
+    (note,) = notes
+    assert note.startswith("gradients of the hypernetwork's heads are written out: ") and "not 48" in note
+
+
+def test_a_cpu_is_told_nothing_and_a_gpu_with_the_kernels_neither(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(outer_adamw, "_obstacle", lambda parameter: None)
+    notes, (heads, _) = list[str](), start()
+    optimizer = OuterAdamW([heads], lr=1e-3, weight_decay=0.1, note=notes.append)
+    assert optimizer._has_kernels(on_a_gpu(64)) and not optimizer._has_kernels(heads)
+    assert not notes
+
+
+def test_kernels_that_get_other_numbers_are_not_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(outer_adamw.importlib.util, "find_spec", lambda name: object())
+    off = 0.0
+
+    def steps(device: torch.device, columns: int, *, kernels: bool) -> list[Tensor]:
+        parameter, *state = steps_of_both(device, columns, kernels=False)
+        return [parameter + off if kernels else parameter, *state]
+
+    monkeypatch.setattr(outer_adamw, "steps_of_both", steps)
+    assert outer_adamw._disagreement.__wrapped__(torch.device("cpu"), 16) is None
+    off = 1e-3
+    found = outer_adamw._disagreement.__wrapped__(torch.device("cpu"), 16)
+    assert found is not None and "other numbers" in found
+
+
+def test_kernels_that_fail_are_not_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(outer_adamw.importlib.util, "find_spec", lambda name: object())
+    # Triton's kernels take no tensors of the CPU, and where there is no Triton there are no kernels.
+    found = outer_adamw._disagreement.__wrapped__(torch.device("cpu"), 16)
+    assert found is not None and found.startswith("the kernels fail: ")

@@ -9,7 +9,7 @@ from torch import Tensor
 from dispfx.ir.budget import ParameterCount
 from dispfx.learning.hypernetwork import ElementwiseLogits
 from dispfx.learning.objective import budget_loss
-from dispfx.learning.update import Slopes, Update
+from dispfx.learning.update import Slopes, Update, fastest_update
 from tests.learning.tiny_decoder import untrained_decoder
 
 DECODER = untrained_decoder()
@@ -84,3 +84,19 @@ def test_a_budget_that_is_met_pulls_at_nothing():
     nothing = torch.zeros(FEATURES)
     _, found = gradient_of(met, Slopes(nothing, nothing), Slopes(keep, keep * (1 - keep)))
     assert found[1].item() == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_gpu_that_replays_nothing_is_told_with_the_reason():
+    plain, notes = update(), list[str]()
+    # The hypernetwork is on the CPU, which records nothing, whether there is a GPU or not.
+    assert fastest_update(plain, (FEATURES,), (FEATURES,), torch.device("cuda"), notes.append) is plain
+    (note,) = notes
+    assert note.startswith("the hypernetwork is not replayed as a CUDA graph: ") and "Error" in note
+    assert all(parameter.grad is None for parameter in plain.hypernetwork.parameters())
+
+
+def test_a_cpu_has_nothing_to_be_told():
+    notes = list[str]()
+    plain = update()
+    assert fastest_update(plain, (FEATURES,), (FEATURES,), torch.device("cpu"), notes.append) is plain
+    assert not notes

@@ -18,7 +18,7 @@ from dispfx.cached_capture import export_cached_program
 from dispfx.capturing import export_program
 from dispfx.deploy.onnx.legalize import PLAIN, Flavor, legalize
 from dispfx.deploy.onnx.tidying import tidy
-from dispfx.errors import UnsupportedGraphError
+from dispfx.errors import UnsupportedGraphError, first_line
 from dispfx.ir.program import Program
 from dispfx.lifting import lifted
 
@@ -103,7 +103,7 @@ def _translated(
         return _converted(traced(), signature, opset)
     except torch.onnx.errors.OnnxExporterError as error:
         raise UnsupportedGraphError(
-            f"the ONNX exporter cannot translate this decoder: {str(error).splitlines()[0]}",
+            f"the ONNX exporter cannot translate this decoder: {first_line(error)}",
             hint="compile with --export none, or --export pt2",
         ) from error
 

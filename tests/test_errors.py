@@ -1,0 +1,22 @@
+"""The one line that a message has of another error."""
+
+import pytest
+
+from dispfx.errors import DataError, first_line
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RuntimeError(), "RuntimeError"),
+        (ValueError("\n  three are needed \ntwo were given"), "ValueError: three are needed"),
+        (DataError("the file is empty", where="text.txt"), "the file is empty"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_the_first_line_names_a_foreign_error_and_takes_one_that_says_nothing(error: Exception, line: str):
+    assert first_line(error) == line
+
+
+def test_a_line_without_end_is_cut():
+    assert len(first_line(OSError("x" * 10_000))) < 400
