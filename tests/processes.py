@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
 
 
 @contextmanager
@@ -39,6 +42,29 @@ def started(
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
+
+
+def run_code(
+    code: str, *arguments: str, seconds: float = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python code in an interpreter of its own, in the checkout and with its modules.
+
+    Args:
+        arguments: behind the code.
+        seconds: that it may take.
+        variables: of its environment, beside those of this process.
+
+    Raises:
+        subprocess.TimeoutExpired: when it takes longer.
+    """
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
 
 
 def wait_until(

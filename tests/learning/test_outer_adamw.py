@@ -1,10 +1,6 @@
 """Whatever way a gradient is given, parameters and state are those of torch's AdamW."""
 
-import os
-import subprocess
-import sys
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dispfx.learning import outer_adamw
 from dispfx.learning.outer_adamw import OuterAdamW, steps_of_both
 from dispfx.learning.outer_product import OuterProduct
+from tests.processes import run_code
 
-ROOT = Path(__file__).parents[2]
 STEPS, BAD = 50, (0, 7, 8)
 
 
@@ -84,14 +80,7 @@ def test_fifty_steps_are_those_of_torch_and_bad_ones_change_nothing():
 def test_the_kernels_do_the_steps_of_torch(call: str):
     pytest.importorskip("triton", reason="Triton comes with torch for GPUs")
     # Triton asks for its interpreter once, when it is imported, which another test may have done.
-    done = subprocess.run(
-        [sys.executable, "-c", f"import {__name__} as tests; tests.{call}"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_code(f"import {__name__} as tests; tests.{call}", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
 
 

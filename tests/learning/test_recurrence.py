@@ -1,17 +1,12 @@
 """The rows of the hypernetwork, one by one, are those of torch's own GRU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dispfx.learning.recurrence import bidirectional, with_rows
+from tests.processes import run_code
 
-ROOT = Path(__file__).parents[2]
 INPUTS, WIDTH = 8, 16
 
 
@@ -46,14 +41,7 @@ def compare_kernels(rows: int) -> None:
 def test_kernels_give_what_the_steps_in_torch_give(rows):
     pytest.importorskip("triton", reason="Triton comes with torch for GPUs")
     # Triton asks for its interpreter once, when it is imported, which another test may have done.
-    done = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import compare_kernels; compare_kernels({rows})"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_code(f"from {__name__} import compare_kernels; compare_kernels({rows})", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
 
 

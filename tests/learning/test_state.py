@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from dispfx.learning.settings import LearnSettings
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.learning.trainer import Learned, learn
 from tests.learning.tiny_decoder import batches, markov_tokens, settings, untrained_decoder
+from tests.processes import run_code
 
-ROOT = Path(__file__).parents[2]
 TEXT = markov_tokens(2_000)
 CHOSEN = settings(steps=6, save_every=3)
 THIRTY = Budget(0.3)
@@ -77,15 +76,7 @@ def digest(found: Learned) -> str:
 
 
 def in_a_process(action: str, folder: Path) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "random"}
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, action, str(folder)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run_code(SCRIPT, action, str(folder), PYTHONHASHSEED="random")
 
 
 def stop_at(step: int, error: BaseException):
