@@ -164,7 +164,7 @@ class Learner:
 
     def restore(self, position: Position, tensors: dict[str, Tensor]) -> None:
         """Continue where `tensors` were taken."""
-        restore_run(self._hypernetwork, self._optimizer, self._generator, tensors)
+        restore_run(self._hypernetwork, self._optimizer, self._generator, position, tensors)
         self._generator_state = self._generator.get_state()
         self.position = position
 

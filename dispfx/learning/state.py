@@ -103,9 +103,18 @@ def restore_run(
     hypernetwork: nn.Module,
     optimizer: torch.optim.Optimizer,
     generator: torch.Generator,
+    position: Position,
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Put tensors from `run_tensors` back where they came from."""
+    """Put tensors from `run_tensors` back where they came from.
+
+    Args:
+        position: where the run was then.
+
+    Raises:
+        ValueError: if they are not those of such a run; nothing is changed then.
+    """
+    _check_tensors(_expected(hypernetwork, generator, position, tensors), tensors)
     prefix = "hypernetwork."
     hypernetwork.load_state_dict(
         {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -114,10 +123,36 @@ def restore_run(
     for index, (name, _) in enumerate(hypernetwork.named_parameters()):
         own = f"optimizer.{name}."
         entries = {key.removeprefix(own): tensor for key, tensor in tensors.items() if key.startswith(own)}
-        if entries:  # none before the first good step
+        if entries:
             state[index] = entries
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     generator.set_state(tensors["generator"])
+
+
+def _expected(
+    hypernetwork: nn.Module, generator: torch.Generator, position: Position, found: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return a tensor like every one that a state of this run has, by the names of `run_tensors`."""
+    expected = {f"hypernetwork.{name}": tensor for name, tensor in hypernetwork.state_dict().items()}
+    expected["generator"] = generator.get_state()
+    # Before the first good step the optimizer may have no state yet.
+    if position.step > position.bad_steps or any(name.startswith("optimizer.") for name in found):
+        for name, parameter in hypernetwork.named_parameters():
+            state = {"step": parameter.new_zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+            expected |= {f"optimizer.{name}.{key}": like for key, like in state.items()}
+    return expected
+
+
+def _check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Pass if all are there in their shapes and dtypes; AdamW's kernels do not ask, and read past an end."""
+    for name in sorted({*expected, *found}):
+        here, right = (_form(each.get(name)) for each in (found, expected))
+        if here != right:
+            raise ValueError(f"{name} is {here}, and this run has {right}")
+
+
+def _form(tensor: Tensor | None) -> str:
+    return "not there" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}"
 
 
 def _read_header(path: Path) -> dict[str, Any] | None:
@@ -147,6 +182,8 @@ def _checked_position(entries: Any) -> dict[str, int]:
     position = asdict(Position(**entries))
     if any(type(count) is not int or not 0 <= count < 2**63 for count in position.values()):
         raise ValueError(f"it stands at {position}")
+    if not position["bad_in_a_row"] <= position["bad_steps"] <= position["step"]:
+        raise ValueError(f"it counts more bad steps than steps: {position}")
     return position
 
 

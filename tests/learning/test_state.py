@@ -5,12 +5,15 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dispfx.errors import DataError, PlanMismatchError
@@ -26,6 +29,7 @@ from tests.processes import run_code
 TEXT = markov_tokens(2_000)
 CHOSEN = settings(steps=6, save_every=3)
 THIRTY = Budget(0.3)
+MOMENT = "optimizer.norm.bias.exp_avg"
 
 # Runs in a process of its own; "kill" ends it in the middle of the fifth step's report.
 SCRIPT = """
@@ -261,4 +265,42 @@ def test_a_damaged_state_is_a_data_error(tmp_path, keep_bytes):
     path = tmp_path / STATE_FILE
     path.write_bytes(path.read_bytes()[:keep_bytes])
     with pytest.raises(DataError, match="cannot be read"):
+        run(tmp_path, resume=True)
+
+
+def change_state(folder: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], None]) -> None:
+    """Write a state again after `change` of its tensors and its position."""
+    path = folder / STATE_FILE
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["dispfx"])
+    tensors = load_file(path)
+    change(tensors, header["position"])
+    save_file(tensors, path, metadata={"dispfx": json.dumps(header)})
+
+
+def without_optimizer(tensors: dict[str, Tensor], position: dict[str, Any]) -> None:
+    for name in [name for name in tensors if name.startswith("optimizer.")]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda tensors, _: tensors.update({MOMENT: tensors[MOMENT][:5].clone()}),
+            r"exp_avg is float32 \[5\], and this run has float32 \[128\]",
+        ),
+        (lambda tensors, _: tensors.pop(MOMENT), r"exp_avg is not there, and"),
+        (lambda tensors, _: tensors.update({MOMENT: tensors[MOMENT].double()}), r"exp_avg is float64"),
+        (lambda tensors, _: tensors.update(generator=tensors["generator"].int()), r"generator is int32"),
+        (lambda tensors, _: tensors.update(more=torch.ones(2)), r"more is float32 \[2\], and .* not there"),
+        (without_optimizer, r"exp_avg is not there"),
+        (lambda _, position: position.update(bad_steps=7), "more bad steps than steps"),
+    ],
+    ids=["short", "missing", "dtype", "generator", "more", "no optimizer", "bad steps"],
+)
+def test_a_state_whose_tensors_are_not_those_of_the_run_is_refused(tmp_path, change, message):
+    run(tmp_path, chosen=replace(CHOSEN, steps=3))
+    change_state(tmp_path, change)
+    with pytest.raises(DataError, match=message):
         run(tmp_path, resume=True)
