@@ -33,11 +33,8 @@ def follow(problem: Problem) -> None:
     if begin.is_new and settings.start == "sensitivity":
         starting_logits(problem)
     batches = Ahead(problem.batch, problem.device)
-    shape = (
-        (problem.groups.features,) if settings.samples == 1 else (settings.samples, problem.groups.features)
-    )
     for step in range(begin.step, settings.steps):
-        masks = problem.ranks.send(torch.empty(shape, device=problem.device))
+        masks = problem.ranks.send(torch.empty(_shape(problem), device=problem.device))
         if says_stop(masks):
             return
         masks.requires_grad_()
@@ -45,7 +42,7 @@ def follow(problem: Problem) -> None:
         assert masks.grad is not None
         problem.ranks.average(masks.grad)
         problem.ranks.average(loss)
-        if settings.held_out_every and (step + 1) % settings.held_out_every == 0:
+        if measures(problem, step + 1):
             held_out_loss(problem, torch.empty(problem.features, device=problem.device))
 
 
@@ -69,11 +66,19 @@ def receive_start(problem: Problem) -> Start:
     return Start(max(number, 0), number == NEW_RUN)
 
 
-def send_stop(problem: Problem) -> None:
-    """Tell the other ranks that there are no further steps: no mask holds a NaN, so one says so."""
-    samples = problem.settings.samples
-    shape = (problem.groups.features,) if samples == 1 else (samples, problem.groups.features)
-    problem.ranks.send(torch.full(shape, torch.nan, device=problem.device))
+def send_stop(problem: Problem, step: int, *, measured: int) -> None:
+    """Tell the other ranks, wherever they wait for masks, that there are no further ones.
+
+    No mask holds a NaN, so one says so.
+
+    Args:
+        step: steps done.
+        measured: step behind which the held-out loss was last measured, or would have been.
+    """
+    if step > measured and measures(problem, step):
+        problem.ranks.send(torch.full((problem.features,), torch.nan, device=problem.device))
+    if step < problem.settings.steps:
+        problem.ranks.send(torch.full(_shape(problem), torch.nan, device=problem.device))
 
 
 def says_stop(masks: Tensor) -> bool:
@@ -81,12 +86,23 @@ def says_stop(masks: Tensor) -> bool:
     return bool(masks.flatten()[0].isnan())
 
 
+def measures(problem: Problem, step: int) -> bool:
+    """Whether the held-out loss is measured behind so many steps."""
+    every = problem.settings.held_out_every
+    return every > 0 and step % every == 0 and bool(problem.text.held_out_batches(1))
+
+
 @torch.no_grad()
 def held_out_loss(problem: Problem, masks_N: Tensor) -> float | None:
-    """Return the loss on the start of the held-out text under the masks of the leading rank."""
-    batches = problem.text.held_out_batches(HELD_OUT_BATCHES)
-    if not batches:
+    """Return the loss on the start of the held-out text under the leading rank's masks, if it sent any."""
+    if says_stop(problem.ranks.send(masks_N)):
         return None
-    problem.ranks.send(masks_N)
+    batches = problem.text.held_out_batches(HELD_OUT_BATCHES)
     losses = [problem.loss(ids_BT, masks_N) for ids_BT in batches]
     return float(torch.stack(losses).mean())
+
+
+def _shape(problem: Problem) -> tuple[int, ...]:
+    """Return the shape of the masks of a step."""
+    samples, features = problem.settings.samples, problem.groups.features
+    return (features,) if samples == 1 else (samples, features)

@@ -17,7 +17,7 @@ from dispfx.errors import DataError, DispfxError
 from dispfx.ir.budget import Groups, ParameterCount, check_reachable, hard_masks, harden
 from dispfx.ir.plan import Budget
 from dispfx.ir.sites import Site
-from dispfx.learning.follower import Start, follow, held_out_loss, send_start, send_stop
+from dispfx.learning.follower import Start, follow, held_out_loss, measures, send_start, send_stop
 from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
 from dispfx.learning.learner import Gated, Learner, Problem, StepOutcome, check_gates, check_samples
 from dispfx.learning.records import MetricsLog, Pace, StepRecord
@@ -234,7 +234,7 @@ def _run(
 ) -> tuple[StepRecord, ...]:
     settings = learner.problem.settings
     pace = Pace(settings.batch_size * settings.seq_len * settings.accumulate)
-    records = []
+    records, measured = [], learner.position.step
 
     def save() -> None:
         # A second request to end, as for a rank that was lost, must not cut the first one's state off.
@@ -247,6 +247,7 @@ def _run(
             while learner.position.step < settings.steps:
                 outcome = learner.advance()
                 record = _record(learner, outcome, pace, budget)
+                measured = record.step
                 last = record.step == settings.steps
                 if last or record.step % settings.save_every == 0:
                     save()
@@ -257,8 +258,8 @@ def _run(
         except (KeyboardInterrupt, RankLost):
             save()
             raise
-        except DispfxError:  # between two steps, where the other ranks wait for the next
-            send_stop(learner.problem)
+        except DispfxError:  # between two steps, where the other ranks wait for masks
+            send_stop(learner.problem, learner.position.step, measured=measured)
             raise
     return tuple(records)
 
@@ -266,7 +267,7 @@ def _run(
 def _record(learner: Learner, outcome: StepOutcome, pace: Pace, budget: Budget) -> StepRecord:
     step, settings = learner.position.step, learner.problem.settings
     tokens_per_second, seconds_left = pace.tick(settings.steps - step)
-    measure = settings.held_out_every and step % settings.held_out_every == 0
+    measure = measures(learner.problem, step)
     return StepRecord(
         step=step,
         steps=settings.steps,
@@ -283,7 +284,5 @@ def _record(learner: Learner, outcome: StepOutcome, pace: Pace, budget: Budget) 
 def _held_out_loss(learner: Learner, budget: Budget) -> float | None:
     """Return the held-out loss of the plan that these logits would give."""
     problem = learner.problem
-    if not problem.text.held_out_batches(1):
-        return None
     kept = harden(learner.logits(), problem.sites, problem.count, budget, groups=problem.groups)
     return held_out_loss(problem, hard_masks(problem.sites, kept, device=problem.device))

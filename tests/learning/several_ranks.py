@@ -41,7 +41,22 @@ class Dying(TinyDecoder):
         return super().forward(ids_BT, masks)
 
 
-_FOLLOWERS: dict[str, type[TinyDecoder]] = {"sound": TinyDecoder, "deaf": Deaf, "dying": Dying}
+class Spoiled(TinyDecoder):
+    """A decoder that gives NaN from its third step on; one forward pass before checks the gates."""
+
+    calls = 0
+
+    def forward(self, ids_BT: Tensor, masks: Any) -> Tensor:
+        self.calls += 1
+        return super().forward(ids_BT, masks) * (1.0 if self.calls < 4 else torch.nan)
+
+
+_FOLLOWERS: dict[str, type[TinyDecoder]] = {
+    "sound": TinyDecoder,
+    "deaf": Deaf,
+    "dying": Dying,
+    "spoiled": Spoiled,
+}
 
 
 @dataclass(frozen=True)

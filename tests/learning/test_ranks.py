@@ -25,11 +25,24 @@ def alone(state: Path | None = None, *, resume: bool = False, **changes: Any) ->
 
 STEPS: dict[str, Any] = {"steps": 6, "batch_size": 4, "accumulate": 2, "held_out_every": 3}
 DYING: dict[str, Any] = {"steps": 8, "batch_size": 4, "save_every": 100}
+# Ended behind the fourth step, wherever the other rank waits then.
+BAD: dict[str, Any] = {"batch_size": 4, "max_bad_steps": 2, "save_every": 1}
+SPOILED = [
+    Scenario("spoiled", "spoiled", {**BAD, "steps": 6}),
+    Scenario("spoiled in the last step", "spoiled", {**BAD, "steps": 4}),
+    Scenario(
+        "spoiled before held-out text",
+        "spoiled",
+        {**BAD, "steps": 6, "constrained": True, "held_out_every": 4},
+    ),
+    Scenario("spoiled at the end of both", "spoiled", {**BAD, "steps": 4, "held_out_every": 4}),
+]
 SCENARIOS = [
     Scenario("one", changes={**STEPS, "samples": 1}),
     Scenario("four", changes={**STEPS, "samples": 4}),
     Scenario("deaf", "deaf", {"steps": 3, "batch_size": 4}),
-    Scenario("dying", "dying", DYING),
+    *SPOILED,
+    Scenario("dying", "dying", DYING),  # last: its rank is gone
 ]
 
 
@@ -65,6 +78,14 @@ def test_a_rank_that_dies_ends_the_other_and_the_run_can_be_resumed(folder):
     resumed = alone(path / "state", resume=True, **DYING)
     assert resumed.first_step == step
     torch.testing.assert_close(resumed.logits, alone(**DYING).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scenario", SPOILED, ids=lambda scenario: scenario.name)
+def test_bad_steps_end_all_ranks_with_one_message_and_keep_the_state(folder, scenario):
+    path = folder / scenario.name
+    leading, following = raised(path)
+    assert leading.startswith("DispfxError") and "stopped at step 4" in leading and following == ""
+    assert saved_step(path / "state") == 3
 
 
 def test_every_sequence_and_every_mask_is_on_one_rank():
