@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from dispfx.ir.ops import argument, aten, packet
+from dispfx.ir.ops import argument, aten, packet, rank
 
 
 @torch.library.custom_op("dispfx::sum_of_products", mutates_args=())
@@ -72,11 +72,12 @@ def join_siblings(graph: fx.Graph, frozen: Collection[fx.Node]) -> int:
 
     Args:
         graph: changed in place.
-        frozen: inputs that never need a gradient; layers with another weight or bias are left alone.
+        frozen: inputs that never need a gradient; layers with another weight or bias are left alone, and so
+            are those whose weight is a vector.
     """
     readers: dict[tuple[object, bool], list[fx.Node]] = {}
     for node in graph.nodes:
-        if packet(node) is aten.linear and all(value in frozen for value in _parameters(node)):
+        if _joins(node, frozen):
             readers.setdefault((node.args[0], len(_parameters(node)) > 1), []).append(node)
     groups = [group for group in readers.values() if len(group) > 1]
     for group in groups:
@@ -88,6 +89,13 @@ def join_siblings(graph: fx.Graph, frozen: Collection[fx.Node]) -> int:
             node.target, node.args, node.kwargs = operator.getitem, (together, place), {}
     graph.lint()
     return len(groups)
+
+
+def _joins(node: fx.Node, frozen: Collection[fx.Node]) -> bool:
+    if packet(node) is not aten.linear:
+        return False
+    weight, *_ = parameters = _parameters(node)
+    return rank(weight) == 2 and all(value in frozen for value in parameters)
 
 
 def _parameters(linear: fx.Node) -> list[fx.Node]:

@@ -61,6 +61,7 @@ def ids(*shape: int, below: int = 7) -> Tensor:
 CASES: dict[str, Case] = {
     "linear": call(aten.linear.default, x(2, 3, 4), x(5, 4), x(5)),
     "linear without bias": call(aten.linear.default, x(3, 4), x(5, 4)),
+    "linear by a vector": call(aten.linear.default, x(2, 3, 4), x(4)),
     "matmul": call(aten.matmul.default, x(2, 3, 4), x(4, 5)),
     "matmul of a vector": call(aten.matmul.default, x(4), x(4, 5)),
     "matmul by a vector": call(aten.matmul.default, x(3, 4), x(4)),

@@ -9,12 +9,14 @@ from dispfx.ir.ops import argument, groups_of, is_depthwise, rank
 def linear(node: fx.Node) -> list[Connection]:
     x, weight = operand(node, 0), operand(node, 1)
     bias = argument(node, 2, "bias")
-    out = rank(node) - 1
+    out = rank(x) - 1
     found = [link for dim in range(out) for link in same(x, dim, node, dim)]
+    if rank(weight) == 1:  # one number for every vector
+        return [*found, Contraction((x, out), (weight, 0))]
     found += same(weight, 0, node, out)
     if isinstance(bias, fx.Node):
         found += same(bias, 0, node, out)
-    return [*found, Contraction((x, rank(x) - 1), (weight, 1))]
+    return [*found, Contraction((x, out), (weight, 1))]
 
 
 def matrix_product(node: fx.Node, first: int = 0) -> list[Connection]:
