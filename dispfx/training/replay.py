@@ -19,15 +19,16 @@ class ReplayedLoss:
     """A loss (ids_BT, masks) -> scalar whose gradient for the masks comes out of the same replay.
 
     Args:
-        loss: differentiable in the masks alone; run twice and then captured.
+        loss: differentiable in the masks alone; run twice and then captured, on zeros: a replay that does
+            nothing then gives other numbers than any that it is compared on.
         ids_BT: a batch of the shape of all batches, on a CUDA device.
         masks: of the shape of all masks, (N,) or (S, N).
     """
 
     def __init__(self, loss: Loss, ids_BT: Tensor, masks: Tensor):
         self._loss = loss
-        self._ids_BT = ids_BT.clone()
-        self._masks = torch.ones_like(masks).requires_grad_()
+        self._ids_BT = torch.zeros_like(ids_BT)
+        self._masks = torch.zeros_like(masks).requires_grad_()
         side, current = torch.cuda.Stream(ids_BT.device), torch.cuda.current_stream(ids_BT.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
@@ -37,7 +38,8 @@ class ReplayedLoss:
         torch.cuda.synchronize(ids_BT.device)
         torch.cuda.empty_cache()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        # On this device, whichever is current: kernels on another one would run once and not be captured.
+        with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(ids_BT.device)):
             self._value, self._gradient = self._once()
 
     def __call__(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
