@@ -176,12 +176,13 @@ class _Recorded:
 
         Repeated steps write the same values to the same places, so they do no harm.
         """
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        device = self._ids.device
+        stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(3):
                 self._step(self._ids, self._positions)
-        torch.cuda.current_stream().wait_stream(stream)
+        current.wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device)):
             self._logits = self._step(self._ids, self._positions)

@@ -131,12 +131,14 @@ def in_one_kernel(
     total = torch.empty_like(x)
     selected = x.new_empty((*x.shape[:-1], kept))
     block = 1 << (width - 1).bit_length()
-    _kernel()[(-(-tokens // each),)](
-        x, added, inverse if inverse is not None else places, weight, bias if bias is not None else weight,
-        places, total, selected, tokens, width, added.shape[-1], kept, eps,
-        HAS_WRITTEN=written is not None, HAS_BIAS=bias is not None, IS_RMS=is_rms, EACH=each, BLOCK=block,
-        num_warps=max(4, min(16, block // 512)),
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        _kernel()[(-(-tokens // each),)](
+            x, added, inverse if inverse is not None else places,
+            weight, bias if bias is not None else weight,
+            places, total, selected, tokens, width, added.shape[-1], kept, eps,
+            HAS_WRITTEN=written is not None, HAS_BIAS=bias is not None, IS_RMS=is_rms, EACH=each, BLOCK=block,
+            num_warps=max(4, min(16, block // 512)),
+        )  # fmt: skip
     return total, selected
 
 

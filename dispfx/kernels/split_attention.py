@@ -66,21 +66,22 @@ def split_attention(
     weights = query.new_empty((batch * heads, parts, 2), dtype=torch.float32)
     first, second = _kernels()
     block_size = _power_of_two(size)
-    first[(batch * groups, parts)](
-        query, keys, values, start, partial, weights, out, scale or size**-0.5,
-        query.stride(0), query.stride(1),
-        keys.stride(0), keys.stride(1), keys.stride(2),
-        values.stride(0), values.stride(1), values.stride(2),
-        groups, heads, parts,
-        SIZE=size, BLOCK_SIZE=block_size, ROWS=heads // groups,
-        BLOCK_ROWS=max(_LEAST_ROWS, _power_of_two(heads // groups)),
-        BLOCK=_BLOCK, ALONE=parts == 1, num_warps=4,
-    )  # fmt: skip
-    if parts > 1:
-        second[(batch * heads,)](
-            partial, weights, out, parts,
-            SIZE=size, BLOCK_SIZE=block_size, BLOCK_PARTS=_power_of_two(parts), num_warps=2,
+    with torch.cuda.device_of(query):
+        first[(batch * groups, parts)](
+            query, keys, values, start, partial, weights, out, scale or size**-0.5,
+            query.stride(0), query.stride(1),
+            keys.stride(0), keys.stride(1), keys.stride(2),
+            values.stride(0), values.stride(1), values.stride(2),
+            groups, heads, parts,
+            SIZE=size, BLOCK_SIZE=block_size, ROWS=heads // groups,
+            BLOCK_ROWS=max(_LEAST_ROWS, _power_of_two(heads // groups)),
+            BLOCK=_BLOCK, ALONE=parts == 1, num_warps=4,
         )  # fmt: skip
+        if parts > 1:
+            second[(batch * heads,)](
+                partial, weights, out, parts,
+                SIZE=size, BLOCK_SIZE=block_size, BLOCK_PARTS=_power_of_two(parts), num_warps=2,
+            )  # fmt: skip
     return out.transpose(1, 2)
 
 

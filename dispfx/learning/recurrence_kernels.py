@@ -20,7 +20,8 @@ def rows_forward(given_2GX: Tensor, weights_2XH: Tensor, biases_2X: Tensor) -> t
     hidden_2GH = torch.empty(directions, rows, width, dtype=given_2GX.dtype, device=given_2GX.device)
     kept_2GY = torch.empty(directions, rows, 4 * width, dtype=given_2GX.dtype, device=given_2GX.device)
     operands = (given_2GX.contiguous(), weights_2XH.contiguous(), biases_2X.contiguous())
-    _forward[(directions,)](*operands, hidden_2GH, kept_2GY, rows, H=width, num_warps=_WARPS)
+    with torch.cuda.device_of(given_2GX):
+        _forward[(directions,)](*operands, hidden_2GH, kept_2GY, rows, H=width, num_warps=_WARPS)
     return hidden_2GH, kept_2GY
 
 
@@ -32,7 +33,8 @@ def rows_backward(
     shape, device = (directions, rows, 3 * width), hidden_2GH.device
     of_given_2GX, of_state_2GX = (torch.empty(shape, dtype=hidden_2GH.dtype, device=device) for _ in range(2))
     operands = (gradient_2GH.contiguous(), hidden_2GH, kept_2GY, weights_2XH.contiguous())
-    _backward[(directions,)](*operands, of_given_2GX, of_state_2GX, rows, H=width, num_warps=_WARPS)
+    with torch.cuda.device_of(gradient_2GH):
+        _backward[(directions,)](*operands, of_given_2GX, of_state_2GX, rows, H=width, num_warps=_WARPS)
     return of_given_2GX, of_state_2GX
 
 

@@ -53,11 +53,12 @@ def _seconds(call: Call, times: int, device: torch.device) -> float:
     """Return the seconds of one of `times` calls in a row."""
     if device.type == "cuda":
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream = torch.cuda.current_stream(device)  # another device may be the current one
         torch.cuda.synchronize(device)
-        began.record()
+        began.record(stream)
         for _ in range(times):
             call()
-        ended.record()
+        ended.record(stream)
         torch.cuda.synchronize(device)
         return began.elapsed_time(ended) / 1e3 / times
     start = time.perf_counter()
@@ -81,7 +82,7 @@ def recorded(call: Call, device: torch.device) -> Call:
             call()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
         call()
 
     def replay() -> object:
