@@ -14,8 +14,8 @@ from dispfx.learning.learner import Problem, backward_decoder, check_gates, chec
 from dispfx.learning.scores import starting_logits
 
 HELD_OUT_BATCHES = 8
-# The step that a run starts at which resumes nothing.
-NEW_RUN = -1
+# The step that a run starts at which resumes nothing, and that of a run which does not start.
+NEW_RUN, NO_RUN = -1, -2
 
 
 def follow(problem: Problem) -> None:
@@ -26,6 +26,8 @@ def follow(problem: Problem) -> None:
         RankLost: if another rank ended.
     """
     begin = receive_start(problem)
+    if begin is None:
+        return
     settings = problem.settings
     if begin.step < settings.steps:
         check_gates(problem)
@@ -54,16 +56,16 @@ class Start:
     is_new: bool
 
 
-def send_start(problem: Problem, start: Start) -> None:
-    """Tell the other ranks where the run begins."""
-    number = NEW_RUN if start.is_new else start.step
+def send_start(problem: Problem, start: Start | None) -> None:
+    """Tell the other ranks where the run begins, or that it does not."""
+    number = NO_RUN if start is None else NEW_RUN if start.is_new else start.step
     problem.ranks.send(torch.tensor(number, device=problem.device))
 
 
-def receive_start(problem: Problem) -> Start:
-    """Return where the leading rank says that the run begins."""
+def receive_start(problem: Problem) -> Start | None:
+    """Return where the leading rank says that the run begins, if it does."""
     number = int(problem.ranks.send(torch.tensor(0, device=problem.device)))
-    return Start(max(number, 0), number == NEW_RUN)
+    return None if number == NO_RUN else Start(max(number, 0), number == NEW_RUN)
 
 
 def send_stop(problem: Problem, step: int, *, measured: int) -> None:

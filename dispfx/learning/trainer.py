@@ -192,16 +192,31 @@ def _learner(
     problem: Problem, state_dir: Path | None, identity: Identity, note: Callable[[str], None]
 ) -> Learner:
     """Return a learner at its start, or where the state in `state_dir` goes on."""
-    found = None if state_dir is None else load_state(state_dir, identity)
-    send_start(problem, Start(0 if found is None else found[0].step, found is None))
-    if found is None or found[0].step < problem.settings.steps:
+    try:
+        resumed = None if state_dir is None else _resumed(problem, state_dir, identity, note)
+    except DispfxError:
+        send_start(problem, None)
+        raise
+    step = 0 if resumed is None else resumed.position.step
+    send_start(problem, Start(step, resumed is None))
+    if resumed is None or step < problem.settings.steps:
         check_gates(problem)
         check_samples(problem)
+    if resumed is not None:
+        return resumed
     informed = problem.settings.start == "sensitivity"
+    return Learner(problem, starting_logits(problem) if informed else None, note)
+
+
+def _resumed(
+    problem: Problem, state_dir: Path, identity: Identity, note: Callable[[str], None]
+) -> Learner | None:
+    found = load_state(state_dir, identity)
     if found is None:
-        return Learner(problem, starting_logits(problem) if informed else None, note)
+        return None
     # The start is part of the state: what it was measured on need not be there any more.
     nothing_N = torch.zeros(problem.groups.features, device=problem.device)
+    informed = problem.settings.start == "sensitivity"
     learner = Learner(problem, nothing_N if informed else None, note)
     _restore(learner, *found, where=str(state_dir))
     return learner

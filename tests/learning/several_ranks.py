@@ -67,11 +67,13 @@ class Scenario:
         name: of its folder.
         follower: the kind of decoder that the second rank has.
         changes: settings of the run.
+        state_of: the run whose state it resumes.
     """
 
     name: str
     follower: str = "sound"
     changes: dict[str, Any] = field(default_factory=dict)
+    state_of: str | None = None
 
 
 def run_scenarios(folder: Path, scenarios: Sequence[Scenario]) -> None:
@@ -131,6 +133,8 @@ def _learn(ranks: Ranks, folder: Path, scenario: Scenario) -> None:
     if not ranks.leads:
         follow_run(decoder, decoder.sites, decoder.shapes, text, budget, chosen, ranks=ranks)
         return
-    state = folder / "state"
-    found = learn(decoder, decoder.sites, decoder.shapes, text, budget, chosen, state_dir=state, ranks=ranks)
+    resume = scenario.state_of is not None
+    state = folder.parent / (scenario.state_of or scenario.name) / "state"
+    run = (decoder, decoder.sites, decoder.shapes, text, budget, chosen)
+    found = learn(*run, state_dir=state, resume=resume, ranks=ranks)
     torch.save(found.logits, folder / "logits.pt")

@@ -42,6 +42,7 @@ SCENARIOS = [
     Scenario("four", changes={**STEPS, "samples": 4}),
     Scenario("deaf", "deaf", {"steps": 3, "batch_size": 4}),
     *SPOILED,
+    Scenario("other settings", changes={**STEPS, "seed": 5}, state_of="one"),
     Scenario("dying", "dying", DYING),  # last: its rank is gone
 ]
 
@@ -86,6 +87,11 @@ def test_bad_steps_end_all_ranks_with_one_message_and_keep_the_state(folder, sce
     leading, following = raised(path)
     assert leading.startswith("DispfxError") and "stopped at step 4" in leading and following == ""
     assert saved_step(path / "state") == 3
+
+
+def test_a_state_of_other_settings_ends_all_ranks_with_one_message(folder):
+    leading, following = raised(folder / "other settings")
+    assert leading.startswith("DataError") and "seed was 3 and is 5" in leading and following == ""
 
 
 def test_every_sequence_and_every_mask_is_on_one_rank():
