@@ -202,7 +202,7 @@ Shard = Annotated[
 ]
 Compile = Annotated[
     Literal["auto", "on", "off"],
-    typer.Option(help="Compile each kind of layer once for learning; auto: on CUDA."),
+    typer.Option("--compile", help="Compile each kind of layer once for learning; auto: on CUDA."),
 ]
 Checkpointing = Annotated[
     Literal["auto", "on", "off"],

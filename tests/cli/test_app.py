@@ -1,12 +1,19 @@
 """The verbs, and how fast the command answers."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from dispfx import __version__
+from dispfx.cli.app import app
+
+ROOT = Path(__file__).parents[2]
 
 VERBS = [
     "compile",
@@ -40,6 +47,18 @@ def test_every_verb_has_help_and_the_three_common_flags(dispfx, verb: str):
     result = dispfx(verb, "--help")
     assert result.exit_code == 0
     assert all(flag in result.stdout for flag in ("--json", "--quiet", "--debug"))
+
+
+def test_every_option_that_a_message_names_is_one():
+    command: Any = typer.main.get_command(app)
+    parameters = [parameter for verb in (command, *command.commands.values()) for parameter in verb.params]
+    options = {word for each in parameters for word in (*each.opts, *each.secondary_opts)}
+    assert not [word for word in options if word.endswith("-")]
+    named = set()
+    for file in (ROOT / "dispfx").rglob("*.py"):
+        if "report" not in file.parts:  # its pages have variables that are spelled the same
+            named |= set(re.findall(r"(?<![-\w])--[a-z][a-z0-9-]*", file.read_text(encoding="utf-8")))
+    assert named - options <= {"--help", "--nproc-per-node"}
 
 
 def test_no_verb_and_an_unknown_verb_are_wrong_arguments(dispfx):
