@@ -15,13 +15,14 @@ counted by the share of the tokens that reach its expert.
 Entry point: `select_by_score`.  Legend: T tokens, N features of all groups of sites.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from dispfx.errors import DispfxError
 from dispfx.ir import ops
 from dispfx.ir.budget import Groups, harden
 from dispfx.ir.plan import Budget
@@ -48,8 +49,15 @@ def select_by_score(
 
     Raises:
         BudgetError: if no widths meet the budget.
+        DispfxError: if a score is not finite, as where the decoder's values are not on some text.
     """
     scores_N = score(problem, graph_module, problem.settings.method, sequences)
+    if not bool(scores_N.isfinite().all()):
+        raise DispfxError(
+            f"--method {problem.settings.method} needs finite scores, and some are not: neither are weights "
+            "of the decoder, or what it computes on the text",
+            hint="use --dtype float32 or bfloat16, or another --method",
+        )
     return harden(scores_N, problem.sites, problem.count, budget, groups=problem.groups)
 
 
@@ -104,31 +112,36 @@ def _sensitivity(problem: Problem, sequences: int) -> Tensor:
 def _fisher(problem: Problem, sequences: int) -> Tensor:
     """Return the mean square of every gate's gradient over sequences, with everything kept, (N,).
 
+    A sequence whose gradient is not finite counts as little as such a step of learning does.
+    """
+    total_N = torch.zeros(problem.groups.features, device=problem.device)
+    counted = torch.zeros((), device=problem.device)
+    for gradient_SN in _gradients(problem, sequences):
+        squares_SN = gradient_SN.float() ** 2
+        finite_S1 = squares_SN.isfinite().all(1, keepdim=True)
+        total_N += squares_SN.where(finite_S1, 0.0).sum(0)
+        counted += finite_S1.sum()
+    return total_N / counted.clamp_min(1.0)
+
+
+def _gradients(problem: Problem, sequences: int) -> Iterator[Tensor]:
+    """Yield the gates' gradient of every sequence, with everything kept: (1, N), or (S, N) of S sequences.
+
     The square of a mean is not the mean of squares, so every sequence is a batch of its own, or has a
     mask of its own where a step draws as many.
     """
-    batch_size = problem.settings.batch_size
-    if problem.settings.samples == batch_size > 1 and problem.ranks.size == 1:
-        return _fisher_of_batches(problem, -(-sequences // batch_size))
-    total_N = torch.zeros(problem.groups.features, device=problem.device)
-    for ids_T in _sequences(problem, sequences):
-        masks_N = torch.ones_like(total_N, requires_grad=True)
-        loss = problem.loss(ids_T[None], problem.groups.expand(masks_N))
-        (gradient_N,) = torch.autograd.grad(loss, masks_N)
-        total_N += gradient_N.float() ** 2
-    return total_N / sequences
-
-
-def _fisher_of_batches(problem: Problem, batches: int) -> Tensor:
-    samples = problem.settings.samples
-    total_N = torch.zeros(problem.groups.features, device=problem.device)
-    for index in range(batches):
-        masks_SN = total_N.new_ones(samples, len(total_N)).requires_grad_()
+    samples, batch_size = problem.settings.samples, problem.settings.batch_size
+    if not (samples == batch_size > 1 and problem.ranks.size == 1):
+        for ids_T in _sequences(problem, sequences):
+            masks_N = torch.ones(problem.groups.features, device=problem.device, requires_grad=True)
+            loss = problem.loss(ids_T[None], problem.groups.expand(masks_N))
+            yield torch.autograd.grad(loss, masks_N)[0][None]
+        return
+    for index in range(-(-sequences // batch_size)):
+        masks_SN = torch.ones(samples, problem.groups.features, device=problem.device, requires_grad=True)
         loss = problem.loss(problem.text.batch(index), problem.groups.expand(masks_SN))
-        (gradient_SN,) = torch.autograd.grad(loss, masks_SN)
         # The loss is the mean over sequences, each of which has a share of 1 / S in it.
-        total_N += (gradient_SN.float() * samples).pow(2).sum(0)
-    return total_N / (batches * samples)
+        yield torch.autograd.grad(loss, masks_SN)[0] * samples
 
 
 def _by_group(values: Tensor, groups: Groups) -> Tensor:

@@ -90,7 +90,7 @@ def learn(
         BudgetError: if the sites cannot meet the budget; before anything is learned where possible.
         PassError: if a gate does not act.
         DataError, PlanMismatchError: if the state to resume from belongs to another run.
-        DispfxError: if the loss stays not finite.
+        DispfxError: if the loss stays not finite, or the logits become so.
         KeyboardInterrupt, RankLost: after the state was saved.
     """
     began = perf_counter()
@@ -105,7 +105,7 @@ def learn(
     first_step = learner.position.step
     records = _run(learner, budget, state_dir, identity, on_step)
     logits = learner.logits()
-    kept = harden(logits, sites, problem.count, budget, groups=problem.groups)
+    kept = _hardened(learner, logits, budget)
     return Learned(
         kept=kept,
         achieved=1.0 - problem.count.to("cpu").count_kept(hard_masks(sites, kept)) / problem.count.dense,
@@ -299,5 +299,20 @@ def _record(learner: Learner, outcome: StepOutcome, pace: Pace, budget: Budget) 
 def _held_out_loss(learner: Learner, budget: Budget) -> float | None:
     """Return the held-out loss of the plan that these logits would give."""
     problem = learner.problem
-    kept = harden(learner.logits(), problem.sites, problem.count, budget, groups=problem.groups)
+    kept = _hardened(learner, learner.logits(), budget)
     return held_out_loss(problem, hard_masks(problem.sites, kept, device=problem.device))
+
+
+def _hardened(learner: Learner, logits: Tensor, budget: Budget) -> list[Tensor]:
+    """Return what every site keeps by the logits.
+
+    Raises:
+        DispfxError: if they are not finite.
+    """
+    problem = learner.problem
+    if not bool(logits.isfinite().all()):
+        raise DispfxError(
+            f"behind step {learner.position.step} the logits are not finite, so that they choose no features",
+            hint="start again with a smaller --lr",
+        )
+    return harden(logits, problem.sites, problem.count, budget, groups=problem.groups)

@@ -1,6 +1,8 @@
 """Scores follow their formulas, and every method gives a plan that meets the budget."""
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -197,6 +199,33 @@ def test_sensitivity_is_the_mean_square_gradient_a_parameter(program):
         without[feature] = 0.0
         cost = found.count.count_kept(ones) - found.count.count_kept(without)
         assert scores[feature].item() == pytest.approx((squares[feature] / cost).log().item(), abs=1e-3)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_sequence_whose_gradient_is_not_finite_leaves_no_trace_in_the_sensitivity(program, samples):
+    found, graph = problem(program, samples=samples)
+    good, bad = seen(found, 2)
+    assert not torch.equal(good, bad)
+
+    def spoiled(ids_BT: Tensor, masks: Any) -> Tensor:
+        of_bad_B = (ids_BT == bad).all(1)
+        return graph(ids_BT, *masks) * torch.where(of_bad_B, torch.nan, 1.0)[:, None, None]
+
+    without = replace(found, gated=spoiled)
+    torch.testing.assert_close(
+        score(without, graph, "sensitivity", sequences=2),
+        score(problem(program)[0], graph, "sensitivity", sequences=1),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def test_scores_that_are_not_finite_are_the_inputs_fault():
+    found, graph = problem(analyse(build(FORMS["pre-norm"])), method="activation")
+    with torch.no_grad():
+        graph.get_parameter("embedding.weight")[TOKENS[0]] = torch.inf
+    with pytest.raises(DispfxError, match="--method activation needs finite scores"):
+        select_by_score(found, graph, BUDGET)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dispfx.errors import BudgetError, DataError
+from dispfx.errors import BudgetError, DataError, DispfxError, PassError
 from dispfx.ir.budget import ParameterCount, hard_masks, harden
 from dispfx.ir.plan import Budget
 from dispfx.learning.objective import next_token_loss
@@ -143,3 +143,9 @@ def test_a_cosine_schedule_gives_another_result_than_a_constant_rate():
     first = run(decoder, Budget(0.3), constant)
     second = run(decoder, Budget(0.3), replace(constant, schedule="cosine"))
     assert not torch.equal(first.logits, second.logits)
+
+
+def test_logits_that_are_not_finite_choose_nothing_and_are_the_inputs_fault(decoder):
+    with pytest.raises(DispfxError, match="behind step 3 the logits are not finite") as caught:
+        run(decoder, Budget(0.3), settings(steps=3, lr=1e38))
+    assert not isinstance(caught.value, PassError) and "--lr" in str(caught.value)
