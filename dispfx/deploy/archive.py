@@ -48,7 +48,8 @@ _NAMES = frozenset({
     "Mod", "CleanDiv", "CeilToInt", "FloorToInt", "CeilDiv", "LShift", "RShift", "PowByNatural", "FloatPow",
     "FloatTrueDiv", "IntTrueDiv", "TruncToFloat", "TruncToInt", "RoundToInt", "ToFloat", "Identity",
 })  # fmt: skip
-_GUARD_NAMES = frozenset({"L", "args", "kwargs"})
+# torch 2.11 writes `min(…)` where later ones write `Min(…)`, or nothing.
+_GUARD_NAMES = frozenset({"L", "args", "kwargs", "min", "max"})
 _GUARD_ATTRIBUTES = frozenset({"size", "shape", "stride", "storage_offset"})
 _EXPRESSION = (
     ast.Expression, ast.Call, ast.Name, ast.Constant, ast.keyword, ast.Load, ast.Subscript, ast.Tuple,

@@ -204,7 +204,12 @@ def test_an_entry_outside_the_archives_folder_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "guard", ["L['input_ids'].size()[0] <= 64", "Eq(Mod(L['input_ids'].size()[1], 2), 0)"]
+    "guard",
+    [
+        "L['input_ids'].size()[0] <= 64",
+        "Eq(Mod(L['input_ids'].size()[1], 2), 0)",
+        "min(32*L['input_ids'].size()[1], 64*L['input_ids'].size()[1]) == (32*L['input_ids'].size()[1])",
+    ],
 )
 def test_guards_that_are_arithmetic_are_let_through(folder: Path, guard: str) -> None:
     rewrite(folder, {GRAPH: changed(["guards_code"], [guard])})

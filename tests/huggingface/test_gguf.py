@@ -17,7 +17,7 @@ from dispfx.source import load_source
 from tests.programs import relative_error, token_ids
 
 WIDTH, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
-TOKENS = ["<unk>", "<s>", "</s>", *(chr(33 + index) for index in range(60)), "AB"]
+TOKENS = ["<unk>", "<s>", "</s>", *(chr(33 + index) for index in range(59)), "AB", "BA"]
 IDS = token_ids(2, 9, vocabulary=len(TOKENS))
 
 
@@ -39,7 +39,7 @@ def write_gguf(path: Path) -> None:
     writer.add_tokenizer_pre("default")
     writer.add_token_list(TOKENS)
     writer.add_token_types([3, 3, 3, *[1] * (len(TOKENS) - 3)])
-    writer.add_token_merges(["A B"])
+    writer.add_token_merges(["A B", "B A"])  # transformers 5.17 does not read a list of one
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     random = np.random.default_rng(0)

@@ -170,7 +170,7 @@ def test_features_are_summed_as_one_vector_and_their_gradient_is_looked_up(sampl
     sites, shapes = decoder_sites(1, 8, 16)
     count = ParameterCount.of_sites(sites, shapes)
     masks = torch.rand(samples, count.features).requires_grad_()
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         count.count(masks).sum().backward()
     assert summed == [(samples * count.features,)]
     names = {event.key for event in profile.key_averages()}

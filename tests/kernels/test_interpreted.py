@@ -8,10 +8,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
-import numpy
-import pytest
+from tests.kernels.interpreter import require_interpreter
 
 # Eleven bits of half precision, once for the shares and once for the result.
 HALF = 2e-3
@@ -19,15 +17,9 @@ HALF = 2e-3
 SINGLE = 1e-6
 
 
-def _version(module: ModuleType) -> tuple[int, ...]:
-    return tuple(map(int, module.__version__.split(".")[:2]))
-
-
 def test_the_kernels_compute_their_references():
     """Triton interprets kernels if it is told so before it is imported."""
-    triton = pytest.importorskip("triton")
-    if _version(numpy) >= (2, 4) and _version(triton) < (3, 8):
-        pytest.skip("this Triton's interpreter reads numbers in a way that numpy 2.4 has removed")
+    require_interpreter()
     script = Path(__file__).with_name("interpreted.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)

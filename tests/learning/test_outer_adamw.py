@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dispfx.learning import outer_adamw
 from dispfx.learning.outer_adamw import OuterAdamW, steps_of_both
 from dispfx.learning.outer_product import OuterProduct
+from tests.kernels.interpreter import require_interpreter
 from tests.processes import run_code
 
 STEPS, BAD = 50, (0, 7, 8)
@@ -78,7 +79,7 @@ def test_fifty_steps_are_those_of_torch_and_bad_ones_change_nothing():
 
 @pytest.mark.parametrize("call", ["compare(kernels=True)", "compare_tiles(128)", "compare_tiles(32)"])
 def test_the_kernels_do_the_steps_of_torch(call: str):
-    pytest.importorskip("triton", reason="Triton comes with torch for GPUs")
+    require_interpreter()
     # Triton asks for its interpreter once, when it is imported, which another test may have done.
     done = run_code(f"import {__name__} as tests; tests.{call}", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.learning.recurrence import bidirectional, with_rows
+from tests.kernels.interpreter import require_interpreter
 from tests.processes import run_code
 
 INPUTS, WIDTH = 8, 16
@@ -39,7 +40,7 @@ def compare_kernels(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 9])
 def test_kernels_give_what_the_steps_in_torch_give(rows):
-    pytest.importorskip("triton", reason="Triton comes with torch for GPUs")
+    require_interpreter()
     # Triton asks for its interpreter once, when it is imported, which another test may have done.
     done = run_code(f"from {__name__} import compare_kernels; compare_kernels({rows})", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr

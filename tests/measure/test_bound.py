@@ -6,6 +6,7 @@ import pytest
 
 import dispfx
 from dispfx.api.programs import lower_program
+from dispfx.ir import ops
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
@@ -53,7 +54,10 @@ def test_attention_of_a_step_reads_all_tokens_so_far():
 
 
 def test_spelled_out_attention_is_counted_over_all_tokens():
-    cost = step_cost(cached("gemma2"), CachedShape(3, 5, 9))
+    program = cached("gemma2")
+    if any(ops.packet(node) is ops.aten.scaled_dot_product_attention for node in program.graph.nodes):
+        pytest.skip("this release of transformers computes it in one operation")
+    cost = step_cost(program, CachedShape(3, 5, 9))
     assert cost.attention_operations == 2 * 3 * 4 * (5 * 14) * (8 + 8) * 2
 
 
