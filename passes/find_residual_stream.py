@@ -12,6 +12,7 @@ Rules (a decoder is known by its dataflow, never by its class):
    a root with no candidate below it is the embedding, and the stream is complete.
 4. Anything else breaks the chain, and the decoder is refused: several streams, streams that mix
    across layers, and reversible layers end here.
+5. Features are the last dimension of the stream; one that holds (batch, features, tokens) is refused.
 """
 
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class FindResidualStream:
                 hint="dispfx prunes decoders whose layers add to a residual stream",
             )
         values, writes = _follow_down(_last_write(program, flow, bases), bases, flow)
+        _require_features_last(values)
         width = ops.shape_of(values[0])[-1]
         _require_one_width(values, width)
         stream = ResidualStream(width, tuple(n.name for n in values), tuple(n.name for n in writes))
@@ -138,6 +140,17 @@ def _broken_chain(root: fx.Node) -> UnsupportedGraphError:
         where=ops.source_line(root) or root.name,
         hint="streams that mix or cross between layers cannot be pruned",
     )
+
+
+def _require_features_last(values: list[fx.Node]) -> None:
+    for node in values:
+        if ops.is_dynamic(node, ops.rank(node) - 1):
+            raise UnsupportedGraphError(
+                "the last dimension of the residual stream must be its features; here it is one whose size "
+                "changes between runs, as the number of tokens does",
+                where=ops.source_line(node) or node.name,
+                hint="let layers add to values of shape (batch, tokens, features)",
+            )
 
 
 def _require_one_width(values: list[fx.Node], width: int) -> None:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dispfx.errors import UnsupportedGraphError
 from dispfx.passes.find_residual_stream import FindResidualStream
 from dispfx.pipeline import Pipeline
 from tests.one_branch import INNER, VOCABULARY, WIDTH
@@ -127,3 +128,16 @@ def test_a_second_run_changes_nothing_and_the_graph_is_not_touched(form: str):
     pipeline.run(program)
     assert [ran.result.changed for ran in pipeline.ran] == [True, False]
     assert torch.equal(program.graph_module(ids), before)
+
+
+def test_a_stream_with_its_tokens_last_is_refused():
+    def channels_first(m: Decoder, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        for branch in (m.first, m.second):
+            x = x + branch(x.transpose(1, 2)).transpose(1, 2)
+        return m.norm(x.transpose(1, 2))
+
+    with pytest.raises(
+        UnsupportedGraphError, match="last dimension of the residual stream must be its features"
+    ):
+        found(decoder(channels_first))
