@@ -296,7 +296,7 @@ def _facts(
     name: str | nn.Module | None,
     device: torch.device,
 ) -> dict[str, str]:
-    counts = [sum(tensor.numel() for tensor in one.reference.parameters.values()) for one in (dense, pruned)]
+    counts = [one.reference.size for one in (dense, pruned)]
     return {
         "folder": opened.path.name,
         "dense": "the same class with random weights" if name is None else str(name),

@@ -294,13 +294,13 @@ def _report(
     files: dict[str, str],
     stages: Stages,
 ) -> Report:
-    dense = {**task.program.parameters, **_unused_parameters(task.program)}
+    dense = task.program.all_parameters
     count = ParameterCount.of_sites(task.program.sites, task.program.shapes, "blocks")
     known = task.source.config is not None
     return Report(
         ratio=Ratio(task.plan.budget.ratio, task.plan.achieved, task.plan.budget.of),
         parameters=Parameters(
-            dense=sum(tensor.numel() for tensor in dense.values()),
+            dense=task.program.size,
             pruned=weights.count_parameters(folder) if known else exported.count_parameters(folder),
             gated=count.dense,
         ),
@@ -339,10 +339,6 @@ def left_dense(plan: Plan, sites: Sequence[Site]) -> list[Refused]:
     branches = dict.fromkeys(site.branch for site in sites)
     cut_branches = {site.branch for site in sites if site.name in cut}
     return [Refused(name, reason) for name in branches if name not in cut_branches]
-
-
-def _unused_parameters(program: Program) -> dict[str, torch.Tensor]:
-    return {path: tensor for path, tensor in program.unused.items() if isinstance(tensor, nn.Parameter)}
 
 
 def _perplexity(task: Task, reloaded: nn.Module) -> PerplexityChange | None:

@@ -115,13 +115,24 @@ class Program:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Every parameter by its path; a tied one appears once, under its first path."""
+        """Every parameter of the graph by its path; a tied one appears once, under its first path."""
         return dict(self.graph_module.named_parameters())
 
     @property
+    def all_parameters(self) -> dict[str, Tensor]:
+        """Parameters of the graph, and those that it does not read, which are written all the same."""
+        unread = {path: tensor for path, tensor in self.unused.items() if isinstance(tensor, nn.Parameter)}
+        return {**self.parameters, **unread}
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter by its path."""
-        return {path: tuple(tensor.shape) for path, tensor in self.parameters.items()}
+        """Shape of all parameters by their paths."""
+        return {path: tuple(tensor.shape) for path, tensor in self.all_parameters.items()}
+
+    @property
+    def size(self) -> int:
+        """Number of all parameters, tied ones once."""
+        return sum(tensor.numel() for tensor in self.all_parameters.values())
 
     @property
     def measured(self) -> bool:

@@ -153,7 +153,7 @@ def estimate(
     return Estimate(
         settings=settings,
         dtype=program.dtype,
-        parameters=sum(tensor.numel() for tensor in program.parameters.values()),
+        parameters=program.size,
         gated_parameters=ParameterCount.of_sites(program.sites, program.shapes, of).dense,
         weight_bytes=sum(by_dtype.values()),
         weight_bytes_by_dtype=by_dtype,

@@ -30,7 +30,7 @@ def found_lines(program: Program) -> list[str]:
     branches = _counts(branch.kind for branch in program.branches)
     sites = _counts(site.kind for site in program.sites)
     return [
-        f"residual stream {width} wide, {_millions(sum_of_sizes(program))} parameters",
+        f"residual stream {width} wide, {_millions(program.size)} parameters",
         f"{_plural(len(program.branches), 'branch', 'branches')} ({branches}), "
         f"{_plural(len(program.sites), 'site', 'sites')} ({sites})",
     ]
@@ -77,7 +77,7 @@ def program_plain(program: Program) -> dict[str, Any]:
         "fingerprint": program.fingerprint,
         "measured": program.measured,
         "dtype": str(program.dtype).removeprefix("torch."),
-        "parameters": sum_of_sizes(program),
+        "parameters": program.size,
         "stream": {"width": program.stream.width} if program.stream else None,
         "branches": [
             {"name": branch.name, "kind": branch.kind, "sites": list(branch.sites)}
@@ -105,11 +105,6 @@ def program_plain(program: Program) -> dict[str, Any]:
             for refusal in program.refused
         ],
     }
-
-
-def sum_of_sizes(program: Program) -> int:
-    """Return the number of parameters, tied ones once."""
-    return sum(tensor.numel() for tensor in program.parameters.values())
 
 
 def _merged(names: list[str]) -> str:

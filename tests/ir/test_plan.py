@@ -296,6 +296,18 @@ def test_another_decoder_of_the_same_shape_is_refused(program: Program):
         assert "same model" in str(error.value)
 
 
+def test_a_ratio_of_all_parameters_counts_those_that_the_graph_does_not_read():
+    """A layer that is left out of the forward pass is written all the same."""
+    model = build(FORMS["pre-norm"])
+    model.register_module("left_out", nn.Linear(40, 50))
+    program = dispfx.capture(model)
+    dense = sum(parameter.numel() for parameter in model.parameters())
+    assert program.size == dense
+    plan = Plan.random(program, 0.2, 1, of="total")
+    left = sum(parameter.numel() for parameter in dispfx.lower(program, plan).parameters())
+    assert plan.achieved == pytest.approx(1 - left / dense, abs=1e-9)
+
+
 @pytest.mark.parametrize("of", ["blocks", "total"])
 def test_a_ratio_of_zero_keeps_everything(program: Program, of):
     plan = Plan.random(program, 0.0, seed=3, of=of)

@@ -33,7 +33,7 @@ def program(layers: int = 3, refused: int = 0) -> Any:
         branches=tuple(branches),
         stream=ResidualStream(16, ("embedding", "add"), ("add",)),
         refused=tuple(Refusal(f"layers.{i}.x", "no rule", f"w{i}", "model.py:3") for i in range(refused)),
-        parameters={"w": torch.zeros(1000, 1200)},
+        size=1_200_000,
         model_class="tests.Tiny",
         fingerprint="abc",
         dtype=torch.float32,
