@@ -50,6 +50,8 @@ from dispfx.ir.sites import (
 from dispfx.ir.zeros import not_zero
 from dispfx.pipeline import PassResult
 
+_BRANCHES_SHOWN = 4
+
 
 @dataclass(frozen=True)
 class FindSites:
@@ -71,8 +73,10 @@ class FindSites:
         """Set `program.sites`, `program.branches` and `program.closures`; add refusals.
 
         Raises:
-            UnsupportedGraphError: if no site is left, or the stream cannot be selected as a whole.
+            UnsupportedGraphError: if no site is left, a pattern of `skip` names no branch, or the stream
+                cannot be selected as a whole.
         """
+        _require_named(program, self.skip)
         before = (program.sites, program.branches, program.refused)
         search = _Search(program)
         if self.select == "before-norm":
@@ -364,6 +368,19 @@ def _no_whole_stream(mismatch: Mismatch) -> UnsupportedGraphError:
         where=where,
         hint="prune it with --select after-norm, the default",
     )
+
+
+def _require_named(program: Program, skip: tuple[str, ...]) -> None:
+    """Require that every pattern names a branch: one that is misspelt would leave its branch to be pruned."""
+    branches = list(dict.fromkeys(leaf.branch for leaf in program.leaves))
+    for pattern in skip:
+        if not fnmatch.filter(branches, pattern):
+            more = ", …" if len(branches) > _BRANCHES_SHOWN else ""
+            raise UnsupportedGraphError(
+                f"--skip must name a branch, and {pattern!r} names none",
+                where=program.model_class,
+                hint=f"branches are {', '.join(branches[:_BRANCHES_SHOWN])}{more}; * is any characters",
+            )
 
 
 def _nothing_left(program: Program, skip: tuple[str, ...]) -> UnsupportedGraphError:

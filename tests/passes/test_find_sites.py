@@ -113,9 +113,12 @@ def test_skipping_everything_is_refused_with_the_word_that_does_it():
     assert "--skip leaves out *" in str(error.value)
 
 
-def test_a_pattern_that_names_no_branch_leaves_everything():
-    model = build(FORMS["pre-norm"], layers=1)
-    assert found(model, "nothing.*").sites == found(model).sites
+@pytest.mark.parametrize("pattern", ["nothing.*", "layer.0.mlp", ""])
+def test_a_pattern_that_names_no_branch_is_refused_with_the_names_that_there_are(pattern: str):
+    """A branch that stays dense by a misspelt word would be pruned."""
+    with pytest.raises(UnsupportedGraphError, match="--skip must name a branch") as error:
+        found(build(FORMS["pre-norm"], layers=1), "*.attention", pattern)
+    assert repr(pattern) in str(error.value) and "layers.0.attention, layers.0.mlp" in str(error.value)
 
 
 class HalfRefused(nn.Module):
