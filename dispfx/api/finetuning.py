@@ -266,7 +266,9 @@ def _write_merged(
         files = digests(folder)
     report = _report(opened, folder, told, tuple(lines), files, stages, command)
     save_report(report, folder / "report.json")
-    card = model_card(report, base_model=told.base, folder=name, data="")
+    card = model_card(
+        report, base_model=told.base, folder=name, data="", tokenizer=opened.tokenizer is not None
+    )
     (folder / "README.md").write_text(card, encoding="utf-8")
     write_page(folder, name)
     return told

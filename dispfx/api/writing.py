@@ -38,6 +38,7 @@ from dispfx.deploy.checkpoint import site_indices, underived_buffers, write_chec
 from dispfx.deploy.digests import digests
 from dispfx.deploy.folder import new_folder
 from dispfx.errors import DispfxError, first_line
+from dispfx.huggingface.classes import code_of_class
 from dispfx.huggingface.dense import write_ordinary, zeroed_twin
 from dispfx.huggingface.layout import MARK
 from dispfx.huggingface.loading import load_model
@@ -385,6 +386,8 @@ def _write_words(task: Task, folder: Path, report: Report, *, as_modules: bool) 
         onnx=task.exports == "onnx",
         on_hub=task.source.origin == "hub",
         as_modules=as_modules,
+        tokenizer=task.source.tokenizer is not None,
+        code=code_of_class(task.source.model),
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
     log = task.state / "metrics.jsonl" if task.state is not None else None

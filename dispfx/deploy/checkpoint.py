@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 from dispfx.deploy.section import CONFIG_FILE, OUR_ENTRIES, add_section, read_section, write_model_files
 from dispfx.deploy.weights import INDEX_BUFFERS, MAX_SHARD_BYTES, read_headers, read_tensors, write_tensors
 from dispfx.errors import DataError
+from dispfx.huggingface.classes import require_known_class
 from dispfx.huggingface.layout import Layout
 from dispfx.ir.plan import Plan
 from dispfx.ir.sites import Site
@@ -156,7 +157,12 @@ def main_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def own_config(folder: Path, trust_remote_code: bool = False) -> Any:
-    """Return the config as the decoder's own class knows it, without our entries."""
+    """Return the config as the decoder's own class knows it, without our entries.
+
+    Raises:
+        DataError: if transformers does not know that class, or refuses the config.
+    """
+    require_known_class(folder)
     try:
         config = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code

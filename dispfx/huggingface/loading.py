@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dispfx.errors import DataError, DispfxError
+from dispfx.huggingface.classes import require_known_class
 from dispfx.huggingface.registering import register
 from dispfx.source.location import Location
 from dispfx.source.quiet import quiet
@@ -19,10 +20,11 @@ def load_model(
     """Return the decoder of `folder`, of its own class, in eval mode and in the stored dtype.
 
     Raises:
-        DataError: if transformers cannot read the folder.
+        DataError: if transformers does not know the decoder's class, or cannot read the folder.
         PlanMismatchError: if its weights and its config do not belong together.
     """
     register()
+    require_known_class(folder)
     options.setdefault("dtype", "auto")
     try:
         with quiet(Location(str(folder))):

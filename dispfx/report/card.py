@@ -19,6 +19,8 @@ def model_card(
     onnx: bool = False,
     on_hub: bool = False,
     as_modules: bool = True,
+    tokenizer: bool = True,
+    code: str | None = None,
 ) -> str:
     """Return the text of DIR/README.md.
 
@@ -30,6 +32,8 @@ def model_card(
         onnx: whether an ONNX model was written beside the checkpoint.
         as_modules: whether transformers loads the folder; a graph alone needs dispfx.load.
         on_hub: whether `base_model` is a hub id, and so a link that others can follow.
+        tokenizer: whether there is one in the folder.
+        code: Python module that makes the decoder's class known to transformers, where that is needed.
     """
     parts = [
         _front_matter(base_model if on_hub else None),
@@ -37,7 +41,7 @@ def model_card(
         _summary(report, base_model),
         _figures(report),
         _tuned(report),
-        _loading(folder, onnx, as_modules),
+        _loading(folder, onnx, as_modules, tokenizer, code),
         _origin(report, data),
         _settings(report),
         _verification(report.verify),
@@ -106,14 +110,21 @@ def _tuned(report: Report) -> str:
     )
 
 
-def _loading(folder: str, onnx: bool, as_modules: bool) -> str:
+def _loading(folder: str, onnx: bool, as_modules: bool, tokenizer: bool, code: str | None) -> str:
     name = PurePath(folder).name
     with_transformers = [
+        *([f"import {code}  # registers the decoder's class"] if code else []),
         "import dispfx  # lets transformers load the folder",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if tokenizer else ''}",
         "",
         f'model = AutoModelForCausalLM.from_pretrained("{name}")',
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+        *([f'tokenizer = AutoTokenizer.from_pretrained("{name}")'] if tokenizer else []),
+    ]
+    # The commands import no code of others.
+    by_command = not (as_modules and code)
+    commands = [
+        *([f'dispfx generate {name} --prompt "…"'] if tokenizer and by_command else []),
+        *([f"dispfx verify {name}"] if by_command else []),
     ]
     as_graph = [
         "import dispfx",
@@ -126,14 +137,11 @@ def _loading(folder: str, onnx: bool, as_modules: bool) -> str:
         "```python",
         *(with_transformers if as_modules else as_graph),
         "```",
-        "",
-        "```",
-        f'dispfx generate {name} --prompt "…"',
-        f"dispfx verify {name}",
-        "```",
     ]
+    if commands:
+        lines += ["", "```", *commands, "```"]
     if onnx:
-        lines += ["", "`onnx/model.onnx` is the same decoder for ONNX Runtime: `input_ids` → `logits`."]
+        lines += ["", "`onnx/model.onnx` is the same decoder for ONNX Runtime."]
     return "\n".join(lines)
 
 

@@ -52,3 +52,17 @@ def test_the_front_matter_is_yaml_between_two_rules(report: Report):
     end = lines.index("---", 1)
     assert lines[0] == "---"
     assert all(": " in line for line in lines[1:end])
+
+
+def test_a_card_names_no_tokenizer_where_there_is_none(report: Report):
+    for as_modules in (True, False):
+        card = model_card(report, base_model="demo", folder="out", as_modules=as_modules, tokenizer=False)
+        assert "okenizer" not in card and "dispfx generate" not in card and "dispfx verify out" in card
+
+
+def test_a_card_imports_the_code_that_registers_the_class_and_names_no_command_without_it(report: Report):
+    card = model_card(report, base_model="mine:build", folder="out", code="mine")
+    assert "import mine  #" in card and card.index("import mine") < card.index("from_pretrained")
+    assert "dispfx verify" not in card and "dispfx generate" not in card
+    graph = model_card(report, base_model="mine:build", folder="out", code="mine", as_modules=False)
+    assert "import mine" not in graph and "dispfx verify out" in graph
