@@ -82,7 +82,9 @@ class Opened:
         """
         if self.program is None:
             raise OutputError(
-                "this needs a checkpoint, and the folder holds program.pt2 alone", where=str(self.path)
+                "this needs a checkpoint, and the folder holds program.pt2 alone",
+                where=str(self.path),
+                hint="name other forms when the folder is written, as in apply MODEL PLAN --export onnx",
             )
         return self.program.graph_module
 

@@ -15,18 +15,21 @@ import typer
 from dispfx.errors import DispfxError
 
 _NAME = "--launch"
+# Each imports torch, some 0.4 GB, and more of them than this leave the host no time for anything else.
+_MOST_A_CORE = 16
 
 
 def launches(count: int | None) -> bool:
     """Run this command as so many processes, and return whether it did: not where it is one of them.
 
     Raises:
-        DispfxError: if a process was killed, saying which.
+        DispfxError: if there would be too many, or a process was killed, saying which.
         typer.Exit: with the exit code of a process that has said itself what went wrong.
         KeyboardInterrupt: if the run was interrupted.
     """
     if count is None or "RANK" in os.environ:
         return False
+    _check_count(count)
     _run(count, _without_launch(sys.argv[1:]))
     return True
 
@@ -42,6 +45,16 @@ def check_shard(shard: bool, count: int | None) -> None:
         raise DispfxError(
             "--shard cuts the weights into parts for several processes, and there is one",
             hint="use --launch N with N of at least 2, or torchrun",
+        )
+
+
+def _check_count(count: int) -> None:
+    cores = os.cpu_count() or 1
+    if count > _MOST_A_CORE * cores:
+        raise DispfxError(
+            f"--launch starts at most {_MOST_A_CORE} processes for each of this host's {cores} core(s), "
+            f"and {count:,} were asked for",
+            hint="one process for each GPU, or for each core, is usual",
         )
 
 

@@ -149,7 +149,9 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         target = torch.device(device)
     except RuntimeError as error:
-        raise SourceError(f"--device {device!r} is unknown", hint="cpu, cuda, or cuda:0") from error
+        raise _unknown_device(device) from error
+    if target.type not in ("cpu", "cuda"):
+        raise _unknown_device(device)
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise SourceError(
@@ -157,3 +159,7 @@ def _device(device: str | torch.device) -> torch.device:
             hint="use --device cpu, or install a CUDA build of torch",
         )
     return target
+
+
+def _unknown_device(device: str | torch.device) -> SourceError:
+    return SourceError(f"--device {str(device)!r} is unknown", hint="cpu, cuda, or cuda:0")

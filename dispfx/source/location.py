@@ -46,17 +46,19 @@ def check_written_by_others(folder: Path) -> None:
     Raises:
         SourceError: in both cases.
     """
-    if not (folder / "config.json").is_file():
+    config, plan = folder / "config.json", folder / "plan.safetensors"
+    if not config.is_file() and not plan.is_file():
         raise SourceError(
             "the folder has no config.json, so it is no transformers checkpoint",
             where=str(folder),
             hint=FORMS,
         )
-    if (folder / "plan.safetensors").is_file():
+    if plan.is_file():
         raise SourceError(
             "the folder holds a decoder that dispfx has pruned already",
             where=str(folder),
-            hint="compile the decoder that it was made from, with a higher ratio",
+            hint="compile the decoder that it was made from, with a higher ratio; its plan is shown by "
+            f"dispfx inspect {plan}",
         )
 
 

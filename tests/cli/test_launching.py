@@ -21,6 +21,17 @@ def test_the_processes_are_not_told_to_launch_again(given):
     assert launching._without_launch(given) == ["learn", "demo", "--steps", "3"]
 
 
+def test_more_processes_than_a_host_can_hold_are_refused_before_one_starts(monkeypatch):
+    monkeypatch.setattr(launching, "_run", lambda count, arguments: pytest.fail("it must not start"))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    with pytest.raises(DispfxError, match="at most 16 processes for each of this host's 2"):
+        launching.launches(33)
+    started = []
+    monkeypatch.setattr(launching, "_run", lambda count, arguments: started.append(count))
+    assert launching.launches(32) and started == [32]
+
+
 def test_one_of_the_processes_launches_nothing(monkeypatch):
     monkeypatch.setattr(launching, "_run", lambda count, arguments: pytest.fail("it must not start"))
     assert not launching.launches(None)

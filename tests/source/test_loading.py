@@ -97,6 +97,8 @@ def test_an_unknown_dtype_is_refused_with_the_known_ones(decoder_folder: Path):
 def test_an_unknown_device_is_refused(decoder_folder: Path):
     with pytest.raises(SourceError, match="unknown"):
         load_source(str(decoder_folder), device="abacus")
+    with pytest.raises(SourceError, match="'meta' is unknown"):
+        load_source(str(decoder_folder), device="meta")
     with pytest.raises(SourceError, match="CUDA device"):
         load_source(str(decoder_folder), device="cuda:99")
 
@@ -176,6 +178,13 @@ def test_a_folder_that_dispfx_wrote_is_refused(copied: Path):
     (copied / "plan.safetensors").touch()
     with pytest.raises(SourceError, match="pruned already"):
         load_source(str(copied))
+
+
+def test_a_folder_with_a_graph_that_dispfx_wrote_is_refused_with_the_way_to_see_its_plan(tmp_path: Path):
+    (tmp_path / "plan.safetensors").touch()
+    with pytest.raises(SourceError, match="pruned already") as error:
+        load_source(str(tmp_path))
+    assert f"inspect {tmp_path / 'plan.safetensors'}" in str(error.value)
 
 
 def test_an_unknown_architecture_is_refused(copied: Path):
