@@ -63,14 +63,14 @@ def largest_id(tokens: Tensor, *, where: str) -> int:
     Raises:
         DataError: if an id is negative, or has no place in 31 bits.
     """
-    low, high = 0, 0
-    for chunk in tokens.split(_CHUNK_TOKENS):
-        # numpy is several times as fast at this, and knows unsigned integers.
-        ids = chunk.cpu().numpy()
-        low, high = min(low, int(ids.min())), max(high, int(ids.max()))
-    if low < 0 or high > torch.iinfo(torch.int32).max:
+    # numpy is several times as fast at this, and knows unsigned integers.
+    chunks = (chunk.cpu().numpy() for chunk in tokens.split(_CHUNK_TOKENS))
+    lowest, highest = zip(*((int(ids.min()), int(ids.max())) for ids in chunks), strict=True)
+    low, high, most = min(lowest), max(highest), torch.iinfo(torch.int32).max
+    if low < 0 or high > most:
         raise DataError(
-            f"'{TOKENS}' must hold token ids from 0 upwards, and it holds {low} to {high}", where=where
+            f"'{TOKENS}' must hold token ids from 0 to {most:,}, and it holds {low:,} to {high:,}",
+            where=where,
         )
     return high
 
