@@ -1,6 +1,7 @@
 """The verbs in one list, and the entry point of the `dispfx` command."""
 
 import sys
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -64,4 +65,8 @@ def _dispfx(
 
 def main() -> None:
     """Run the command line and exit: 0 done, 1 our fault, 2 the input's fault, 130 interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # A sign that an encoding such as ISO 8859-1 lacks must not end a run that has done its work.
+            stream.reconfigure(errors="replace")
     app()

@@ -4,6 +4,7 @@
 |---|---|
 | a `DispfxError` | its own: 2 the input's fault, 1 ours |
 | a path that the system does not take, such as one that is too long | 2 |
+| a full disk under what the command prints | 2 |
 | Ctrl-C | 130, with the way to go on |
 | anything else | 1, and how to see the traceback |
 | wrong arguments | 2, from typer |
@@ -27,6 +28,8 @@ from dispfx.errors import EXIT_INTERRUPTED, EXIT_OUR_FAULT, DispfxError, first_l
 # Too long a name, a loop of links, a place that may not be read, a file where a folder should be, and the
 # other way round.
 _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR, errno.EISDIR)
+# Of what is printed, which has no path.
+_OF_PRINTING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 # What pathlib says of `~name` where nobody is called so.
 _NO_HOME = "Could not determine home directory"
 
@@ -60,9 +63,14 @@ def reports_faults(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refused_path(error: Exception) -> DispfxError | None:
-    """Return the error for a path that the system does not take, or None where that is not what happened."""
+    """Return the error for a path that the system does not take, a full one among them, or None."""
     if isinstance(error, RuntimeError) and _NO_HOME in str(error):
         return DispfxError("a path begins with ~ and a name, and there is no user of that name")
+    if isinstance(error, OSError) and error.errno in _OF_PRINTING and error.filename is None:
+        return DispfxError(
+            f"what this command prints cannot be written: {error.strerror}",
+            hint="make room where it goes, or send it elsewhere",
+        )
     if not isinstance(error, OSError) or error.errno not in _OF_PATHS or error.filename is None:
         return None
     path = os.fsdecode(error.filename)

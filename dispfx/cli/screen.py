@@ -5,6 +5,7 @@ are shown, and the JSON that was asked for.
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,8 @@ class Screen:
     def print_json(self, plain: Any) -> None:
         """Print the result, if it was asked for as JSON."""
         if self.json:
-            print(json.dumps(plain, indent=2, allow_nan=False, ensure_ascii=False))
+            escaped = (getattr(sys.stdout, "encoding", None) or "utf-8").lower() != "utf-8"
+            print(json.dumps(plain, indent=2, allow_nan=False, ensure_ascii=escaped))
 
     def print_text(self, text: str) -> None:
         """Print the result as it is, unless JSON or silence was asked for."""

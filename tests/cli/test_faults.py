@@ -1,10 +1,16 @@
 """Whatever goes wrong ends in a message and the right exit code."""
 
+import errno
+import io
+import json
+import os
 from pathlib import Path
 
 import pytest
 
 from dispfx import errors
+from dispfx.cli.screen import Screen
+from tests.processes import started
 
 
 def compile_demo(dispfx, out: Path, *more: str):
@@ -73,3 +79,28 @@ def test_a_current_folder_that_was_removed_is_said_before_a_library_looks_at_it(
     result = dispfx(*words)
     assert result.exit_code == 2 and result.stdout == ""
     assert result.stderr.startswith("error: the current folder does not exist any more")
+
+
+def test_a_full_disk_under_what_is_printed_is_no_fault_of_ours(dispfx, replaced, tmp_path: Path):
+    replaced("compile", error=OSError(errno.ENOSPC, "No space left on device"))
+    result = compile_demo(dispfx, tmp_path / "out")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        "error: what this command prints cannot be written: No space left on device"
+    )
+
+
+def test_signs_that_an_encoding_lacks_end_no_command():
+    """Names of sites have an ellipsis."""
+    with started(["dispfx", "inspect", "demo"], {**os.environ, "PYTHONIOENCODING": "ascii"}) as process:
+        printed, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "layers.{0?3}" in printed
+
+
+@pytest.mark.parametrize(("encoding", "printed"), [("ascii", b"u00e9"), ("utf-8", "é".encode())])
+def test_json_stays_whole_in_every_encoding(monkeypatch: pytest.MonkeyPatch, encoding: str, printed: bytes):
+    into = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(into, encoding, write_through=True))
+    Screen(True, False).print_json({"text": "é"})
+    assert json.loads(into.getvalue()) == {"text": "é"} and printed in into.getvalue()
