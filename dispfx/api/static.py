@@ -19,6 +19,7 @@ from torch import Tensor
 from dispfx.errors import DataError
 from dispfx.ir.cached_inputs import CacheTensor, cache_tensors, positions_of
 from dispfx.ir.program import Program
+from dispfx.kernels.recording import recording, warm_up
 from dispfx.passes.fuse_projections import FuseProjections
 from dispfx.passes.group_heads import GroupHeads
 from dispfx.passes.last_logits import LastLogits
@@ -177,12 +178,7 @@ class _Recorded:
         Repeated steps write the same values to the same places, so they do no harm.
         """
         device = self._ids.device
-        stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self._step(self._ids, self._positions)
-        current.wait_stream(stream)
+        warm_up(lambda: self._step(self._ids, self._positions), 3, device)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device)):
+        with recording(self._graph, device):
             self._logits = self._step(self._ids, self._positions)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.errors import first_line
+from dispfx.kernels.recording import recording, warm_up
 from dispfx.learning.hypernetwork import Hypernetwork
 from dispfx.learning.objective import budget_loss, eased
 from dispfx.learning.outer_product import OuterProducts
@@ -138,11 +139,11 @@ class ReplayedUpdate(Update):
             Slopes(torch.ones(each, device=device), torch.ones(each, device=device))
             for each in (shape, counted)
         )
-        self._warm_up(device)
+        warm_up(lambda: self._once(self.hypernetwork()), _WARM_UPS, device)
         self._before, self._behind = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._before):
+        with recording(self._before, device):
             logits_N = self.hypernetwork()
-        with torch.cuda.graph(self._behind, pool=self._before.pool()):
+        with recording(self._behind, device, self._before.pool()):
             self._found = self._once(logits_N)
         # Only the memory is needed from now on, not what autograd knows about it.
         self._given_N = logits_N.detach()
@@ -163,15 +164,6 @@ class ReplayedUpdate(Update):
 
     def _once(self, logits_N: Tensor) -> _Gradients:
         return self._back(logits_N, self._loss, self._of_masks, self._counted)
-
-    def _warm_up(self, device: torch.device) -> None:
-        side, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                self._once(self.hypernetwork())
-        current.wait_stream(side)
-        torch.cuda.synchronize(device)
 
 
 def fastest_update(

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dispfx.kernels.recording import recording, warm_up
+
 _MOST_SECONDS = 60.0
 
 Call = Callable[[], object]
@@ -75,14 +77,9 @@ def recorded(call: Call, device: torch.device) -> Call:
     """
     if device.type != "cuda":
         return call
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream(device).wait_stream(stream)
+    warm_up(call, 3, device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
+    with recording(graph, device):
         call()
 
     def replay() -> object:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dispfx.kernels.recording import recording, warm_up
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 _WARM_UPS = 2
@@ -29,17 +31,10 @@ class ReplayedLoss:
         self._loss = loss
         self._ids_BT = torch.zeros_like(ids_BT)
         self._masks = torch.zeros_like(masks).requires_grad_()
-        side, current = torch.cuda.Stream(ids_BT.device), torch.cuda.current_stream(ids_BT.device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                self._once()
-        current.wait_stream(side)
-        torch.cuda.synchronize(ids_BT.device)
+        warm_up(self._once, _WARM_UPS, ids_BT.device)
         torch.cuda.empty_cache()
         self._graph = torch.cuda.CUDAGraph()
-        # On this device, whichever is current: kernels on another one would run once and not be captured.
-        with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(ids_BT.device)):
+        with recording(self._graph, ids_BT.device):
             self._value, self._gradient = self._once()
 
     def __call__(self, ids_BT: Tensor, masks: Tensor) -> Tensor:

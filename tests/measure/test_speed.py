@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 
 import torch
 
+from dispfx.kernels import recording
 from dispfx.measure.speed import compare_times, device_name, peak_bytes, recorded
 
 CPU = torch.device("cpu")
@@ -28,8 +29,9 @@ def test_a_longer_call_takes_longer():
 
 
 def test_what_was_recorded_keeps_the_tensors_that_it_reads(monkeypatch):
-    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(recording, "_capture_stream", MagicMock())
     tensor = torch.zeros(3)
     alive = weakref.ref(tensor)
     replay = recorded(partial(torch.Tensor.add_, tensor, 1), torch.device("cuda"))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dispfx.api import capture
+from dispfx.kernels import recording as kernels
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
 from dispfx.training.comparison import compare, sample_masks
@@ -20,11 +21,14 @@ from tests.programs import token_ids
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Let graphs capture nothing, as on a device that is not current; return where streams were made."""
     asked: list[object] = []
+    monkeypatch.setattr(kernels, "_capture_stream", lambda device: torch.cuda.Stream(device))
     for name in ("current_stream", "synchronize", "empty_cache", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: asked.append(device) or MagicMock(device=device))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: nullcontext(asked.append(stream.device)))
+    monkeypatch.setattr(
+        torch.cuda, "graph", lambda graph, pool, stream: nullcontext(asked.append(stream.device))
+    )
     return asked
 
 
