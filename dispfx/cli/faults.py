@@ -29,7 +29,7 @@ from dispfx.errors import EXIT_INTERRUPTED, EXIT_OUR_FAULT, DispfxError, first_l
 # other way round.
 _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR, errno.EISDIR)
 # Of what is printed, which has no path.
-_OF_PRINTING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_OF_PRINTING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What pathlib says of `~name` where nobody is called so.
 _NO_HOME = "Could not determine home directory"
 

@@ -132,7 +132,9 @@ def _advance(tuned: Any, run: _Run, text: Batches, settings: TuneSettings) -> Tu
     """Do one step; interrupted in between, it has changed nothing that a state holds."""
     ids_BT = text.batch(run.step).to(run.device)
     run.optimizer.zero_grad(set_to_none=True)
-    loss = tuned(input_ids=ids_BT, labels=ids_BT).loss
+    loss = getattr(tuned(input_ids=ids_BT, labels=ids_BT), "loss", None)
+    if loss is None:
+        raise _no_loss(tuned)
     value = float(loss.detach())
     if not math.isfinite(value):
         raise _not_finite(f"the loss of step {run.step + 1}", value)
@@ -148,6 +150,17 @@ def _advance(tuned: Any, run: _Run, text: Batches, settings: TuneSettings) -> Tu
         run.generators = _generators(run.device)
         run.losses.append(value)
     return TuneStep(run.step, value, lr)
+
+
+def _no_loss(tuned: Any) -> DispfxError:
+    # peft's model stands around the decoder.
+    decoder = tuned.get_base_model() if hasattr(tuned, "get_base_model") else tuned
+    return DispfxError(
+        "fine-tuning needs a decoder whose forward takes `labels` and returns a `loss`, as those of "
+        "transformers do, and this one returns none",
+        where=type(decoder).__name__,
+        hint="add the loss to the decoder's forward, or train the folder with a loop of your own",
+    )
 
 
 def _not_finite(what: str, value: float) -> DispfxError:

@@ -123,7 +123,7 @@ def _with_tokenizer(source: Source, tokenizer: str | None) -> Source:
     if tokenizer is None:
         return source
     folder = Path(tokenizer).expanduser()
-    location = Location(str(folder)) if folder.is_dir() else reach_hub(tokenizer, None)
+    location = Location(str(folder)) if folder.is_dir() else reach_hub(tokenizer, None, "--tokenizer")
     loaded, files = load_tokenizer(location, False)
     if loaded is None:
         raise SourceError("--tokenizer names a folder without a tokenizer", where=tokenizer)

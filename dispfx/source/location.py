@@ -62,10 +62,13 @@ def check_written_by_others(folder: Path) -> None:
         )
 
 
-def reach_hub(hub_id: str, revision: str | None) -> Location:
+def reach_hub(hub_id: str, revision: str | None, given: str = "MODEL") -> Location:
     """Return where `hub_id` is loaded from: the hub, or what an earlier run downloaded.
 
     Asked first, because the downloads themselves wait half a minute for a hub that is out of reach.
+
+    Args:
+        given: what the user named so, MODEL or an option.
 
     Raises:
         SourceError: if the hub does not have it, or cannot be reached and it was never downloaded.
@@ -74,7 +77,7 @@ def reach_hub(hub_id: str, revision: str | None) -> Location:
         HfApi().model_info(hub_id, revision=revision, timeout=_HUB_SECONDS)
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise SourceError(
-            "MODEL is no folder here, and the hub has no model of that name that you may read",
+            f"{given} is no folder here, and the hub has no model of that name that you may read",
             where=hub_id,
             hint=suggestion_for(hub_id) or f"check the spelling; {FORMS}",
         ) from error
@@ -85,7 +88,7 @@ def reach_hub(hub_id: str, revision: str | None) -> Location:
         cached = try_to_load_from_cache(hub_id, "config.json", revision=revision)
         if not isinstance(cached, str):
             raise SourceError(
-                f"MODEL is no folder here, and the hub cannot be reached ({type(error).__name__})",
+                f"{given} is no folder here, and the hub cannot be reached ({type(error).__name__})",
                 where=hub_id,
                 hint=suggestion_for(hub_id)
                 or f"check the path or the network, or download the model first; {FORMS}",

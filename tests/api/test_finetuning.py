@@ -215,6 +215,19 @@ class Dropped(torch.nn.Module):
         return SimpleNamespace(loss=torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
 
+class WithoutLoss(Dropped):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=self.head(self.table(input_ids)), loss=None)
+
+
+def test_a_decoder_that_returns_no_loss_is_refused_by_its_class(tmp_path: Path):
+    text = TokenBatches(torch.randint(8, (200,)), 4, 2)
+    settings, keeping = TuneSettings(steps=2, batch_size=2, seq_len=4), Keeping(tmp_path, "one")
+    with pytest.raises(DispfxError, match="returns none") as caught:
+        train(WithoutLoss(), text, settings, torch.device("cpu"), lambda step: None, keeping)
+    assert caught.value.where == "WithoutLoss" and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
