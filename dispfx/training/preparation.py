@@ -118,8 +118,8 @@ def prepare(
         sharding: how the weights lie in parts on these processes; each has all by default.
 
     Raises:
-        DispfxError: if something that was asked for with `on` cannot be had, or the weights cannot lie in
-            parts.
+        DispfxError: if something that was asked for with `on` fails, or the weights cannot lie in parts; what
+            works and differs too much is left out, with a note.
         VerificationError: if the layers of a decoder that is too large to run whole are another function.
     """
     preparation = _Preparation(plain, fast, ids_BT.to(plain.device), compute, samples, note, agree, sharding)
