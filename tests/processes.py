@@ -21,15 +21,18 @@ def started(
 
     Args:
         words: behind `python -m`.
-        environment: instead of this process's own; torch gets one thread in either.
+        environment: instead of this process's own.  In either torch gets one thread, and the program is no
+            rank of a run.
         together: let what it says of errors come with what it prints.
     """
+    given = os.environ if environment is None else environment
+    kept = {name: value for name, value in given.items() if name not in ("RANK", "WORLD_SIZE")}
     process = subprocess.Popen(
         [sys.executable, "-m", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT if together else subprocess.PIPE,
         text=True,
-        env={**(os.environ if environment is None else environment), "OMP_NUM_THREADS": "1"},
+        env={**kept, "OMP_NUM_THREADS": "1"},
         # A group of its own, by which everything that it starts can be reached.
         start_new_session=True,
     )

@@ -36,7 +36,7 @@ def follow(problem: Problem) -> None:
         starting_logits(problem)
     batches = Ahead(problem.batch, problem.device)
     for step in range(begin.step, settings.steps):
-        masks = problem.ranks.send(torch.empty(_shape(problem), device=problem.device))
+        masks = problem.ranks.send(torch.empty(problem.mask_shape, device=problem.device))
         if says_stop(masks):
             return
         masks.requires_grad_()
@@ -80,7 +80,7 @@ def send_stop(problem: Problem, step: int, *, measured: int) -> None:
     if step > measured and measures(problem, step):
         problem.ranks.send(torch.full((problem.features,), torch.nan, device=problem.device))
     if step < problem.settings.steps:
-        problem.ranks.send(torch.full(_shape(problem), torch.nan, device=problem.device))
+        problem.ranks.send(torch.full(problem.mask_shape, torch.nan, device=problem.device))
 
 
 def says_stop(masks: Tensor) -> bool:
@@ -102,9 +102,3 @@ def held_out_loss(problem: Problem, masks_N: Tensor) -> float | None:
     batches = problem.text.held_out_batches(HELD_OUT_BATCHES)
     losses = [problem.loss(ids_BT, masks_N) for ids_BT in batches]
     return float(torch.stack(losses).mean())
-
-
-def _shape(problem: Problem) -> tuple[int, ...]:
-    """Return the shape of the masks of a step."""
-    samples, features = problem.settings.samples, problem.groups.features
-    return (features,) if samples == 1 else (samples, features)

@@ -87,6 +87,12 @@ class Problem:
         """Features of all sites, those of one group counted once a site."""
         return sum(site.size for site in self.sites)
 
+    @property
+    def mask_shape(self) -> tuple[int, ...]:
+        """Shape of the masks that a step draws for all groups: (G,), or (S, G) of S > 1 samples."""
+        samples, features = self.settings.samples, self.groups.features
+        return (features,) if samples == 1 else (samples, features)
+
     def batch(self, index: int) -> Tensor:
         """Return this rank's sequences of batch `index`."""
         return self.ranks.rows(self.text.batch(index))
@@ -140,13 +146,12 @@ class Learner:
             self._hypernetwork.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, note=note
         )
         self._batches = Ahead(problem.batch, device)
-        features = problem.groups.features
-        self._shape = (features,) if settings.samples == 1 else (settings.samples, features)
+        self._shape = problem.mask_shape
         plain = Update(
             self._hypernetwork, self._count, problem.target, settings.lambda_, settings.budget_width
         )
         self._counts_masks = settings.budget_on == "masks"
-        counted = self._shape if self._counts_masks else (features,)
+        counted = self._shape if self._counts_masks else (problem.groups.features,)
         self._update = fastest_update(plain, self._shape, counted, device, note)
         self._estimator = estimator(settings.estimator, settings.temperature, antithetic=settings.antithetic)
         self._generator = torch.Generator(device).manual_seed(seed_for(settings.seed, "masks"))

@@ -6,7 +6,7 @@ import runpy
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -83,12 +83,9 @@ def run(words: list[str]) -> str:
     return done.output
 
 
-@contextmanager
-def start(words: list[str]) -> Iterator[subprocess.Popen[str]]:
+def start(words: list[str]) -> AbstractContextManager[subprocess.Popen[str]]:
     """Run a program of the interpreter in the current folder while the block lasts."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    with started(words, kept | {"PYTHONPATH": str(ROOT)}, together=True) as process:
-        yield process
+    return started(words, {**os.environ, "PYTHONPATH": str(ROOT)}, together=True)
 
 
 def end(process: subprocess.Popen[str]) -> None:
