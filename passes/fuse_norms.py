@@ -14,31 +14,20 @@ The operation rounds where the graph did, so both agree to the rounding of a sum
 """
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
 from dispfx.ir import ops
-from dispfx.ir.ops import argument, aten, packet
+from dispfx.ir.norms import Norm, norm_of
+from dispfx.ir.ops import aten, packet
 from dispfx.ir.program import INDEX_PREFIX, Program
 from dispfx.kernels.norm_select import ADD_NORM_SELECT
 from dispfx.pipeline import PassResult
 
 PLACES_PREFIX = "dispfx_places"
 INVERSE_PREFIX = "dispfx_inverse"
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A norm that was recognised: of which value, with which weights."""
-
-    value: fx.Node
-    weight: fx.Node
-    bias: fx.Node | None
-    eps: float
-    is_rms: bool
 
 
 @dataclass(frozen=True)
@@ -71,69 +60,15 @@ def _selected_norm(select: fx.Node) -> Norm | None:
     assert isinstance(value, fx.Node) and isinstance(index, fx.Node)
     if not str(index.target).startswith(f"{INDEX_PREFIX}.") or len(value.users) != 1:
         return None
-    return _layer_norm(value) or _rms_norm(value)
+    norm = norm_of(value, lambda operand: operand.op == "get_attr")
+    return norm if norm is not None and _fits(norm) else None
 
 
-def _layer_norm(value: fx.Node) -> Norm | None:
-    if packet(value) is not aten.layer_norm:
-        return None
-    x, shape, weight = value.args[:3] if len(value.args) > 2 else (None, None, None)
-    bias, eps = argument(value, 3, "bias"), argument(value, 4, "eps", 1e-5)
-    is_plain = isinstance(x, fx.Node) and isinstance(weight, fx.Node) and isinstance(eps, float)
-    if not is_plain or list(shape) != [ops.shape_of(x)[-1]]:  # type: ignore[call-overload]
-        return None
-    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node) and isinstance(eps, float)
-    return Norm(x, weight, bias if isinstance(bias, fx.Node) else None, eps, is_rms=False)
-
-
-def _rms_norm(value: fx.Node) -> Norm | None:
-    """Match weight · rounded(x · rsqrt(mean(x²) + ε))."""
-    pair = _split(value, lambda operand: operand.op == "get_attr")
-    if pair is None:
-        return None
-    weight, scaled = pair
-    dtype = value.meta["val"].dtype
-    scaled = _uncast(scaled)
-    pair = _split(scaled, lambda operand: packet(operand) is aten.rsqrt)
-    if pair is None:
-        return None
-    inverse_root, whole = pair
-    eps = _eps_of_mean_square(inverse_root, whole)
-    x = _uncast(whole)
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    fits = x.meta["val"].dtype == dtype == weight.meta["val"].dtype and whole.meta["val"].dtype == exact
-    is_vector = ops.shape_of(weight) == ops.shape_of(value)[-1:]
-    return Norm(x, weight, None, eps, is_rms=True) if eps is not None and fits and is_vector else None
-
-
-def _split(node: fx.Node, is_first: Callable[[fx.Node], bool]) -> tuple[fx.Node, fx.Node] | None:
-    """Return the operands of a product of two values, the one that fits first."""
-    operands = [value for value in node.args if isinstance(value, fx.Node)]
-    if packet(node) is not aten.mul or len(operands) != 2:
-        return None
-    for first, second in (operands, operands[::-1]):
-        if is_first(first):
-            return first, second
-    return None
-
-
-def _uncast(node: fx.Node) -> fx.Node:
-    operand = node.args[0] if packet(node) in ops.CASTS else None
-    return operand if isinstance(operand, fx.Node) else node
-
-
-def _eps_of_mean_square(inverse_root: fx.Node, whole: fx.Node) -> float | None:
-    """Return ε where a value is rsqrt(mean(whole², −1) + ε), else None."""
-    shifted = inverse_root.args[0]
-    if not isinstance(shifted, fx.Node) or packet(shifted) is not aten.add:
-        return None
-    mean, eps = shifted.args[0], shifted.args[1]
-    if not isinstance(mean, fx.Node) or packet(mean) is not aten.mean or not isinstance(eps, float):
-        return None
-    square, dims = mean.args[0], list(argument(mean, 1, "dim", []))  # type: ignore[call-overload]
-    last = dims in ([-1], [ops.rank(whole) - 1]) and argument(mean, 2, "keepdim", False)
-    is_square = isinstance(square, fx.Node) and packet(square) is aten.pow and square.args == (whole, 2)
-    return eps if last and is_square else None
+def _fits(norm: Norm) -> bool:
+    """Whether the operation computes such a norm (rule 1)."""
+    dtype = norm.value.meta["val"].dtype
+    is_exact = dtype in (torch.float32, torch.float64)
+    return not norm.is_rms or (norm.weight.meta["val"].dtype == dtype and (norm.rounds or is_exact))
 
 
 def _fuse(graph: fx.Graph, select: fx.Node, norm: Norm, tensors: dict[str, Tensor]) -> None:

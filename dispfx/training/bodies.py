@@ -4,6 +4,9 @@ A gate is an operation of its own, which a compiler cannot look into; in a body 
 spelled as the product it is, so that it fuses with what is around it:
 
     g = gate(x, mask, dim)     →     g = (x.float() · mask).to(x.dtype)
+
+What a compiler would read several times in the backward pass is one operation before that: projections that
+read one value (`sibling_products`), and norms with the gates around them (`norm_gates`).
 """
 
 import copy
@@ -19,12 +22,13 @@ from dispfx.ir import ops
 from dispfx.ir.gate import gate_product
 from dispfx.ir.outline import Part
 from dispfx.layered import BodyCall
+from dispfx.training.norm_gates import Fits, join_norm_gates
 from dispfx.training.sibling_products import join_siblings
 
 BACKEND = "inductor"
 
 
-def compiled_call(part: Part, *, join: bool = True) -> BodyCall:
+def compiled_call(part: Part, *, join: bool = True, norm_gates: Fits | None = None) -> BodyCall:
     """Return a call of the part's body that compiles itself when it is first called.
 
     It is compiled once for every shape of its inputs, so once for all parts that share the body.  The part's
@@ -32,12 +36,16 @@ def compiled_call(part: Part, *, join: bool = True) -> BodyCall:
 
     Args:
         join: compute projections that read one value by `sibling_products`.
+        norm_gates: for which streams norms and gates are computed by `add_norm_gate`; for none by default.
     """
     graph = copy.deepcopy(part.body.graph)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    frozen = frozenset(inputs[len(part.values) :])
+    if norm_gates is not None:
+        join_norm_gates(graph, frozen, norm_gates)
     _spell_gates(graph)
     if join:
-        inputs = [node for node in graph.nodes if node.op == "placeholder"]
-        join_siblings(graph, frozenset(inputs[len(part.values) :]))
+        join_siblings(graph, frozen)
     return compiled_function(fx.GraphModule(nn.Module(), graph, "Body").forward)
 
 
@@ -50,6 +58,8 @@ def compiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
         with warnings.catch_warnings():
             # The tracer looks at `.grad` of every operand, masks and stream values among them.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            # It makes an object of torch.autograd.Function for its own use.
+            warnings.filterwarnings("ignore", message=".* should not be instantiated")
             return compiled(*operands)
 
     return call

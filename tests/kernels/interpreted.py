@@ -5,6 +5,7 @@ import json
 import torch
 
 from dispfx.kernels.cached_attention import reference
+from dispfx.kernels.norm_gate import apart_from_reference
 from dispfx.kernels.norm_select import in_one_kernel
 from dispfx.kernels.norm_select import reference as norm_reference
 from dispfx.kernels.split_attention import split_attention
@@ -31,6 +32,10 @@ def error(batch: int, heads: int, groups: int, places: int, size: int, start: in
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
+CPU = torch.device("cpu")
+# widths
+GATES = [40, 64]
+
 # width, features of the branch, kept
 NORMS = [(96, 33, 41), (40, 9, 1), (64, 65, 64)]
 
@@ -55,4 +60,6 @@ def norm_errors(width: int, columns: int, kept: int) -> list[float]:
 
 if __name__ == "__main__":
     norms = [value for norm in NORMS for value in norm_errors(*norm)]
-    print(json.dumps({"attention": [error(*shape) for shape in SHAPES], "norms": norms}))
+    gates = [value for width in GATES for value in apart_from_reference(CPU, torch.float32, width)]
+    attention = [error(*shape) for shape in SHAPES]
+    print(json.dumps({"attention": attention, "norms": norms, "gates": gates}))

@@ -27,3 +27,5 @@ def test_the_kernels_compute_their_references():
     errors = json.loads(done.stdout)
     assert len(errors["attention"]) == 6 and max(errors["attention"]) <= HALF
     assert len(errors["norms"]) == 48 and max(errors["norms"]) <= SINGLE
+    # Four gradients of a norm with a write, two of a norm alone and of a write alone; one mask and two.
+    assert len(errors["gates"]) == 2 * 2 * (2 * (4 + 2) + 2) and max(errors["gates"]) <= SINGLE
