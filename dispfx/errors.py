@@ -82,7 +82,11 @@ class VerificationError(DispfxError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, behind the name of its type where that is not ours."""
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    """Return the first line of what an error says, behind the name of its type where that is not ours.
+
+    Where that line only announces the next one, as a compiler's `raised:` does, both are returned as one.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     kind = "" if isinstance(error, DispfxError) else type(error).__name__
     return ": ".join(part for part in (kind, said[:_LONGEST_LINE]) if part)

@@ -12,6 +12,8 @@ from dispfx.errors import DataError, first_line
         (ValueError("\n  three are needed \ntwo were given"), "ValueError: three are needed"),
         (DataError("the file is empty", where="text.txt"), "the file is empty"),
         (KeyError(), "KeyError"),
+        (RuntimeError("the backend raised:\nno room\nand more"), "RuntimeError: the backend raised: no room"),
+        (RuntimeError("the backend raised:"), "RuntimeError: the backend raised:"),
     ],
 )
 def test_the_first_line_names_a_foreign_error_and_takes_one_that_says_nothing(error: Exception, line: str):

@@ -68,7 +68,6 @@ NOT_RUN = {
     "pip install pip-audit && pip-audit": "asks a database on the network",
     "dispfx --install-completion": "changes files of the shell; tests/cli/test_app.py completes words",
     "tools/measure_memory.py 7b 1 2048 large 8 1024 experts 4 512 --device cuda --dtype bfloat16": _ON_A_GPU,
-    "tools/bench_learn.py --rows 7b 13b --profile": _ON_A_GPU,
     "tools/bench_learn.py --profile": _ON_A_GPU,
     "tools/bench_shapes.py --sections check": _ON_A_GPU,
     "tools/bench_shapes.py --sections short --layers 4": _ON_A_GPU,

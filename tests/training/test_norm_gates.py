@@ -69,6 +69,16 @@ def test_a_compiled_decoder_has_the_gradients_of_a_plain_one(
     assert found.loss < 1e-6 and found.gradient < 1e-5 and found.direction > 1 - 1e-6
 
 
+def test_layers_that_are_computed_again_have_them_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bodies, "BACKEND", "aot_eager")
+    _, fast = plain_and_fast()
+    plain = TrainingDecoder(fast)
+    compiled = TrainingDecoder(fast, compiled=True, checkpointing=True, norm_gates=always)
+    masks = sample_masks((sum(plain.sizes),), torch.device("cpu"))
+    found = compare(compiled.loss, plain.loss, token_ids(2, 24), masks, torch.float32, plain.sizes)
+    assert found.loss < 1e-6 and found.gradient < 1e-5 and found.direction > 1 - 1e-6
+
+
 def plainly(
     x: Tensor, written: Tensor, write_mask: Tensor, weight: Tensor, bias: Tensor | None, read_mask: Tensor,
     is_rms: bool, rounds: bool,
