@@ -1,4 +1,4 @@
-"""Compare what lies in an output folder: its files with what was written, and its forms with each other."""
+"""Compare what lies in an output folder: files and figures with the report, and forms with each other."""
 
 import math
 from functools import partial
@@ -9,17 +9,21 @@ from dispfx.api.onnx_folder import folder_onnx_lines, has_onnx
 from dispfx.api.verification import exported_lines, tolerance_of
 from dispfx.api.writing import DENSE_FOLDER
 from dispfx.capturing import module_logits
-from dispfx.deploy import exported
+from dispfx.deploy import exported, weights
+from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.digests import changed
+from dispfx.deploy.section import CONFIG_FILE
 from dispfx.huggingface.loading import load_model
+from dispfx.ir.plan import Plan
 from dispfx.measure.equivalence import OF_REPORT, Verification, compare_decoders
-from dispfx.report import load_report
+from dispfx.report import Report, load_report
 
 
 def verify(folder: str | Path) -> list[Verification]:
     """Compare a folder's files with the digests in its report, and every form with the checkpoint.
 
-    A file or a form that differs gives a line that does not hold, and no error.
+    What the report tells of the folder's size and of the share that was removed is counted anew.  A file, a
+    figure or a form that differs gives a line that does not hold, and no error.
 
     Raises:
         OutputError, DataError, PlanMismatchError: if the folder is not whole, or its report not of its plan.
@@ -42,9 +46,25 @@ def verify(folder: str | Path) -> list[Verification]:
 
 
 def _file_lines(folder: Path) -> list[Verification]:
-    """Return one line if all recorded files are as they were, or one for each that is not."""
-    recorded = load_report(folder / "report.json").files
-    other = changed(folder, recorded)
-    if other or not recorded:
+    """Return one line if all is as the report tells, or one for each file and figure that is not."""
+    report = load_report(folder / "report.json")
+    other = changed(folder, report.files)
+    if not other and report.files:
+        other = _other_figures(folder, report)
+    if other or not report.files:
         return [Verification(f"{name}{OF_REPORT}", (), math.inf, math.inf, 0.0) for name in other]
     return [Verification(f"files{OF_REPORT}", (), 0.0, 0.0, 0.0)]
+
+
+def _other_figures(folder: Path, report: Report) -> list[str]:
+    """Return which of the report's figures are not those of the folder's plan and weights, counted anew."""
+    has_weights = (folder / CONFIG_FILE).is_file()
+    counted = {
+        "ratio.achieved": Plan.load(folder / PLAN_FILE).achieved,
+        "parameters.pruned": (weights if has_weights else exported).count_parameters(folder),
+        "bytes.pruned": weights.count_bytes(folder)
+        if has_weights
+        else (folder / exported.PROGRAM_FILE).stat().st_size,
+    }
+    told = (report.ratio.achieved, report.parameters.pruned, report.bytes.pruned)
+    return [name for name, figure in zip(counted, told, strict=True) if counted[name] != figure]

@@ -1,5 +1,6 @@
 """inspect, learn, verify, eval, export and generate on the demo and on a plain module."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -96,6 +97,24 @@ def test_verify_sees_a_weight_that_was_changed_in_one_form(demo: tuple[Path, Rep
     lines = {line.name: line.holds for line in verify(copy)}
     assert lines["program.pt2 = checkpoint"] is False and lines["gather-add = checkpoint"] is True
     assert lines["model.safetensors = report"] is False and "files = report" not in lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("of", "name", "figure"),
+    [("parameters", "pruned", 7), ("bytes", "pruned", 7), ("ratio", "achieved", 0.7)],
+)
+def test_verify_counts_what_the_report_tells_of_the_folder(
+    demo: tuple[Path, Report], compiled: Compiled, tmp_path: Path, of: str, name: str, figure: float
+):
+    for folder in (demo[0], compiled.path):  # a checkpoint, and a graph alone
+        copy = tmp_path / folder.name
+        shutil.copytree(folder, copy)
+        told = json.loads((copy / "report.json").read_text(encoding="utf-8"))
+        told[of][name] = figure
+        (copy / "report.json").write_text(json.dumps(told), encoding="utf-8")
+        assert [line.name for line in verify(copy) if not line.holds] == [f"{of}.{name} = report"]
+        shutil.rmtree(copy)
 
 
 @pytest.mark.slow
