@@ -5,6 +5,7 @@ Legend: S masks, P programs of a run, D width.
 
 # Triton comes with torch for GPUs only, and its kernels are no plain functions.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 import torch
 import triton
