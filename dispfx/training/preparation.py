@@ -16,7 +16,14 @@ from dispfx.errors import DispfxError, UnsupportedGraphError, VerificationError,
 from dispfx.ir.program import Program
 from dispfx.kernels.norm_gate import obstacle
 from dispfx.learning.objective import next_token_loss
-from dispfx.training.comparison import Comparison, Loss, compare, sample_masks
+from dispfx.training.comparison import (
+    Comparison,
+    Loss,
+    beside_rounding,
+    compare,
+    is_exact,
+    sample_masks,
+)
 from dispfx.training.decoder import TrainingDecoder
 from dispfx.training.gathered import GatheredDecoder
 from dispfx.training.replay import ReplayedLoss
@@ -190,7 +197,8 @@ class _Preparation:
         alone = self.masks if self.masks.dim() == 1 else self.masks[0]
         short = self.ids_BT[:1, :SHORT]
         found = compare(decoder.loss, reference, short, alone, self.plain.dtype, self.sizes)
-        if not self.agree(found.holds):
+        good, found = self._holds(found, reference, short, alone)
+        if not good:
             if decoder.shards is not None:
                 raise VerificationError(
                     f"the layers with weights in parts differ from the whole graph: {found}"
@@ -241,7 +249,7 @@ class _Preparation:
             self._refuse_if_asked(error)
             self._say(f"layers are not compiled: {first_line(error)}")
             found = None
-        good = self.agree(found is not None and found.holds)
+        good, found = self._holds(found, reference, self.ids_BT, self.masks)
         decoder.compile_layers(good)
         decoder.checkpoint(kept)
         if good:
@@ -271,6 +279,18 @@ class _Preparation:
             return decoder.loss
         self._say("the decoder's pass is replayed as one CUDA graph")
         return replayed
+
+    def _holds(
+        self, found: Comparison | None, reference: Loss, ids_BT: Tensor, masks: Tensor
+    ) -> tuple[bool, Comparison | None]:
+        """Whether a comparison holds on every rank, if need be beside what rounding alone does."""
+        if self.agree(found is not None and found.holds):
+            return True, found
+        if is_exact(self.plain.dtype):
+            return False, found
+        if found is not None:
+            found = beside_rounding(found, reference, ids_BT, masks, self.sizes)
+        return self.agree(found is not None and found.holds), found
 
     def _compare(self, loss: Loss, reference: Loss) -> Comparison:
         return compare(loss, reference, self.ids_BT, self.masks, self.plain.dtype, self.sizes)

@@ -1,13 +1,17 @@
 """Every way to compute the loss is compared before it is used, and what does not hold is left out."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 from dispfx.errors import DispfxError
-from dispfx.training import bodies
+from dispfx.training import bodies, preparation
+from dispfx.training.comparison import Comparison
 from dispfx.training.decoder import TrainingDecoder
-from dispfx.training.preparation import Compute, PlainDecoder, prepare
+from dispfx.training.preparation import Compute, PlainDecoder, _Preparation, prepare
 from tests.programs import token_ids
 from tests.training.gated import plain_and_fast
 
@@ -80,6 +84,39 @@ def test_a_compiler_that_fails_is_an_error_only_where_it_was_asked_for(monkeypat
     plain, fast = plain_and_fast()
     with pytest.raises(DispfxError, match="cannot be compiled"):
         prepare(plain, fast, IDS, Compute(compile="on"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradient", "noise", "expected"),
+    [
+        (torch.bfloat16, 0.2, None, [True]),
+        (torch.bfloat16, 0.3, 0.3, [False, True]),
+        (torch.bfloat16, 0.3, 0.1, [False, False]),
+        (torch.float32, 0.3, None, [False]),
+    ],
+)
+def test_what_does_not_hold_in_half_precision_is_held_against_rounding_on_every_rank(
+    monkeypatch, dtype, gradient, noise, expected
+):
+    asked = []
+
+    def beside(found, reference, ids_BT, masks, sizes):
+        assert noise is not None, "rounding was not to be asked for"
+        return replace(found, rounding=Comparison(0.0, noise, 0.9, dtype))
+
+    monkeypatch.setattr(preparation, "beside_rounding", beside)
+    plain, fast = plain_and_fast()
+    made = _Preparation(
+        plain, fast, IDS, Compute(), 1, print, lambda holds: asked.append(holds) or holds, None
+    )
+    made.plain = SimpleNamespace(dtype=dtype)  # type: ignore[assignment]
+    found = Comparison(0.0, gradient, 0.9, dtype)
+    good, told = made._holds(found, made.fast, IDS, made.masks)  # type: ignore[arg-type]
+    assert asked == expected and good is expected[-1]
+    assert told is not None and (told.rounding is not None) is (len(expected) > 1)
+    asked.clear()
+    assert made._holds(None, made.fast, IDS, made.masks) == (False, None)  # type: ignore[arg-type]
+    assert len(asked) == (1 if dtype == torch.float32 else 2), "as often as on ranks where there is something"
 
 
 def test_a_decoder_without_an_outline_runs_whole():
