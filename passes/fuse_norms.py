@@ -6,7 +6,8 @@
 
 Rules:
 1. The norm is `layer_norm` over the last dimension, or x · rsqrt(mean(x²) + ε) · w, computed in float32
-   where the stream is narrower and rounded to it before the weight is multiplied.  Any other is left alone.
+   where the stream is narrower and rounded to it before the weight is multiplied, which `rms_norm` does not
+   do.  Any other is left alone.
 2. The selection, by indices of a site, is the only user of the norm.
 3. `places[i]` is the place of feature i among the kept ones, or −1.
 4. The addition comes along where its other operand is a write of `gather-add`; else nothing is added.

@@ -1,7 +1,8 @@
 """Recognise norms over the last dimension.
 
     LayerNorm            layer_norm(x, (D,), w, b, ε)
-    root mean square     w · (x · rsqrt(mean(x²) + ε)), with or without a cast between the two products
+    root mean square     rms_norm(x, (D,), w, ε)
+                         w · (x · rsqrt(mean(x²) + ε)), with or without a cast between the two products
 
 Legend: D width.
 """
@@ -46,19 +47,29 @@ def norm_of(result: fx.Node, is_weight: Callable[[fx.Node], bool]) -> Norm | Non
         result: the last operation of it.
         is_weight: whether a node is known to be no activation.
     """
-    return _layer_norm(result) or _root_mean_square(result, is_weight)
+    return _one_operation(result) or _root_mean_square(result, is_weight)
 
 
-def _layer_norm(result: fx.Node) -> Norm | None:
-    if packet(result) is not aten.layer_norm:
+def _one_operation(result: fx.Node) -> Norm | None:
+    is_rms = packet(result) is aten.rms_norm
+    if not is_rms and packet(result) is not aten.layer_norm:
         return None
-    x, shape, weight = result.args[:3] if len(result.args) > 2 else (None, None, None)
-    bias, eps = argument(result, 3, "bias"), argument(result, 4, "eps", 1e-5)
-    is_plain = isinstance(x, fx.Node) and isinstance(weight, fx.Node) and isinstance(eps, float)
-    if not is_plain or list(shape) != [ops.shape_of(x)[-1]]:  # type: ignore[call-overload]
+    x, shape = result.args[:2]
+    weight, bias = argument(result, 2, "weight"), None if is_rms else argument(result, 3, "bias")
+    assert isinstance(x, fx.Node)
+    if not isinstance(weight, fx.Node) or list(shape) != [ops.shape_of(x)[-1]]:  # type: ignore[call-overload]
         return None
-    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node) and isinstance(eps, float)
-    return Norm(x, weight, bias if isinstance(bias, fx.Node) else None, eps, is_rms=False, rounds=False)
+    # What torch adds where a module gives none: the smallest step of the dtype that it computes in.
+    default = torch.finfo(_exact(x.meta["val"].dtype)).eps if is_rms else 1e-5
+    eps = argument(result, 3 if is_rms else 4, "eps", default)
+    assert eps is None or isinstance(eps, float)
+    given = bias if isinstance(bias, fx.Node) else None
+    return Norm(x, weight, given, default if eps is None else eps, is_rms=is_rms, rounds=False)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a root mean square is computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _root_mean_square(result: fx.Node, is_weight: Callable[[fx.Node], bool]) -> Norm | None:
@@ -73,7 +84,7 @@ def _root_mean_square(result: fx.Node, is_weight: Callable[[fx.Node], bool]) -> 
     eps = _eps_of_mean_square(inverse_root, whole)
     x = _uncast(whole)
     dtype = x.meta["val"].dtype
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    exact = _exact(dtype)
     fits = result.meta["val"].dtype == dtype and whole.meta["val"].dtype == exact
     if eps is None or not fits or ops.shape_of(weight) != ops.shape_of(result)[-1:]:
         return None

@@ -15,6 +15,7 @@ from dispfx.ir.program import Program
 from dispfx.kernels.norm_select import ADD_NORM_SELECT
 from dispfx.passes.fuse_norms import FuseNorms
 from dispfx.pipeline import Pipeline
+from tests import plain_decoders
 from tests.captures import lowered_with_cache
 from tests.one_branch import VOCABULARY, WIDTH, Middle
 from tests.passes.golden import calls_of, lines_of, names_of
@@ -43,6 +44,16 @@ def test_norms_are_fused_with_what_is_added_and_selected(form: str):
     ids = token_ids(2, 9)
     count = calls_of(after, "dispfx.add_norm_select").count("add_norm_select(")
     assert count == 4
+    assert relative_error(after.graph_module(ids), program.graph_module(ids)) <= ROUNDING
+
+
+def test_torchs_own_root_mean_square_is_fused_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plain_decoders, "RMSNorm", lambda: nn.RMSNorm(plain_decoders.WIDTH))
+    program = lowered(build(FORMS["pre-norm"]))
+    assert "rms_norm(" in calls_of(program, "rms_norm")
+    after = fused(program)
+    assert calls_of(after, "dispfx.add_norm_select").count("add_norm_select(") == 4
+    ids = token_ids(2, 9)
     assert relative_error(after.graph_module(ids), program.graph_module(ids)) <= ROUNDING
 
 

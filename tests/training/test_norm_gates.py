@@ -18,6 +18,7 @@ from dispfx.training.comparison import compare, sample_masks
 from dispfx.training.decoder import TrainingDecoder
 from dispfx.training.norm_gates import add_norm_gate, join_norm_gates
 from dispfx.training.preparation import Compute, _Preparation
+from tests import plain_decoders
 from tests.plain_decoders import FORMS
 from tests.programs import token_ids
 from tests.training.gated import plain_and_fast
@@ -54,6 +55,12 @@ def operations(form: str) -> list[tuple[bool, bool]]:
 )
 def test_what_lies_between_two_branches_is_one_operation(form: str, expected: list[tuple[bool, bool]]):
     assert operations(form) == expected
+
+
+def test_torchs_own_root_mean_square_is_in_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plain_decoders, "RMSNorm", lambda: nn.RMSNorm(plain_decoders.WIDTH))
+    assert operations("pre-norm") == [(False, True), (True, True), (True, False)]
+    test_a_compiled_decoder_has_the_gradients_of_a_plain_one(monkeypatch, "pre-norm", ())
 
 
 @pytest.mark.parametrize("form", list(FORMS))
