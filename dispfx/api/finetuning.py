@@ -33,6 +33,7 @@ from dispfx.deploy.checkpoint import PLAN_FILE, implementations
 from dispfx.deploy.digests import digests
 from dispfx.deploy.folder import new_folder, refuse_existing
 from dispfx.deploy.section import read_layout
+from dispfx.deploy.size import stored_size
 from dispfx.errors import OutputError
 from dispfx.huggingface.adapter_training import SAVE_EVERY, Keeping, TuneStep, train
 from dispfx.huggingface.loading import load_model
@@ -311,10 +312,11 @@ def _report(
 ) -> Report:
     """Return the report of a merged folder: the plan's figures, and what was measured on the new weights."""
     was = load_report(opened.path / "report.json")
+    parameters, size = stored_size(folder)
     return replace(
         was,
-        parameters=replace(was.parameters, pruned=weights.count_parameters(folder)),
-        bytes=replace(was.bytes, pruned=weights.count_bytes(folder)),
+        parameters=replace(was.parameters, pruned=parameters),
+        bytes=replace(was.bytes, pruned=size),
         # That of the weights before; the dense decoder was not measured on this text.
         perplexity=None,
         skills={},

@@ -9,10 +9,10 @@ from dispfx.api.onnx_folder import folder_onnx_lines, has_onnx
 from dispfx.api.verification import exported_lines, tolerance_of
 from dispfx.api.writing import DENSE_FOLDER
 from dispfx.capturing import module_logits
-from dispfx.deploy import exported, weights
+from dispfx.deploy import exported
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.digests import changed
-from dispfx.deploy.section import CONFIG_FILE
+from dispfx.deploy.size import stored_size
 from dispfx.huggingface.loading import load_model
 from dispfx.ir.plan import Plan
 from dispfx.measure.equivalence import OF_REPORT, Verification, compare_decoders
@@ -58,13 +58,11 @@ def _file_lines(folder: Path) -> list[Verification]:
 
 def _other_figures(folder: Path, report: Report) -> list[str]:
     """Return which of the report's figures are not those of the folder's plan and weights, counted anew."""
-    has_weights = (folder / CONFIG_FILE).is_file()
+    parameters, size = stored_size(folder)
     counted = {
         "ratio.achieved": Plan.load(folder / PLAN_FILE).achieved,
-        "parameters.pruned": (weights if has_weights else exported).count_parameters(folder),
-        "bytes.pruned": weights.count_bytes(folder)
-        if has_weights
-        else (folder / exported.PROGRAM_FILE).stat().st_size,
+        "parameters.pruned": parameters,
+        "bytes.pruned": size,
     }
     told = (report.ratio.achieved, report.parameters.pruned, report.bytes.pruned)
     return [name for name, figure in zip(counted, told, strict=True) if counted[name] != figure]

@@ -33,10 +33,11 @@ from dispfx.api.verification import (
 )
 from dispfx.capturing import export_program
 from dispfx.demo.probe import skill_probe
-from dispfx.deploy import exported, weights
+from dispfx.deploy import exported
 from dispfx.deploy.checkpoint import site_indices, underived_buffers, write_checkpoint
 from dispfx.deploy.digests import digests
 from dispfx.deploy.folder import new_folder
+from dispfx.deploy.size import stored_size
 from dispfx.errors import DispfxError, first_line
 from dispfx.huggingface.classes import code_of_class
 from dispfx.huggingface.dense import write_ordinary, zeroed_twin
@@ -297,17 +298,17 @@ def _report(
 ) -> Report:
     dense = task.program.all_parameters
     count = ParameterCount.of_sites(task.program.sites, task.program.shapes, "blocks")
-    known = task.source.config is not None
+    parameters, size = stored_size(folder)
     return Report(
         ratio=Ratio(task.plan.budget.ratio, task.plan.achieved, task.plan.budget.of),
         parameters=Parameters(
             dense=task.program.size,
-            pruned=weights.count_parameters(folder) if known else exported.count_parameters(folder),
+            pruned=parameters,
             gated=count.dense,
         ),
         bytes=Bytes(
             dense=sum(tensor.numel() * tensor.element_size() for tensor in dense.values()),
-            pruned=weights.count_bytes(folder) if known else (folder / exported.PROGRAM_FILE).stat().st_size,
+            pruned=size,
         ),
         perplexity=measured,
         verify=lines,

@@ -1,5 +1,9 @@
 """Programs as learning sees them."""
 
+from typing import Any
+
+from torch import fx
+
 from dispfx.ir.program import Program
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
@@ -11,3 +15,12 @@ def plain_and_fast(form: str = "pre-norm", *, layers: int = 3, tokens: int = 24)
     """Return a gated program, and the same made fast to learn on."""
     plain = Pipeline([InsertGates()]).run(program_of(form, layers=layers).clone())
     return plain, Pipeline(training_passes(tokens)).run(plain.clone())
+
+
+class WithValues(fx.Interpreter):
+    """Runs a graph and leaves every value at its node."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Compute one node."""
+        n.meta["val"] = super().run_node(n)
+        return n.meta["val"]

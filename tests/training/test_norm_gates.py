@@ -21,7 +21,7 @@ from dispfx.training.preparation import Compute, _Preparation
 from tests import plain_decoders
 from tests.plain_decoders import FORMS
 from tests.programs import token_ids
-from tests.training.gated import plain_and_fast
+from tests.training.gated import WithValues, plain_and_fast
 
 WIDTH = 8
 
@@ -146,12 +146,6 @@ def test_values_are_those_of_the_operations_and_the_gradient_is_theirs(
     # A gate that is spelled as a product rounds once more than the gate.
     for one, other in zip(found[:2], expected[:2], strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-
-
-class WithValues(fx.Interpreter):
-    def run_node(self, n: fx.Node) -> Any:
-        n.meta["val"] = super().run_node(n)
-        return n.meta["val"]
 
 
 def test_what_only_looks_like_it_is_left_alone():

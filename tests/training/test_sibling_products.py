@@ -1,7 +1,6 @@
 """Products of one value whose gradient is summed where it is written."""
 
 import operator
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from dispfx.ir.ops import aten
 from dispfx.training import bodies
 from dispfx.training.bodies import compiled_function
 from dispfx.training.sibling_products import join_siblings, sibling_products, sum_of_products
+from tests.training.gated import WithValues
 
 
 def operands(
@@ -97,17 +97,11 @@ class Projections(nn.Module):
         return first, elsewhere, second, with_bias, made, one_number
 
 
-class WithShapes(fx.Interpreter):
-    def run_node(self, n: fx.Node) -> Any:
-        n.meta["val"] = super().run_node(n)
-        return n.meta["val"]
-
-
 def test_layers_that_read_one_value_with_frozen_weights_are_joined_and_no_others() -> None:
     module = fx.symbolic_trace(Projections())
     values = [torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
     given = (*values, torch.randn(4))
-    expected = WithShapes(module).run(*given)
+    expected = WithValues(module).run(*given)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     assert join_siblings(module.graph, inputs[2:]) == 1
     module.recompile()
@@ -119,6 +113,6 @@ def test_layers_that_read_one_value_with_frozen_weights_are_joined_and_no_others
 
 def test_nothing_is_joined_where_a_weight_may_need_a_gradient() -> None:
     module = fx.symbolic_trace(Projections())
-    WithShapes(module).run(*[torch.ones(4, 4)] * 5, torch.ones(4))
+    WithValues(module).run(*[torch.ones(4, 4)] * 5, torch.ones(4))
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     assert join_siblings(module.graph, inputs[2:3]) == 0
