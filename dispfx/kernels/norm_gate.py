@@ -203,14 +203,17 @@ def drawn_operands(
     masks: int = 1,
     device: torch.device | None = None,
 ) -> Operands:
-    """Return random operands, 2 × 21 rows of them, for a norm `rms` or `layer`, or for none."""
+    """Return random operands, 2 × 133 rows of them, for a norm `rms` or `layer`, or for none.
+
+    A program of the kernel then takes two rows, and the last one of a run a single row.
+    """
     generator = torch.Generator().manual_seed(width)
     exact = torch.promote_types(dtype, torch.float32)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=exact).to(device)
 
-    of_total, of_normed, total, written = drawn(4, 2, 21, width).to(dtype)
+    of_total, of_normed, total, written = drawn(4, 2, 133, width).to(dtype)
     weight, bias = drawn(2, width).to(dtype)
     write_mask, read_mask = drawn(2, masks, width).squeeze(1)
     given = Operands(of_total)
