@@ -111,12 +111,13 @@ def _uncast(node: fx.Node) -> fx.Node:
 def _eps_of_mean_square(inverse_root: fx.Node, whole: fx.Node) -> float | None:
     """Return ε where a value is rsqrt(mean(whole², −1) + ε), else None."""
     shifted = inverse_root.args[0]
-    if not isinstance(shifted, fx.Node) or packet(shifted) is not aten.add:
+    if not isinstance(shifted, fx.Node) or packet(shifted) is not aten.add or shifted.kwargs:
         return None
     mean, eps = shifted.args[0], shifted.args[1]
     if not isinstance(mean, fx.Node) or packet(mean) is not aten.mean or not isinstance(eps, float):
         return None
-    square, dims = mean.args[0], list(argument(mean, 1, "dim", []))  # type: ignore[call-overload]
-    last = dims in ([-1], [ops.rank(whole) - 1]) and argument(mean, 2, "keepdim", False)
+    square, dims = mean.args[0], argument(mean, 1, "dim")
+    last = dims is not None and list(dims) in ([-1], [ops.rank(whole) - 1])  # type: ignore[call-overload]
+    last = last and argument(mean, 2, "keepdim", False)
     is_square = isinstance(square, fx.Node) and packet(square) is aten.pow and square.args == (whole, 2)
     return eps if last and is_square else None

@@ -138,11 +138,16 @@ def join_norm_gates(graph: fx.Graph, frozen: Collection[fx.Node], fits: Fits) ->
     sums = [node for node in graph.nodes if _write(node) is not None]
     steps = [node for node in graph.nodes if node in reads or node in sums]
     steps = [node for node in steps if fits(node.meta["val"].dtype, ops.shape_of(node)[-1])]
+    count = 0
     for total in steps:
-        _replace(graph, total, _write(total), reads.get(total))
+        write, read = _write(total), reads.get(total)
+        # A gate that was the read of another operation is a write no more.
+        if write is not None or read is not None:
+            _replace(graph, total, write, read)
+            count += 1
     graph.eliminate_dead_code()
     graph.lint()
-    return len(steps)
+    return count
 
 
 def _constants(graph: fx.Graph, frozen: Collection[fx.Node]) -> set[fx.Node]:
