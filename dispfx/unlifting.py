@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from dispfx.errors import CaptureError
 from dispfx.ir.in_place import spell_in_place
-from dispfx.ir.inline import inline_modes
+from dispfx.ir.inline import casts_itself, inline_modes
 from dispfx.ir.ops import source_line
 from dispfx.ir.program import Program, with_tensors
 
@@ -64,10 +64,13 @@ def program_of(
 
 
 def straight_line(exported: ExportedProgram) -> ExportedProgram:
-    """Make in-place operations functional and inline the graphs of gradient and autocast modes."""
-    if not spell_in_place(exported.graph):
+    """Inline the graphs of gradient and autocast modes, and make the operations in place functional."""
+    traced_again = casts_itself(exported.graph_module)
+    if traced_again:
         exported = exported.run_decompositions({})
     inline_modes(exported.graph, exported.graph_module)
+    if not traced_again and not spell_in_place(exported.graph):
+        exported = exported.run_decompositions({})
     return exported
 
 

@@ -31,6 +31,7 @@ from dispfx.measure.speed_row import SpeedRow
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.pipeline import Pipeline
 from dispfx.source.experts import Experts, has_choice_of_experts
+from dispfx.source.moving import moved
 from dispfx.source.text.reading import Words
 
 Runtime = Literal["torch", "onnx"]
@@ -263,7 +264,7 @@ def _with_random_weights(model: nn.Module) -> nn.Module:
 
 
 def _named(dense: str | nn.Module, device: torch.device) -> nn.Module:
-    return Opening(dense, device=str(device)).open().model.to(device)
+    return moved(Opening(dense, device=str(device)).open().model, device)
 
 
 def _empty(opened: Opened) -> nn.Module:

@@ -1,48 +1,53 @@
-"""Inline the sub-graphs that torch.export makes for gradient and autocast modes.
+"""Inline the sub-graphs that torch.export makes for gradient and autocast modes, one in another too.
 
-Gradient mode does not change values.  Autocast that is switched on does, and is refused.
+Gradient mode does not change values, and neither does autocast that is switched off where none is on around
+it.  Autocast that is switched on does: torch spells its casts out when it traces such a graph once more
+(`ExportedProgram.run_decompositions`).
 """
 
 import torch
 from torch import fx
 
-from dispfx.errors import UnsupportedGraphError
-from dispfx.ir import ops
+from dispfx.errors import PassError
 
 # Name of the wrapper -> position of its body among the arguments.
 _BODY_AT = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
+
+
+def casts_itself(owner: torch.nn.Module) -> bool:
+    """Whether autocast is switched on somewhere in a graph module, or in a sub-graph of it."""
+    modules = [module for module in owner.modules() if isinstance(module, fx.GraphModule)]
+    nodes = (node for module in modules for node in module.graph.nodes)
+    return any(_wrapper(node) == "wrap_with_autocast" and node.args[2] for node in nodes)
 
 
 def inline_modes(graph: fx.Graph, owner: torch.nn.Module) -> bool:
     """Replace each such wrapper in `graph` by its body; return whether there was one.
 
     Args:
-        graph: rewritten in place.
+        graph: rewritten in place; autocast is switched on nowhere in it.
         owner: holds the sub-graphs that the wrappers name.
-
-    Raises:
-        UnsupportedGraphError: for autocast that is switched on.
     """
-    changed = False
-    for node in list(graph.nodes):
-        name = getattr(node.target, "__name__", "")
-        if node.op != "call_function" or name not in _BODY_AT:
-            continue
-        if name == "wrap_with_autocast" and node.args[2]:
-            raise UnsupportedGraphError(
-                "autocast is switched on inside the decoder, so its graph has no fixed dtypes",
-                where=ops.source_line(node),
-            )
-        _inline(graph, node, owner, _BODY_AT[name])
-        changed = True
-    return changed
+    wrappers = [node for node in graph.nodes if _wrapper(node) is not None]
+    for node in wrappers:
+        _inline(graph, node, owner)
+    return bool(wrappers)
 
 
-def _inline(graph: fx.Graph, node: fx.Node, owner: torch.nn.Module, body_at: int) -> None:
+def _wrapper(node: fx.Node) -> str | None:
+    name = getattr(node.target, "__name__", "")
+    return name if node.op == "call_function" and name in _BODY_AT else None
+
+
+def _inline(graph: fx.Graph, node: fx.Node, owner: torch.nn.Module) -> None:
+    body_at = _BODY_AT[node.target.__name__]  # type: ignore[union-attr]
+    if body_at == 4 and node.args[2]:
+        raise PassError("autocast that is switched on was to be spelled out")
     body = node.args[body_at]
     assert isinstance(body, fx.Node)
     inner = owner.get_submodule(str(body.target))
     assert isinstance(inner, fx.GraphModule)
+    inline_modes(inner.graph, inner)
     inputs = [item for item in inner.graph.nodes if item.op == "placeholder"]
     copies = dict(zip(inputs, node.args[body_at + 1 :], strict=True))
     with graph.inserting_before(node):

@@ -10,6 +10,7 @@ from dispfx.origin import origin_of
 from dispfx.source.causality import check_causal
 from dispfx.source.function import build_module
 from dispfx.source.location import Location, check_written_by_others, reach_hub
+from dispfx.source.moving import moved
 from dispfx.source.pretrained import build_from_config, load_pretrained
 from dispfx.source.source import Source
 from dispfx.source.tokenizer import load_tokenizer
@@ -57,7 +58,7 @@ def load_source(
     else:
         source = load_pretrained(_location(spec, origin, revision), spec, origin, wanted, trust_remote_code)
     source = _with_tokenizer(source, tokenizer)
-    model = source.model.to(device=target, dtype=wanted).eval()
+    model = moved(source.model, target, wanted).eval()
     check_causal(model, spec, target)
     return source
 
@@ -88,7 +89,7 @@ def load_config(
     if origin == "function":
         with torch.device("meta"):
             module, tokenizer, config = build_module(spec)
-        return Source(module.to(device="meta", dtype=wanted).eval(), tokenizer, config, spec, origin)
+        return Source(moved(module, torch.device("meta"), wanted).eval(), tokenizer, config, spec, origin)
     location = Location(spec) if origin == "config" else _location(spec, origin, revision)
     return build_from_config(location, spec, origin, wanted, trust_remote_code)
 

@@ -218,18 +218,6 @@ class Branching(nn.Module):
         return self.head(x if x.sum() > 0 else -x)
 
 
-class Autocast(nn.Module):
-    """Switches autocast on for its product."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.head(self.embedding(ids))
-
-
 class NoWords(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         return ids.float()
@@ -250,12 +238,6 @@ def test_what_is_no_decoder_of_token_ids_is_refused_at_capture(name: str):
     with pytest.raises(CaptureError, match=reason) as error:
         dispfx.capture(make().eval())
     assert error.value.exit_code == 2 and (error.value.where or error.value.hint)
-
-
-def test_autocast_inside_the_decoder_is_refused():
-    with pytest.raises(UnsupportedGraphError, match="autocast is switched on") as error:
-        dispfx.capture(Autocast().eval())
-    assert error.value.exit_code == 2
 
 
 def test_something_else_than_a_module_is_refused():
