@@ -27,10 +27,25 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it nests too deeply") from error
 
 
+def json_value_at(text: str, start: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at `start`, and where it ends.
+
+    Raises:
+        ValueError: as `parse_json`, also where the text stops before the value does.
+    """
+    try:
+        return _DECODER.raw_decode(text, start)
+    except RecursionError as error:
+        raise ValueError("it nests too deeply") from error
+
+
 def _whole_number(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"it holds a number of {len(digits)} digits")
     return int(digits)
+
+
+_DECODER = json.JSONDecoder(parse_int=_whole_number)
 
 
 def read_json(path: Path) -> Any:

@@ -2,12 +2,13 @@
 
 1. `datasets:NAME[:CONFIG[:SPLIT]]` is a data set that the `datasets` library loads: a hub id or a folder.
    SPLIT is `train` by default, and CONFIG may be empty.
-2. A file is known by its name: `.safetensors` holds tokens, `.jsonl` and `.jsonl.gz` JSON lines, `.parquet`
-   columns.  Every other file is UTF-8 text.
+2. A file is known by its name: `.safetensors` holds tokens, `.jsonl`, `.json` and `.jsonl.gz` JSON,
+   `.parquet` columns.  Every other file is UTF-8 text.
 
 Nothing here imports torch, so that a wrong word is answered at once.
 """
 
+import filecmp
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -28,9 +29,12 @@ TEXT_BYTES = 128 * 2**20
 _ENDINGS: dict[str, TextForm] = {
     ".safetensors": "tokens",
     ".jsonl": "json-lines",
+    ".json": "json-lines",
     ".jsonl.gz": "json-lines",
     ".parquet": "parquet",
 }
+# Of compressed files one kind is read.
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z")
 _LIBRARIES = {"parquet": "pyarrow", "dataset": "datasets"}
 _FORMS = f"{DATASET}NAME[:CONFIG[:SPLIT]], as in {DATASET}Salesforce/wikitext:wikitext-2-raw-v1:train"
 
@@ -101,7 +105,7 @@ def text_origin(word: str | PurePath) -> TextOrigin:
     if place.startswith(DATASET):
         return _dataset(place)
     ending = next((ending for ending in _ENDINGS if place.endswith(ending)), None)
-    if ending is None and place.endswith(".gz"):
+    if ending is None and place.endswith(_PACKED):
         raise DataError(
             "of compressed files only .jsonl.gz is read", where=place, hint="unpack it, and name the result"
         )
@@ -130,6 +134,31 @@ def check_texts(words: Sequence[str | PurePath], weights: Sequence[float] | None
             f"one --data-weight a --data is needed, and there are {len(weights)} for {len(words)}",
             hint="give as many weights as texts, in the same order, or none",
         )
+
+
+def same_text(one: TextOrigin, other: TextOrigin) -> bool:
+    """Whether both are the same data set, the same file, or files with the same bytes."""
+    if "dataset" in (one.form, other.form):
+        return one == other
+    try:
+        if one.path.samefile(other.path):
+            return True
+        sizes = {one.path.stat().st_size, other.path.stat().st_size}
+        return len(sizes) == 1 and max(sizes) <= TEXT_BYTES and filecmp.cmp(one.path, other.path, False)
+    except OSError:
+        return False  # whoever reads them says what is wrong
+
+
+def repeated_texts(data: Sequence[str | PurePath], eval_data: Sequence[str | PurePath]) -> list[str]:
+    """Return a line of warning for every text that is named where it was named before."""
+    learned, measured = list(map(text_origin, data)), list(map(text_origin, eval_data))
+    twice = [one for index, one in enumerate(learned) if any(same_text(one, o) for o in learned[:index])]
+    both = [one for one in measured if any(same_text(one, other) for other in learned)]
+    of_both = "--eval-data and --data both have {}: perplexity is measured on text that was learned from"
+    return [
+        *(f"--data has {one.name} twice: text that is held out is learned from too" for one in twice),
+        *(of_both.format(one.name) for one in both),
+    ]
 
 
 def _dataset(word: str) -> TextOrigin:

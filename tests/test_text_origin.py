@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dispfx.errors import DataError
-from dispfx.text_origin import TextOrigin, check_texts, text_origin
+from dispfx.text_origin import TextOrigin, check_texts, repeated_texts, text_origin
 
 
 @pytest.mark.parametrize(
@@ -13,9 +13,9 @@ from dispfx.text_origin import TextOrigin, check_texts, text_origin
     [
         ("text.txt", TextOrigin("text", "text.txt")),
         ("README", TextOrigin("text", "README")),
-        ("a/data.json", TextOrigin("text", "a/data.json")),
         ("a.jsonl", TextOrigin("json-lines", "a.jsonl")),
         ("a.jsonl.gz", TextOrigin("json-lines", "a.jsonl.gz")),
+        ("a/data.json", TextOrigin("json-lines", "a/data.json")),
         ("a.b.parquet", TextOrigin("parquet", "a.b.parquet")),
         ("a.safetensors", TextOrigin("tokens", "a.safetensors")),
         ("datasets:alpaca", TextOrigin("dataset", "alpaca")),
@@ -37,7 +37,8 @@ def test_a_report_calls_a_text_by_its_name_without_folders(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "word", ["datasets:", "datasets::c", "datasets:a:b:c:d", "datasets:a:b:", "text.txt.gz"]
+    "word",
+    ["datasets:", "datasets::c", "datasets:a:b:c:d", "datasets:a:b:", "text.txt.gz", "a.jsonl.zst", "a.zip"],
 )
 def test_a_malformed_word_is_refused(word: str):
     with pytest.raises(DataError) as refusal:
@@ -68,3 +69,17 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
     with pytest.raises(DataError, match=f"{library} is needed") as refusal:
         check_texts([word])
     assert refusal.value.hint == "pip install 'dispfx[data]'"
+
+
+def test_a_text_that_is_named_twice_is_told_whatever_it_is_called(tmp_path: Path):
+    for name, content in {"a.txt": "one", "b.txt": "two", "copy.txt": "one"}.items():
+        (tmp_path / name).write_text(content)
+    a, b, copy = (tmp_path / name for name in ("a.txt", "b.txt", "copy.txt"))
+    (tmp_path / "link.txt").symlink_to(a)
+    assert repeated_texts([a, b], []) == repeated_texts([b], [a]) == []
+    for same in (a, tmp_path / "link.txt", copy, str(tmp_path / ".." / tmp_path.name / "a.txt")):
+        (twice,) = repeated_texts([a, b, same], [])
+        assert "twice" in twice
+        (both,) = repeated_texts([b, a], [same])
+        assert "measured on text that was learned from" in both and Path(same).name in both
+    assert len(repeated_texts(["datasets:x:y:train"], ["datasets:x:y", "datasets:x:y:test"])) == 1

@@ -184,6 +184,7 @@ def apply(
         source = opening.open()
         require_decoder_for(export, source)
         text = open_text(source, chosen)
+    stages.say(text.notes)
     text.require_measurable()
     program = only_planned(analysed(source, stages, (), read.select, print_after), read)
     require_same_decoder(program, read)

@@ -139,6 +139,7 @@ def finetune(
         keeping = Keeping(state, _fingerprint(opened.path, next(model.parameters()).dtype), every, resume)
         known = Source(model, opened.tokenizer, opened.config, str(folder), "folder")
         text = open_text(known, chosen)
+    stages.say(text.notes)
     text.require_measurable()
     batches = TokenBatches(torch.cat(text.learn), settings.seq_len, settings.batch_size, settings.seed)
     gauge = partial(_measured, opened, text, eval_windows)

@@ -1,7 +1,7 @@
 """Time the stages of a command, and tell an observer as each begins and ends."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from dispfx.report import Observer
@@ -13,6 +13,11 @@ class Stages:
     def __init__(self, observer: Observer):
         self.observer = observer
         self.seconds: dict[str, float] = {}
+
+    def say(self, notes: Iterable[str]) -> None:
+        """Tell the observer what a user should know, a line each."""
+        for line in notes:
+            self.observer.note(line)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:

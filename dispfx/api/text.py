@@ -25,7 +25,7 @@ from dispfx.source.text import (
     read_apart,
     read_text,
 )
-from dispfx.text_origin import LINE_BREAK, Reading, check_texts
+from dispfx.text_origin import LINE_BREAK, Reading, check_texts, repeated_texts
 
 _DEMO_CHARACTERS = 1_500_000
 _DEMO_SEED = 2024
@@ -72,6 +72,12 @@ class TextChoice:
             if one:
                 check_readable(one, self.reading)
 
+    @property
+    def repeated(self) -> list[str]:
+        """A line of warning for every text that is named twice."""
+        words = [] if self.data is None or isinstance(self.data, Tensor) else listed(self.data)
+        return repeated_texts(words, [] if self.eval_data is None else listed(self.eval_data))
+
     def require_data(self, model: object) -> None:
         """Pass if there is text to learn from; the demo brings its own.
 
@@ -99,6 +105,7 @@ class Text:
         learned_name: of what is learned from.
         held_out_share: share of each part that is held out, or None where the text is another one.
         largest: of all token ids.
+        notes: what a user should know about the texts, in lines.
     """
 
     learn: tuple[Tensor, ...] = ()
@@ -109,6 +116,7 @@ class Text:
     learned_name: str = ""
     held_out_share: float | None = None
     largest: int = 0
+    notes: tuple[str, ...] = ()
 
     def require_measurable(self) -> None:
         """Pass if there are enough tokens to measure on, or none shall be.
@@ -175,13 +183,13 @@ def open_text(source: Source, chosen: TextChoice) -> Text:
     largest = max((part.largest for part in [*parts, *([other] if other else [])]), default=0)
     require_known(largest, vocabulary_of(source.config), source.name)
     tokens = tuple(part.tokens for part in parts)
-    weights = tuple(chosen.weights or ())
+    weights, notes = tuple(chosen.weights or ()), tuple(chosen.repeated)
     if other is not None:
-        return Text(tokens, (other.tokens,), weights, other.tokens, other.name, name, None, largest)
+        return Text(tokens, (other.tokens,), weights, other.tokens, other.name, name, None, largest, notes)
     if not parts:
         return Text()
     learn, held_out = zip(*map(split_held_out, tokens), strict=True)
-    return Text(learn, held_out, weights, _measured(held_out), name, name, HELD_OUT_SHARE, largest)
+    return Text(learn, held_out, weights, _measured(held_out), name, name, HELD_OUT_SHARE, largest, notes)
 
 
 def separator_of(source: Source) -> int:

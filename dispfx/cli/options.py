@@ -80,8 +80,8 @@ Target = Annotated[
 Data = Annotated[
     list[str] | None,
     typer.Option(
-        help="Text to learn from: a UTF-8, .jsonl, .jsonl.gz, .parquet or .safetensors (tokens) file, or "
-        "datasets:NAME[:CONFIG[:SPLIT]]; can be given several times."
+        help="Text to learn from: a UTF-8, .jsonl, .json, .jsonl.gz, .parquet or .safetensors (tokens) "
+        "file, or datasets:NAME[:CONFIG[:SPLIT]]; can be given several times."
     ),
 ]
 EvalData = Annotated[

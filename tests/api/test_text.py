@@ -192,3 +192,13 @@ def test_a_decoder_in_memory_takes_a_mixture(tmp_path: Path):
     )
     plan = dispfx.learn(dispfx.capture(build_decoder()), mixture, RATIO, settings=SETTINGS)
     assert abs(plan.achieved - RATIO) <= 1e-3
+
+
+def test_a_file_that_is_learned_from_and_measured_on_is_told(source: Source, tmp_path: Path):
+    a = stored(tmp_path / "a.safetensors", torch.arange(60))
+    b = stored(tmp_path / "b.safetensors", torch.arange(40))
+    assert open_text(source, TextChoice(a, b)).notes == ()
+    (both,) = open_text(source, TextChoice([b, a], a)).notes
+    assert "--eval-data and --data both have a.safetensors" in both
+    (twice,) = open_text(source, TextChoice([a, b, a])).notes
+    assert "--data has a.safetensors twice" in twice

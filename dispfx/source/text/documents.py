@@ -32,6 +32,7 @@ def text_of(record: Any, field: str, *, where: str, record_name: str) -> str:
     """Return the text in a field of a record.
 
     Args:
+        field: its name, or names joined by dots for a field inside of others, as `message.content`.
         where: the file or data set, for the message.
         record_name: which record it is, as "line 3".
 
@@ -40,9 +41,10 @@ def text_of(record: Any, field: str, *, where: str, record_name: str) -> str:
     """
     if not isinstance(record, dict):
         raise DataError(f"{record_name} holds a {type(record).__name__} and no fields", where=where)
-    if field not in record:
+    values = _values(record, field)
+    if not values:
         raise missing_field(field, list(record), where=where, record_name=record_name)
-    text = record[field]
+    text = values[0]
     if not isinstance(text, str):
         found = "nothing" if text is None else f"a value of type {type(text).__name__}"
         raise DataError(
@@ -53,6 +55,15 @@ def text_of(record: Any, field: str, *, where: str, record_name: str) -> str:
     if not _is_unicode(text):
         raise DataError(f"{field!r} in {record_name} holds half a character (a lone surrogate)", where=where)
     return text
+
+
+def _values(record: dict[str, Any], field: str) -> list[Any]:
+    """Return what a field holds, if it is there: a name that has a dot in it goes before a path."""
+    if field in record:
+        return [record[field]]
+    places = [place for place, letter in enumerate(field) if letter == "."]
+    inner = [(record.get(field[:place]), field[place + 1 :]) for place in places]
+    return [value for inside, rest in inner if isinstance(inside, dict) for value in _values(inside, rest)]
 
 
 def missing_field(field: str, fields: list[str], *, where: str, record_name: str) -> DataError:

@@ -1,5 +1,6 @@
-"""JSON lines, plain or gzipped: one object a line, one of its fields holds the text."""
+"""JSON, plain or gzipped: one object per line, or a list of objects; one field of each holds the text."""
 
+import codecs
 import gzip
 import zlib
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from typing import BinaryIO, cast
 from dispfx.errors import DataError
 from dispfx.json_text import parse_json
 from dispfx.source.text.documents import joined, text_of, until_full
+from dispfx.source.text.json_array import is_array, records_of
 from dispfx.source.text.line_pieces import Span, file_size, spans, unreadable
+from dispfx.source.text.plain import other_form
 from dispfx.text_origin import LINE_BREAK
 
 # A file without line breaks, as one JSON document, must not be read into memory whole.
@@ -17,11 +20,12 @@ _LONGEST_LINE_BYTES = 64 * 2**20
 
 
 class JsonLines:
-    """A `.jsonl` or `.jsonl.gz` file.
+    """A `.jsonl`, `.json` or `.jsonl.gz` file.
 
-    1. Of a longer `.jsonl` file, evenly spaced pieces are read: the lines that begin in them.
+    1. Of a longer file of lines, evenly spaced pieces are read: the lines that begin in them.
     2. Nothing can be found in a gzipped file without unpacking what is before it, so that it is read from
-       its start.
+       its start; so is a list of records.
+    3. A byte-order mark is no part of the first line.
     """
 
     def __init__(self, path: Path, field: str, between: str = LINE_BREAK):
@@ -55,14 +59,26 @@ class JsonLines:
 
     def _documents(self, most_bytes: int) -> Iterator[str]:
         size = self.size()
-        if size is None:
-            with gzip.open(self._path, "rb") as file:
+        with self._path.open("rb") if size is not None else gzip.open(self._path, "rb") as opened:
+            file = cast(BinaryIO, opened)
+            if is_array(file):
+                yield from until_full(self._in_array(file), most_bytes)
+            elif size is None:
                 # Read to the end or until enough was read, whichever comes first.
-                yield from until_full(self._in_span(cast(BinaryIO, file), None), most_bytes)
-            return
-        with self._path.open("rb") as file:
-            for span in spans(size, most_bytes):
-                yield from self._in_span(file, None if span == Span(0, size) else span)
+                yield from until_full(self._in_span(file, None), most_bytes)
+            else:
+                for span in spans(size, most_bytes):
+                    yield from self._in_span(file, None if span == Span(0, size) else span)
+
+    def _in_array(self, file: BinaryIO) -> Iterator[str]:
+        """Yield the text of every record of a list."""
+        try:
+            for number, record in enumerate(records_of(file, _LONGEST_LINE_BYTES), start=1):
+                yield text_of(record, self._field, where=self.where, record_name=f"record {number}")
+        except UnicodeDecodeError as error:
+            raise DataError("this list of JSON records is not UTF-8", where=self.where) from error
+        except ValueError as error:
+            raise DataError(f"this is no list of JSON records: {error}", where=self.where) from error
 
     def _in_span(self, file: BinaryIO, span: Span | None) -> Iterator[str]:
         """Yield the text of every line that begins in a span, or of every line."""
@@ -74,7 +90,7 @@ class JsonLines:
         number = 1
         while line := file.readline(_LONGEST_LINE_BYTES + 1):
             self._check_length(line, f"line {number}")
-            yield f"line {number}", line
+            yield f"line {number}", line if number > 1 else line.removeprefix(codecs.BOM_UTF8)
             number += 1
 
     def _lines_in(self, file: BinaryIO, span: Span) -> Iterator[tuple[str, bytes]]:
@@ -90,20 +106,29 @@ class JsonLines:
         while start < span.stop and (line := file.readline(_LONGEST_LINE_BYTES + 1)):
             name = f"the line at byte {start:,}"
             self._check_length(line, name)
-            yield name, line
+            yield name, line if start else line.removeprefix(codecs.BOM_UTF8)
             start += len(line)
 
     def _check_length(self, line: bytes, name: str) -> None:
         if len(line) > _LONGEST_LINE_BYTES:
             raise DataError(
                 f"{name} is longer than {_LONGEST_LINE_BYTES:,} bytes", where=self.where,
-                hint="JSON lines hold one record a line; is this one JSON document?",
+                hint="JSON lines hold one record per line; is this one JSON document?",
             )  # fmt: skip
 
     def _parsed(self, line: bytes, name: str) -> object:
         try:
             return parse_json(line)
         except UnicodeDecodeError as error:
-            raise DataError(f"{name} is not UTF-8 at its byte {error.start}", where=self.where) from error
+            raise DataError(
+                f"{name} is not UTF-8 at its byte {error.start}{self._looks()}", where=self.where
+            ) from error
         except ValueError as error:
-            raise DataError(f"{name} is no JSON: {error}", where=self.where) from error
+            raise DataError(
+                f"{name} is no JSON: {error}", where=self.where,
+                hint="a file holds one JSON record per line, or one list of records",
+            ) from error  # fmt: skip
+
+    def _looks(self) -> str:
+        like = other_form(self._path)
+        return f": the file looks like {like}" if like else ""

@@ -79,14 +79,12 @@ class Parquet:
 
     def _group_bytes(self, file: Any) -> list[int]:
         """Return the unpacked bytes of the column in every row group."""
-        names = list(file.schema_arrow.names)
-        if self._field not in names:
+        paths = [file.schema.column(index).path for index in range(len(file.schema))]
+        # A dot is in the name of a column, or leads to a field inside of it.
+        own = [index for index, path in enumerate(paths) if f"{path}.".startswith(f"{self._field}.")]
+        if not own:
+            names = list(file.schema_arrow.names)
             raise missing_field(self._field, names, where=self.where, record_name="the table")
-        own = [
-            index
-            for index, column in enumerate(file.schema.column(index) for index in range(len(file.schema)))
-            if column.path.partition(".")[0] == self._field
-        ]
         return [self._bytes_in_group(file, group, own) for group in range(file.metadata.num_row_groups)]
 
     def _bytes_in_group(self, file: Any, group: int, own: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""UTF-8 files, byte for byte: line ends are part of the text that is measured."""
+"""UTF-8 files, byte for byte: line ends are part of the text that is measured; a byte-order mark is not."""
 
 import codecs
 from collections.abc import Iterator
@@ -9,7 +9,18 @@ from dispfx.errors import DataError
 from dispfx.source.text.line_pieces import Span, file_size, spans, unreadable
 
 _BLOCK_BYTES = 2**20
-_UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+# How files begin that are often taken for text.
+_OTHER_FORMS = {
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+    b"\x1f\x8b": "a gzip file",
+    b"\x28\xb5\x2f\xfd": "a zstd file",
+    b"\xfd7zXZ": "an xz file",
+    b"BZh": "a bzip2 file",
+    b"PK\x03\x04": "a zip file",
+    b"PAR1": "a parquet file",
+    b"%PDF": "a PDF",
+}
 
 
 class PlainText:
@@ -53,7 +64,8 @@ class PlainText:
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                raise self._not_utf_8(done - held + error.start, block) from error
+                raise self._not_utf_8(done - held + error.start) from error
+            text = text if done else text.removeprefix("\ufeff")
             if text:
                 yield text
             if not block:
@@ -73,16 +85,24 @@ class PlainText:
             # Not final: the last character may be cut.
             text = codecs.getincrementaldecoder("utf-8")().decode(kept)
         except UnicodeDecodeError as error:
-            raise self._not_utf_8(span.start + first + error.start, raw) from error
+            raise self._not_utf_8(span.start + first + error.start) from error
+        text = text if span.start else text.removeprefix("\ufeff")
         return text if text.endswith("\n") else text + "\n"
 
-    def _not_utf_8(self, byte: int, block: bytes) -> DataError:
-        marked = byte == 0 and block.startswith(_UTF_16_MARKS)
+    def _not_utf_8(self, byte: int) -> DataError:
+        like = other_form(self._path)
         return DataError(
-            f"the text must be UTF-8, and byte {byte} is not" + (": it looks like UTF-16" if marked else ""),
+            f"the text must be UTF-8, and byte {byte} is not" + (f": it looks like {like}" if like else ""),
             where=self.where,
             hint="convert the file",
         )
+
+
+def other_form(path: Path) -> str | None:
+    """Return what a file is that begins like no text, or None."""
+    with path.open("rb") as file:
+        beginning = file.read(8)
+    return next((form for mark, form in _OTHER_FORMS.items() if beginning.startswith(mark)), None)
 
 
 def _characters_begin(raw: bytes) -> int:

@@ -1,5 +1,6 @@
 """JSON lines: a field of every line; what is broken is named by its line."""
 
+import codecs
 import gzip
 import json
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dispfx.errors import DataError
-from dispfx.source.text import json_lines, line_pieces
+from dispfx.source.text import json_array, json_lines, line_pieces
 from dispfx.source.text.json_lines import JsonLines
 
 
@@ -92,7 +93,7 @@ def test_a_broken_line_in_a_long_file_is_refused_by_its_byte(tmp_path: Path, mon
 def test_one_large_json_document_is_no_line(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(json_lines, "_LONGEST_LINE_BYTES", 1000)
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps([{"text": "some text"}] * 1000))
+    path.write_text(json.dumps({"records": [{"text": "some text"}] * 1000}))
     for most in (10**6, 2000):
         with pytest.raises(DataError, match="is longer than 1,000 bytes"):
             text_in(path, most=most)
@@ -106,3 +107,73 @@ def test_a_damaged_gzip_file_is_refused(tmp_path: Path, damage):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match="no whole gzip file"):
         text_in(path)
+
+
+@pytest.mark.parametrize("most", [10**6, 2**10], ids=["whole", "pieces"])
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path, most: int):
+    path = written(tmp_path / "a.jsonl", *({"text": f"{number:05d}"} for number in range(100)))
+    plain = text_in(path, most=most)
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    assert text_in(path, most=most).splitlines()[0] == plain.splitlines()[0] == "00000"
+
+
+def test_a_gzipped_file_may_begin_with_a_byte_order_mark(tmp_path: Path):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(codecs.BOM_UTF8 + b'{"text": "a"}\r\n\r\n{"text": "b"}\r\n'))
+    assert text_in(path) == "a\nb"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_a_file_in_utf_16_is_refused(tmp_path: Path, encoding: str):
+    path = tmp_path / "a.jsonl"
+    mark = "" if encoding == "utf-16" else "\ufeff"
+    path.write_bytes(f'{mark}{{"text": "a"}}\n'.encode(encoding))
+    with pytest.raises(DataError, match="the file looks like UTF-16"):
+        text_in(path)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_list_of_records_is_read_record_by_record(tmp_path: Path, name: str, indent, monkeypatch):
+    monkeypatch.setattr(json_array, "_BLOCK_BYTES", 7)  # cuts within characters and records
+    records = [{"text": "zwö ]"}, {"id": [1, {}], "text": "漢\n"}, {"text": "b"}]
+    content = codecs.BOM_UTF8 + f" {json.dumps(records, indent=indent, ensure_ascii=False)} \r\n".encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert text_in(tmp_path / name) == "zwö ]\n漢\nb"
+    assert text_in(tmp_path / name, most=6) == "zwö ]"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"[]", None),
+        (b'[{"text": "a"}, 3]', "record 2 holds a int and no fields"),
+        (b'[{"text": "a"}', "']' was expected, and 'the end of the file' is there"),
+        (b'[{"text": "a"}]\n[{"text": "b"}]', "something after the list"),
+        (b'[{"text": "a"}, {"text"]', "no list of JSON records: Expecting"),
+        (b'[{"text": "\xff"}]', "is not UTF-8"),
+        (b"[" * 100_000, "nests too deeply"),
+        (b'[{"text": "' + b"a" * 2000 + b'"}, ', "a record is longer than 1,000 bytes"),
+    ],
+)
+def test_a_broken_list_of_records_is_refused(tmp_path: Path, content: bytes, reason, monkeypatch):
+    monkeypatch.setattr(json_lines, "_LONGEST_LINE_BYTES", 1000 if b"aaaa" in content else 2**20)
+    monkeypatch.setattr(json_array, "_BLOCK_BYTES", 2**7 if b"aaaa" in content else 2**20)
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    if reason is None:
+        assert text_in(path) == ""
+        return
+    with pytest.raises(DataError, match=reason) as refusal:
+        text_in(path)
+    assert refusal.value.where == str(path)
+
+
+def test_a_field_inside_of_others_is_named_with_dots(tmp_path: Path):
+    records = [{"a": {"b": "one", "c.d": {"e": "x"}}}, {"a.b": "two", "a": {"b": 3, "c.d": {"e": "y"}}}]
+    path = written(tmp_path / "a.jsonl", *records)
+    assert text_in(path, "a.b") == "one\ntwo" and text_in(path, "a.c.d.e") == "x\ny"
+    with pytest.raises(DataError, match=r"line 1 has no field 'a\.x'; it has 'a'"):
+        text_in(path, "a.x")
+    with pytest.raises(DataError, match="in line 1 it holds a value of type dict"):
+        text_in(path, "a")

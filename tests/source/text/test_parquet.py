@@ -99,3 +99,19 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch):
     with pytest.raises(DataError, match="pyarrow is needed") as refusal:
         text_in(path)
     assert refusal.value.hint == "pip install 'dispfx[data]'"
+
+
+def test_a_name_with_a_dot_is_a_column_or_leads_into_one(tmp_path: Path):
+    columns = {"a.b": ["one", "two"], "a": [{"b": "x", "c": 1}, {"b": "y", "c": 2}], "a.bc": ["no", "no"]}
+    dotted = written(tmp_path / "a.parquet", {"id": [1, 2], "a.b": columns["a.b"], "a.bc": columns["a.bc"]})
+    assert text_in(dotted, "a.b") == "one\ntwo"
+    assert 0 < Parquet(dotted, "a.b").size() < 200
+    nested = written(tmp_path / "b.parquet", {"id": [1, 2], "a": columns["a"]})
+    assert text_in(nested, "a.b") == "x\ny"
+    both = written(tmp_path / "c.parquet", columns)
+    assert text_in(both, "a.b") == "one\ntwo"
+    for absent in ("a.x", "b", "a.b.c", "."):
+        with pytest.raises(DataError, match=r"has no field .*; it has 'id', 'a'"):
+            text_in(nested, absent)
+    with pytest.raises(DataError, match="in row 1 it holds a value of type dict"):
+        text_in(nested, "a")

@@ -1,5 +1,6 @@
 """UTF-8 files: every byte of a short one, evenly spaced lines of a long one."""
 
+import gzip
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,8 @@ def test_a_file_that_may_be_read_whole_is_read_byte_for_byte(tmp_path: Path, mon
     monkeypatch.setattr(plain, "_BLOCK_BYTES", 7)  # cuts within characters
     content = "﻿first\r\n\n  ünïcödé — 漢字 🙂\n\nno line break at the end"
     (tmp_path / "text.txt").write_bytes(content.encode())
-    assert "".join(PlainText(tmp_path / "text.txt").texts(1000)) == content
+    # The byte-order mark says how the file is spelt, and is no text.
+    assert "".join(PlainText(tmp_path / "text.txt").texts(1000)) == content.removeprefix("\ufeff")
     assert PlainText(tmp_path / "text.txt").size() == len(content.encode())
 
 
@@ -107,3 +109,25 @@ def test_utf_16_is_called_by_its_name_where_it_says_so(tmp_path: Path, encoding:
     (tmp_path / "text.txt").write_bytes("﻿text".encode(encoding))
     with pytest.raises(DataError, match="it looks like UTF-16"):
         list(PlainText(tmp_path / "text.txt").texts(1000))
+
+
+def test_a_long_file_loses_its_byte_order_mark_too(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(line_pieces, "_PIECE_BYTES", 1000)
+    path = tmp_path / "text.txt"
+    path.write_text("\ufeff" + lines(3000), encoding="utf-8")
+    assert "".join(PlainText(path).texts(5000)).startswith("line 000000 — ")
+
+
+@pytest.mark.parametrize(
+    ("content", "form"),
+    [
+        (gzip.compress(b"text"), "a gzip file"),
+        ("text".encode("utf-16"), "UTF-16"),
+        (b"PK\x03\x04\xff\xfe", "a zip file"),
+        (b"PAR1\x15\x04\xff", "a parquet file"),
+    ],
+)
+def test_a_file_of_another_form_is_called_by_it(tmp_path: Path, content: bytes, form: str):
+    (tmp_path / "text").write_bytes(content)
+    with pytest.raises(DataError, match=f"it looks like {form}"):
+        "".join(PlainText(tmp_path / "text").texts(1000))
