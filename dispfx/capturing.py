@@ -67,9 +67,13 @@ def capture(model: nn.Module, *, vocabulary_size: int | None = None, separator: 
         shapes = (TRACED_SHAPE, OTHER_SHAPE) if _has_values(model) else ()
         if shapes:
             # What torch.export says of a module that cannot run at all is hard to read.
-            logits_of(_run(called, ids, arguments), ids)
+            returned = _run(called, ids, arguments)
+            logits = logits_of(returned, ids)
         program = _program_of(straight_line(_export(called, ids)), model, called)
         program.separator = separator
+        if shapes:
+            alike = [leaf for leaf in _tensors_in(returned) if leaf.shape == logits.shape]
+            program.logits_returned = max(1, len(alike))
         program.identity = {
             shape: _identity(program, called, token_ids(model, vocabulary, shape), arguments)
             for shape in shapes
@@ -238,8 +242,7 @@ def _run(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> Any:
 def logits_of(output: Any, ids: Tensor) -> Tensor:
     """Return a module output's `.logits`, its `["logits"]`, or its first float tensor (B, T, V)."""
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    leaves = [named] if isinstance(named, Tensor) else pytree.tree_leaves(output)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [named] if isinstance(named, Tensor) else _tensors_in(output)
     for leaf in tensors:
         if leaf.is_floating_point() and leaf.dim() == 3 and leaf.shape[:-1] == ids.shape:
             return leaf
@@ -249,6 +252,10 @@ def logits_of(output: Any, ids: Tensor) -> Tensor:
         where=type(output).__name__,
         hint="use a causal language model with its head",
     )
+
+
+def _tensors_in(output: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 class _LogitsOnly(nn.Module):

@@ -18,7 +18,7 @@ Rules:
 7. `zeros_like(x)` and its kin spell out their sizes, as `new_zeros(x, sizes)`: a value that only lends its
    shape need not be cut with what it lends it to.
 8. A parameter or buffer is read by one node.
-9. Values that nobody uses are erased.
+9. Values that nobody uses are erased.  Parameters that nobody reads then are kept as `Program.unused`.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,10 @@ class Canonicalize:
         changed = False
         for step in _STEPS:
             changed = step(program.graph) or changed
+        parameters = program.parameters
         program.rebuild(dict(program.tensors()))
+        unread = {path: tensor for path, tensor in parameters.items() if path not in program.parameters}
+        program.unused = {**program.unused, **unread}
         erased = before - len(program.graph.nodes)
         return PassResult(changed or erased > 0, f"{erased} of {before} values erased")
 

@@ -317,7 +317,7 @@ def _report(
             for site in task.program.sites
         ),
         refused=(
-            *(Refused(refusal.name, refusal.reason) for refusal in task.program.refused),
+            *(Refused(refusal.name, refusal.reason) for refusal in task.program.left_dense),
             *left_dense(task.plan, task.program.sites),
         ),
         seed=task.plan.seed,

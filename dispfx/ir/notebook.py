@@ -29,7 +29,7 @@ def program_html(program: "Program") -> str:
         )
         for branch in program.branches
     ]
-    rows += [(refusal.name, "left dense", refusal.reason) for refusal in program.refused]
+    rows += [(refusal.name, "left dense", refusal.reason) for refusal in program.left_dense]
     width = program.stream.width if program.stream else 0
     title = (
         f"{program.model_class}, {program.stage}: residual stream {width:,} wide, {len(program.sites)} sites"

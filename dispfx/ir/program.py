@@ -19,6 +19,7 @@ from dispfx.ir import ops
 from dispfx.ir.notebook import program_html
 from dispfx.ir.outline import Outline
 from dispfx.ir.sites import Branch, Refusal, ResidualStream, Site
+from dispfx.ir.unread import unread_parts
 
 # Kept indices of a site are the buffer `dispfx_index.<site>` of a lowered decoder.
 INDEX_PREFIX = "dispfx_index"
@@ -68,6 +69,7 @@ class Program:
         ties: path of every tied parameter -> the path under which its tensor is kept.
         outline: the graph in parts, once found; rewriting the graph makes it stale.
         unused: tensors of the decoder that the graph does not read, by path.
+        logits_returned: how many tensors of the logits' shape the decoder returns; the first are its logits.
         separator: token that ends a document, where the graph keeps the documents of a sequence apart.
         context: tokens that the decoder reads, where its config names them; its graph may hold for fewer.
         computes_on: device of the graph where the parameters are on another (`dispfx.ir.placing`).
@@ -89,6 +91,7 @@ class Program:
     ties: Mapping[str, str] = field(default_factory=dict)
     outline: Outline | None = None
     unused: Mapping[str, Tensor] = field(default_factory=dict)
+    logits_returned: int = 1
     separator: int | None = None
     context: int | None = None
     computes_on: torch.device | None = None
@@ -123,6 +126,13 @@ class Program:
         """Parameters of the graph, and those that it does not read, which are written all the same."""
         unread = {path: tensor for path, tensor in self.unused.items() if isinstance(tensor, nn.Parameter)}
         return {**self.parameters, **unread}
+
+    @property
+    def left_dense(self) -> tuple[Refusal, ...]:
+        """What is refused, and the parts of the decoder that its logits do not depend on."""
+        unread = {path: tensor for path, tensor in self.unused.items() if isinstance(tensor, nn.Parameter)}
+        sizes = {path: tensor.numel() for path, tensor in unread.items()}
+        return (*self.refused, *unread_parts(sizes, self.parameters, self.logits_returned))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

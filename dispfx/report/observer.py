@@ -133,9 +133,9 @@ class TerminalObserver(NullObserver):
             self._line(text)
 
     def found(self, program: Program) -> None:
-        """Show branches and sites by kind, and what is refused."""
+        """Show branches and sites by kind, and what is left dense."""
         if not self._quiet:
-            for line in [*found_lines(program), *refusal_lines(program.refused)]:
+            for line in [*found_lines(program), *refusal_lines(program.left_dense)]:
                 self._line(line)
 
     def printed(self, name: str, graph: str) -> None:

@@ -91,6 +91,6 @@ def preview_plain(found: Preview) -> dict[str, Any]:
         "out": str(found.out),
         "state": str(found.state),
         "resumes_at": found.resumes_at,
-        "refused": [{"name": one.name, "reason": one.reason} for one in found.program.refused],
+        "refused": [{"name": one.name, "reason": one.reason} for one in found.program.left_dense],
         "dry_run": True,
     }

@@ -20,7 +20,7 @@ def print_sites(program: Program, console: Console) -> None:
     for line in found_lines(program):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     print_rows([site_rows(program)], console, ("site", "selection", "features", "cuts"))
-    for line in refusal_lines(program.refused, limit=None):
+    for line in refusal_lines(program.left_dense, limit=None):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -102,7 +102,7 @@ def program_plain(program: Program) -> dict[str, Any]:
                 "parameter": refusal.parameter,
                 "source": refusal.source,
             }
-            for refusal in program.refused
+            for refusal in program.left_dense
         ],
     }
 

@@ -28,11 +28,13 @@ def program(layers: int = 3, refused: int = 0) -> Any:
             Branch(attention, "attention", (f"{attention}.read",), (), ()),
             Branch(mlp, "mlp", (), (f"{mlp}.inner",), ()),
         ]
+    left = tuple(Refusal(f"layers.{i}.x", "no rule", f"w{i}", "model.py:3") for i in range(refused))
     return SimpleNamespace(
         sites=tuple(sites),
         branches=tuple(branches),
         stream=ResidualStream(16, ("embedding", "add"), ("add",)),
-        refused=tuple(Refusal(f"layers.{i}.x", "no rule", f"w{i}", "model.py:3") for i in range(refused)),
+        refused=left,
+        left_dense=left,
         size=1_200_000,
         model_class="tests.Tiny",
         fingerprint="abc",
