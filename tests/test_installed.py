@@ -1,6 +1,6 @@
-"""Who has only the wheel and follows the README: load, generate, fine-tune with PEFT, evaluate with lm-eval.
+"""Who has only the wheel and docs/huggingface.md: load, generate, fine-tune with PEFT, evaluate with lm-eval.
 
-The code is the README's own, run outside of the checkout.  In every run of the tests the interpreter has
+The code is the page's own, run outside of the checkout.  In every run of the tests the interpreter has
 the wheel and otherwise the libraries of the one that runs the tests.  Where DISPFX_CLIENTS names a folder, a
 second interpreter is made there by pip, with the wheel, its extras and what they require.
 """
@@ -99,12 +99,12 @@ def run(python: Path, folder: Path, command: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_readme_works_for_who_has_only_the_wheel(python: Path, tmp_path: Path):
-    readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
-    named = {name: text for text, name in NAMED.findall(readme)}
+def test_the_page_on_transformers_works_with_only_the_wheel_installed(python: Path, tmp_path: Path):
+    page = (CHECKOUT / "docs/huggingface.md").read_text(encoding="utf-8")
+    named = {name: text for text, name in NAMED.findall(page)}
     assert {"load.py", "tune.py", "tasks/copied_word.yaml"} == named.keys()
-    (evaluate,) = re.findall(r"^DISPFX_AUTOLOAD=1 lm_eval .*$", readme, re.MULTILINE)
-    assert COMPILE in readme
+    (evaluate,) = re.findall(r"^DISPFX_AUTOLOAD=1 lm_eval .*copied_word.*$", page, re.MULTILINE)
+    assert COMPILE in page
     for name, text in named.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -5,7 +5,7 @@ Every other command that begins with `dispfx` and stands in a block of its own i
 
 _GUIDE = "tests/docs/test_guide.py::test_the_guide_works_from_top_to_bottom"
 _LAUNCHED = "tests/docs/test_other_pages.py::test_the_commands_of_the_page_on_learning_run"
-_INSTALLED = "tests/test_installed.py::test_the_readme_works_for_who_has_only_the_wheel"
+_INSTALLED = "tests/test_installed.py::test_the_page_on_transformers_works_with_only_the_wheel_installed"
 _REPEATED = "tests/trust/test_repeated_runs.py::test_a_run_is_repeated_from_its_report_to_the_same_bytes"
 _SCRIPTS = "tests/huggingface/test_registering.py::test_a_script_that_does_not_know_dispfx_trains_a_folder"
 _LOST = "tests/cli/test_lost_rank.py::test_a_killed_rank_ends_the_run_with_its_name_and_the_run_goes_on"
@@ -64,7 +64,6 @@ NOT_RUN = {
     "pip install '.[peft]'": _PACKAGES,
     "pip install '.[lm-eval]'": _PACKAGES,
     "pip install 'dispfx[data]'": _PACKAGES,
-    "pip install 'dispfx[peft]'": _PACKAGES,
     "pip install pip-audit && pip-audit": "asks a database on the network",
     "dispfx --install-completion": "changes files of the shell; tests/cli/test_app.py completes words",
     "tools/measure_memory.py 7b 1 2048 large 8 1024 experts 4 512 --device cuda --dtype bfloat16": _ON_A_GPU,

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def test_every_command_has_a_verb_and_options_that_exist(page: str, words: list[
 
 
 def test_every_command_is_run_by_a_test_or_listed_with_the_reason():
-    by_page = {"README.md", "guide.md", *OTHER_PAGES}
+    by_page = {"README.md", "commands.md", "guide.md", *OTHER_PAGES}
     run = set(LISTED)
     for page in PAGES:
         for line in [line for kind, text in blocks(page) if kind in ("", "sh") for line in lines(text)]:
@@ -50,19 +51,33 @@ def test_the_list_names_commands_of_the_pages_and_tests_that_exist():
 
 def test_python_stands_on_pages_whose_tests_run_it():
     with_python = {page.name for page in PAGES if any(kind == "python" for kind, _ in blocks(page))}
-    assert with_python == {"README.md", "guide.md", "contributing.md", "huggingface.md"}
+    assert with_python == {"README.md", "guide.md", "contributing.md", "huggingface.md", "onnx.md"}
 
 
-def test_the_guide_and_the_readme_have_commands_to_check():
+def test_the_readme_the_guide_and_the_overview_have_commands_to_check():
     assert sum(page == "guide.md" for page, _ in ALL) >= 15
-    assert sum(page == "README.md" for page, _ in ALL) >= 10
+    assert sum(page == "commands.md" for page, _ in ALL) >= 10
+    assert sum(page == "README.md" for page, _ in ALL) >= 3
+
+
+def test_the_readme_can_be_read_in_five_minutes():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) < 700
 
 
 def test_links_between_pages_lead_to_files():
-    for page in PAGES:
+    for page in [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "docs" / "log").glob("*.md")]:
         prose = FENCED.sub("", page.read_text(encoding="utf-8"))
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", prose):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)", prose):
+            leads_to = page.parent / target if target else page
+            assert leads_to.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in headings(leads_to), f"{page.name}: {target}#{anchor}"
+
+
+def headings(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes of a page's headings."""
+    prose = FENCED.sub("", page.read_text(encoding="utf-8"))
+    found = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
 class TimesOne(nn.Module):

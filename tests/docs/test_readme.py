@@ -1,4 +1,4 @@
-"""Every command and every piece of Python in the README runs, in its order."""
+"""The commands and the Python of the README run, and so do the overview of commands and the page on ONNX."""
 
 import shlex
 from functools import partial
@@ -15,19 +15,23 @@ from dispfx.source import load_source
 from tests.docs.listed import LISTED
 from tests.docs.pages import ROOT, blocks, commands, filled, run
 
-README = ROOT / "README.md"
+README, COMMANDS, ONNX = ROOT / "README.md", ROOT / "docs" / "commands.md", ROOT / "docs" / "onnx.md"
 PLACES = {"DIR": "made", "MODEL|DIR": "made", "PLAN": "plan.safetensors"}
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_commands_and_the_python_of_the_readme_run(
+def test_the_commands_and_the_python_of_the_readme_and_the_overview_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str
 ):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(generate_text(7, 40_000))
+    shown = [words for _, text in blocks(README) for words in commands(text)]
+    assert len(shown) == 3
+    for words in shown:
+        run(filled(words, {"MODEL": checkpoint, "DIR": "shown"}))
     ran = []
-    for kind, text in blocks(README):
+    for kind, text in blocks(COMMANDS):
         for words in commands(text) if not kind else ():
             if shlex.join(["dispfx", *words]) not in LISTED:
                 run(command(words, checkpoint))
@@ -52,9 +56,10 @@ def run_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each block after the other; what the first one calls `model` and `tokens` is given."""
     monkeypatch.setattr(dispfx.api, "learn", partial(learn, steps=2, seq_len=32))
     known: dict[str, Any] = {"model": load_source("demo").model, "tokens": torch.randint(256, (2_000,))}
-    texts = [text.replace('"DIR', '"made') for kind, text in blocks(README) if kind == "python"]
-    assert len(texts) >= 3
-    exec("from transformers import AutoModelForCausalLM", known)
-    for text in texts:
-        exec(compile(text, README.name, "exec"), known)
-    assert torch.is_tensor(torch.tensor(known["logits"])) and known["tuned"].peft_config
+    for page in (README, ONNX):
+        texts = [text.replace('"DIR', '"made') for kind, text in blocks(page) if kind == "python"]
+        assert texts
+        for text in texts:
+            exec(compile(text, page.name, "exec"), known)
+    assert known["smaller"](torch.tensor([[1, 2, 3]])) is not None
+    assert torch.is_tensor(torch.tensor(known["logits"]))
