@@ -5,7 +5,9 @@ times it, checks its claim to have changed something, and verifies the graph aft
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -56,20 +58,55 @@ class Ran:
     result: PassResult
 
 
+@dataclass(frozen=True)
+class Printer:
+    """Prints graphs after the passes of some names.
+
+    Args:
+        names: of the passes.
+        show: receives the name and the printed graph.
+        printed: of each name that ran, the graphs that were printed; an equal one is not printed again.
+    """
+
+    names: Sequence[str]
+    show: Callable[[str, str], None]
+    printed: dict[str, set[str]] = field(default_factory=dict)
+
+    def ran(self, name: str, program: Program) -> None:
+        """Print the program if its last pass has one of the names."""
+        if name not in self.names:
+            return
+        text, before = print_program(program), self.printed.setdefault(name, set())
+        if text not in before:
+            before.add(text)
+            self.show(name, text)
+
+
+# A command runs pipelines in many places; what it prints of them is its own, and of no pipeline.
+_PRINTER: ContextVar[Printer | None] = ContextVar("printer", default=None)
+
+
+@contextmanager
+def printing_after(names: Sequence[str], show: Callable[[str, str], None]) -> Iterator[Printer]:
+    """Print graphs in every pipeline that runs inside the block, and return what was printed."""
+    printer = Printer(names, show)
+    token = _PRINTER.set(printer)
+    try:
+        yield printer
+    finally:
+        _PRINTER.reset(token)
+
+
 @dataclass
 class Pipeline:
     """Run passes in order.
 
     Args:
         passes: what to run.
-        print_after: names of passes after which the graph is given to `show`.
-        show: receives the pass's name and the printed graph.
         verify: check the graph's validity, and the claim of each pass, after each pass.
     """
 
     passes: Sequence[Pass]
-    print_after: Sequence[str] = ()
-    show: Callable[[str, str], None] | None = None
     verify: bool = True
     ran: list[Ran] = field(default_factory=list)
 
@@ -81,8 +118,8 @@ class Pipeline:
         """
         for step in self.passes:
             self._run_one(step, program)
-            if step.name in self.print_after and self.show is not None:
-                self.show(step.name, print_program(program))
+            if (printer := _PRINTER.get()) is not None:
+                printer.ran(step.name, program)
         return program
 
     def _run_one(self, step: Pass, program: Program) -> None:

@@ -7,8 +7,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from dispfx.choices import require_choice
 from dispfx.errors import BudgetError, DataError, DispfxError, OutputError
 from dispfx.python_code import current_folder
+
+SELECTIONS = ("after-norm", "before-norm")
 
 
 def check_current_folder() -> None:
@@ -43,8 +46,7 @@ def check_select(select: str, *, constrained: bool, costs: bool) -> None:
     Raises:
         DispfxError: if branches were to select for themselves, or to be left dense by what they cost.
     """
-    if select not in ("after-norm", "before-norm"):
-        raise DispfxError(f"--select is after-norm or before-norm, and {select!r} was given")
+    require_choice(SELECTIONS, select, "--select")
     if select == "after-norm":
         return
     if not constrained:

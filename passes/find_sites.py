@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import fx
 
+from dispfx.choices import check_choices
 from dispfx.errors import UnsupportedGraphError
 from dispfx.ir import ops
 from dispfx.ir.closure import Closure, Mismatch, Statistics, Surroundings, close
@@ -64,6 +65,14 @@ class FindSites:
 
     skip: tuple[str, ...] = ()
     select: Select = "after-norm"
+
+    def __post_init__(self) -> None:
+        """Check where features are selected.
+
+        Raises:
+            DispfxError: if it is neither after nor before the norms.
+        """
+        check_choices(self)
 
     name = "find-sites"
     requires = "canonical"

@@ -28,6 +28,7 @@ from typing import Literal
 import torch
 from torch import fx
 
+from dispfx.choices import check_choices
 from dispfx.errors import UnsupportedGraphError
 from dispfx.ir import ops
 from dispfx.ir.cached_inputs import CACHED_INPUTS
@@ -57,6 +58,14 @@ class StaticCache:
 
     length: int
     reads: Reads = "mask"
+
+    def __post_init__(self) -> None:
+        """Check what attention reads.
+
+        Raises:
+            DispfxError: if it is none of the known values.
+        """
+        check_choices(self)
 
     name = "static-cache"
     requires = "lowered"

@@ -15,7 +15,7 @@ from dispfx.ir.program import Program
 from dispfx.ir.sites import ResidualStream
 from dispfx.passes.canonicalize import Canonicalize
 from dispfx.passes.find_residual_stream import FindResidualStream
-from dispfx.pipeline import Pass, PassResult, Pipeline
+from dispfx.pipeline import Pass, PassResult, Pipeline, printing_after
 from tests.one_branch import Middle, one_branch
 
 
@@ -178,12 +178,11 @@ def test_without_verification_nothing_is_checked(captured: Program):
 def test_graphs_are_shown_after_the_passes_that_were_named(captured: Program):
     shown: list[tuple[str, str]] = []
     passes = [Canonicalize(), FindResidualStream()]
-    Pipeline(passes, print_after=("canonicalize", "no-such-pass"), show=lambda *pair: shown.append(pair)).run(
-        captured.clone()
-    )
+    with printing_after(("canonicalize", "no-such-pass"), lambda *pair: shown.append(pair)) as printer:
+        Pipeline(passes).run(captured.clone())
+    assert printer.printed.keys() == {"canonicalize"}
     ((name, text),) = shown
     assert name == "canonicalize" and "(canonical)" in text.splitlines()[0] and "* " not in text
-    Pipeline(passes, print_after=("find-residual-stream",), show=lambda *pair: shown.append(pair)).run(
-        captured.clone()
-    )
+    with printing_after(("find-residual-stream",), lambda *pair: shown.append(pair)):
+        Pipeline(passes).run(captured.clone())
     assert "\n* embedding = " in shown[1][1]

@@ -12,7 +12,8 @@ from dispfx.api.folders import load
 from dispfx.api.opening import learn_settings
 from dispfx.api.plan_learning import follow_command
 from dispfx.api.preview import preview
-from dispfx.api.programs import PASSES, analyse, apart, capture, gate, gated, learn, lower
+from dispfx.api.printing import PASSES, printing
+from dispfx.api.programs import analyse, apart, capture, gate, gated, learn, lower
 from dispfx.api.tasks import score_tasks
 from dispfx.measure.estimate import estimate
 from dispfx.training.preparation import Compute
@@ -46,6 +47,7 @@ __all__ = [
     "lower",
     "lower_cached",
     "preview",
+    "printing",
     "score_tasks",
     "settings_of",
     "tune_settings",

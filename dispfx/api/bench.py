@@ -9,7 +9,7 @@ Without a dense MODEL the dense side has random weights: speed depends on shapes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import get_args
 
 import torch
 from torch import nn
@@ -18,9 +18,10 @@ from dispfx.api.alignments import MeasuredOn, check_alignments, measured_plans, 
 from dispfx.api.cached import capture_cached
 from dispfx.api.folders import Opened, open_folder
 from dispfx.api.onnx_speed import compare_onnx
-from dispfx.api.opening import Opening, longest_context
+from dispfx.api.opening import Opening, Runtime, longest_context
 from dispfx.api.programs import lower_program, only_planned
 from dispfx.api.speed import Contender, Mode, compare
+from dispfx.choices import require_choice
 from dispfx.deploy.checkpoint import skeleton
 from dispfx.errors import DataError, OutputError, PlanMismatchError
 from dispfx.ir.cached_inputs import CachedShape
@@ -34,7 +35,6 @@ from dispfx.source.experts import Experts, has_choice_of_experts
 from dispfx.source.moving import moved
 from dispfx.source.text.reading import Words
 
-Runtime = Literal["torch", "onnx"]
 BATCHES = (1, 8, 32, 128)
 ONNX_FACTS = {"runtime": "ONNX Runtime", "head": "it reads all tokens"}
 LENGTHS = {"cuda": (128, 512, 2048), "cpu": (16, 64)}
@@ -110,12 +110,16 @@ def bench(
         on_row: called with every row as soon as it is there.
 
     Raises:
+        DispfxError: if there is no such mode or runtime.
         OutputError: if the folder holds no checkpoint.
         DataError: if a length does not fit the decoder's context, or a text cannot be measured on.
         BudgetError: if no widths of an alignment come close to the ratio.
         PlanMismatchError: if the dense decoder has other shapes.
         CaptureError, UnsupportedGraphError: if the decoder cannot be captured with a cache.
     """
+    require_choice(get_args(Runtime), runtime, "--runtime")
+    for mode in modes:
+        require_choice(get_args(Mode), mode, "--mode")
     place = torch.device(device or "cpu")
     check_alignments(
         alignments,

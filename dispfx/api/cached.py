@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from dispfx.api.programs import (
-    Show,
     WriteSpelling,
     analysis,
     lower_program,
@@ -35,8 +34,6 @@ def capture_cached(
     skip: Sequence[str] = (),
     select: Select = "after-norm",
     vocabulary_size: int | None = None,
-    print_after: Sequence[str] = (),
-    show: Show | None = None,
     experts: Experts = "batched",
 ) -> Program:
     """Return the program of a transformers decoder with its cache; the decoder is not changed.
@@ -46,7 +43,7 @@ def capture_cached(
     without a cache, so `Plan.for_sites` finds what a plan made on either keeps here.
 
     Args:
-        model, skip, select, vocabulary_size, print_after, show: as for `dispfx.api.programs.analyse`.
+        model, skip, select, vocabulary_size: as for `dispfx.api.programs.analyse`.
         experts: `batched` to export, or for a token or two; `grouped` for steps of many tokens, each of which
             would have its experts' weights gathered.
 
@@ -56,7 +53,7 @@ def capture_cached(
     """
     with experts_as(model, experts):
         program = capture_prepared(cached_forward(model), vocabulary_size=vocabulary_size)
-    return Pipeline(analysis(skip, select), print_after=print_after, show=show).run(program)
+    return Pipeline(analysis(skip, select)).run(program)
 
 
 def lower_cached(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dispfx.api.folders import is_output, open_folder
 from dispfx.api.measuring import measure
 from dispfx.api.onnx_folder import FOLDER, onnx_runner, write_onnx
-from dispfx.api.opening import Opening, context_of, longest_context
+from dispfx.api.opening import Opening, Runtime, context_of, longest_context
 from dispfx.api.plan_learning import learn_from, remove_state, state_folder
 from dispfx.api.programs import WriteSpelling, analyse
 from dispfx.api.readiness import Learning
@@ -20,6 +20,7 @@ from dispfx.api.stages import Stages
 from dispfx.api.text import TextChoice, require_known, vocabulary_of
 from dispfx.api.verification import exported_lines
 from dispfx.capturing import export_program, module_logits
+from dispfx.choices import require_choice
 from dispfx.deploy import exported
 from dispfx.deploy.folder import refuse_existing
 from dispfx.deploy.generate import generate as continue_ids
@@ -67,8 +68,6 @@ def inspect(
     config_only: bool = False,
     skip: Sequence[str] = (),
     select: Select = "after-norm",
-    print_after: Sequence[str] = (),
-    observer: Observer | None = None,
 ) -> Program:
     """Return what can be pruned in a decoder, and what is refused and why.
 
@@ -84,8 +83,7 @@ def inspect(
         source = load_config(model, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code)
     else:
         source = Opening(model, revision, dtype, device, trust_remote_code).open()
-    show = (observer or NullObserver()).printed
-    return analyse(source.model, skip=skip, select=select, print_after=print_after, show=show)
+    return analyse(source.model, skip=skip, select=select)
 
 
 def learn_plan(
@@ -112,7 +110,6 @@ def learn_plan(
     revision: str | None = None,
     trust_remote_code: bool = False,
     resume: bool = False,
-    print_after: Sequence[str] = (),
     observer: Observer | None = None,
 ) -> Plan:
     """Learn a plan and write it to `out`; `apply` turns it into a folder.
@@ -142,7 +139,6 @@ def learn_plan(
         tuple(skip),
         target,
         resume,
-        tuple(print_after),
         compute,
         costs,
         ranks,
@@ -293,13 +289,15 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     seed: int = 0,
-    runtime: Literal["torch", "onnx"] = "torch",
+    runtime: Runtime = "torch",
 ) -> str:
     """Return the prompt's continuation, without the prompt.
 
     Raises:
+        DispfxError: if there is no such runtime.
         DataError: if the prompt is empty or there is no tokenizer.
     """
+    require_choice(get_args(Runtime), runtime, "--runtime")
     ready = _ready(Opening(model))
     if ready.tokenizer is None:
         raise DataError("text needs a tokenizer, and this decoder has none", where=ready.name)

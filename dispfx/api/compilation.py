@@ -60,7 +60,6 @@ def compile(
     trust_remote_code: bool = False,
     resume: bool = False,
     export: str | None = None,
-    print_after: Sequence[str] = (),
     observer: Observer | None = None,
     command: str | None = None,
 ) -> Report:
@@ -111,7 +110,6 @@ def compile(
         tuple(skip),
         target,
         resume,
-        tuple(print_after),
         compute,
         costs,
         ranks,
@@ -151,13 +149,11 @@ def apply(
     data_bytes: int = TEXT_BYTES,
     eval_windows: int | None = None,
     tokenizer: str | None = None,
-    target: str | None = None,
     dtype: str | None = None,
     device: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     export: str | None = None,
-    print_after: Sequence[str] = (),
     observer: Observer | None = None,
     command: str | None = None,
 ) -> Report:
@@ -186,7 +182,7 @@ def apply(
         text = open_text(source, chosen)
     stages.say(text.notes)
     text.require_measurable()
-    program = only_planned(analysed(source, stages, (), read.select, print_after), read)
+    program = only_planned(analysed(source, stages, (), read.select), read)
     require_same_decoder(program, read)
     read = read.fitted(program.sites)
     require_tokens(source, text, program.vocabulary_size)

@@ -28,6 +28,7 @@ from dispfx.api.text import Text, TextChoice, open_text
 from dispfx.api.verification import TOLERANCES
 from dispfx.api.writing import device_name, versions
 from dispfx.capturing import module_logits
+from dispfx.choices import require_fields
 from dispfx.deploy import weights
 from dispfx.deploy.checkpoint import PLAN_FILE, implementations
 from dispfx.deploy.digests import digests
@@ -180,8 +181,9 @@ def tune_settings(folder: str | Path, **chosen: Any) -> TuneSettings:
     """Return the settings a user chose; sequences are no longer than the decoder can read.
 
     Raises:
-        DispfxError: if a setting has a value with which no run makes sense.
+        DispfxError: if there is no such setting, or one has a value with which no run makes sense.
     """
+    require_fields(TuneSettings, chosen)
     settings = TuneSettings(**chosen)
     if "seq_len" in chosen:
         return settings

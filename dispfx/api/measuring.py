@@ -10,8 +10,17 @@ from dispfx.errors import CaptureError, DataError, first_line
 from dispfx.measure.perplexity import Perplexity, perplexity
 
 
-def measure(decoder: Callable[[Tensor], Any], tokens: Tensor, *, context: int, **protocol: Any) -> Perplexity:
-    """As `perplexity`, without gradients; `protocol` are its other arguments.
+def measure(
+    decoder: Callable[[Tensor], Any],
+    tokens: Tensor,
+    *,
+    context: int,
+    text: str,
+    windows: int | None = None,
+    device: torch.device | str = "cpu",
+    held_out_share: float | None = None,
+) -> Perplexity:
+    """As `perplexity`, without gradients and one window at a time.
 
     Raises:
         DataError: if the text is too short, or the decoder does not run on windows of `context` tokens,
@@ -19,11 +28,19 @@ def measure(decoder: Callable[[Tensor], Any], tokens: Tensor, *, context: int, *
     """
     try:
         with torch.no_grad():
-            return perplexity(decoder, tokens, context=context, **protocol)
+            return perplexity(
+                decoder,
+                tokens,
+                context=context,
+                windows=windows,
+                device=device,
+                text=text,
+                held_out_share=held_out_share,
+            )
     except (CaptureError, RuntimeError, IndexError, ValueError) as error:
         raise DataError(
             f"perplexity needs a decoder that runs on windows of {context} tokens; this one does not: "
             f"{first_line(error)}",
-            where=protocol.get("text"),
+            where=text,
             hint="measure shorter windows (--context N), or leave out the text to measure on",
         ) from error

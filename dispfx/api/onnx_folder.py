@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, fx
@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from dispfx.api.folders import Opened
 from dispfx.api.onnx_verification import Answers, Reference, onnx_lines, whole_answers, with_cached_answers
 from dispfx.api.programs import WriteSpelling
+from dispfx.choices import require_choice
 from dispfx.deploy.checkpoint import main_dtype, own_generation_config
 from dispfx.deploy.folder import new_folder
 from dispfx.deploy.genai import write_genai_config
@@ -59,9 +60,11 @@ def write_onnx(
         The comparisons.
 
     Raises:
+        DispfxError: if there is no such spelling of the writes.
         VerificationError: if a comparison does not hold; nothing is left behind.
         UnsupportedGraphError: if the exporter cannot translate the decoder.
     """
+    require_choice(get_args(WriteSpelling), write, "--write")
     answers = whole_answers(_reference(opened))
     opened.release()
     cached = cached_twin(opened)

@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
+from dispfx.choices import require_fields
 from dispfx.learning.settings import DEFAULT_RECIPE, LearnSettings
 from dispfx.learning.settings import recipe as recipe_of
 from dispfx.source import Source, load_source
+
+# What runs a decoder that was written.
+Runtime = Literal["torch", "onnx"]
 
 DEMO_CONTEXT = 256
 LONGEST_CONTEXT = 2048
@@ -30,8 +34,10 @@ def learn_settings(
         chosen: single settings by their names.
 
     Raises:
-        DispfxError: if there is no such recipe, or a setting has a value with which no run makes sense.
+        DispfxError: if there is no such recipe or setting, or a setting has a value with which no run makes
+            sense.
     """
+    require_fields(LearnSettings, chosen)
     changes = (_DEMO_SETTINGS if model == "demo" else {}) | chosen
     settings = recipe_of(recipe or DEFAULT_RECIPE, changes.get("steps")) | changes
     return LearnSettings(**_sizes(settings, chosen))
@@ -41,8 +47,9 @@ def changed_settings(settings: LearnSettings, changes: Mapping[str, Any]) -> Lea
     """Return the settings with what somebody chose besides, as if it had been chosen from the beginning.
 
     Raises:
-        DispfxError: if a setting has a value with which no run makes sense.
+        DispfxError: if there is no such setting, or one has a value with which no run makes sense.
     """
+    require_fields(LearnSettings, changes)
     chosen = {name: getattr(settings, name) for name in _ADAPTABLE if name not in settings.adaptable}
     return LearnSettings(**_sizes(asdict(settings) | dict(changes), chosen | dict(changes)))
 

@@ -117,14 +117,14 @@ def follow_command(
     revision: str | None = None,
     trust_remote_code: bool = False,
     resume: bool = False,
-    **of_the_leader: object,
 ) -> None:
     """Take part in the learning of a process that calls `compile` or `learn_plan` with the same arguments.
+
+    Arguments that only the leading process needs, such as `export`, are left out.
 
     Args:
         ranks: the processes of the run, of which another one leads.
         data: texts or token ids, (N,) integers.
-        of_the_leader: arguments that matter to the leading process alone.
 
     Raises:
         RankLost: if another process ended.
@@ -143,7 +143,6 @@ def follow_command(
         tuple(skip),
         target,
         resume,
-        (),
         compute,
         costs,
         ranks,

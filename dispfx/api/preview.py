@@ -53,14 +53,11 @@ def preview(
     trust_remote_code: bool = False,
     resume: bool = False,
     export: str | None = None,
-    print_after: Sequence[str] = (),
     observer: Observer | None = None,
-    **of_the_run: object,
 ) -> Preview:
     """Return what `compile` or `learn_plan` would do with the same arguments; nothing is learned or written.
 
-    The arguments are theirs: `data` is texts, or token ids (N,) int64; what only says how a run goes is
-    passed over.
+    The arguments are theirs, without those that only a run needs: `data` is texts, or token ids (N,) int64.
 
     Raises:
         DispfxError: for everything in the input that they would refuse before learning, a ratio that cannot
@@ -79,7 +76,6 @@ def preview(
         tuple(skip),
         target,
         resume,
-        tuple(print_after),
         compute,
         costs,
         export=export,

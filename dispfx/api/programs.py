@@ -9,7 +9,7 @@ Shape legend: B batch, T tokens, V vocabulary, N features of a site.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from dispfx.api.fitting import fitted_settings, settings_for
 from dispfx.api.opening import changed_settings, learn_settings, named_context
 from dispfx.api.training import device_of_learning, prepared_loss
 from dispfx.capturing import capture as capture_module
+from dispfx.choices import require_choice
 from dispfx.errors import CaptureError, DispfxError, PlanMismatchError, UnsupportedGraphError
 from dispfx.ir.budget import hard_masks
 from dispfx.ir.costs import CostTable
@@ -36,38 +37,15 @@ from dispfx.passes.canonicalize import Canonicalize
 from dispfx.passes.find_branches import FindBranches
 from dispfx.passes.find_residual_stream import FindResidualStream
 from dispfx.passes.find_sites import FindSites
-from dispfx.passes.fuse_norms import FuseNorms
-from dispfx.passes.fuse_projections import FuseProjections
 from dispfx.passes.gather_add import GatherAdd
-from dispfx.passes.group_heads import GroupHeads
 from dispfx.passes.insert_gates import InsertGates
-from dispfx.passes.last_logits import LastLogits
 from dispfx.passes.lower_gates import LowerGates
-from dispfx.passes.static_cache import StaticCache
 from dispfx.pipeline import Pass, Pipeline
 from dispfx.ranks import Ranks
 from dispfx.source.experts import Experts, experts_as, has_choice_of_experts
 from dispfx.training.preparation import Compute
 
 WriteSpelling = Literal["index-add", "gather-add"]
-Show = Callable[[str, str], None]
-
-# Every pass, in the order of the compiler.
-PASSES = (
-    Canonicalize.name,
-    FindResidualStream.name,
-    FindBranches.name,
-    FindSites.name,
-    InsertGates.name,
-    LowerGates.name,
-    AlignGroups.name,
-    GatherAdd.name,
-    FuseNorms.name,
-    FuseProjections.name,
-    GroupHeads.name,
-    LastLogits.name,
-    StaticCache.name,
-)
 
 
 def analysis(skip: Sequence[str] = (), select: Select = "after-norm") -> list[Pass]:
@@ -111,12 +89,8 @@ def analyse(
     vocabulary_size: int | None = None,
     experts: Experts = "grouped",
     separator: int | None = None,
-    print_after: Sequence[str] = (),
-    show: Show | None = None,
 ) -> Program:
-    """As `capture`; `show` receives the printed graph after each pass named in `print_after`.
-
-    With a `separator`, the documents of a sequence are kept apart.
+    """As `capture`; with a `separator`, the documents of a sequence are kept apart.
 
     Raises:
         CaptureError, UnsupportedGraphError: as `capture`.
@@ -126,7 +100,7 @@ def analyse(
         with experts_as(model, experts):
             program = capture_module(model, vocabulary_size=vocabulary_size, separator=separator)
         program.context = named_context(getattr(model, "config", None))
-        return Pipeline(analysis(skip, select), print_after=print_after, show=show).run(program)
+        return Pipeline(analysis(skip, select)).run(program)
 
     try:
         return attempt(experts)
@@ -215,9 +189,9 @@ class HardGatedDecoder(nn.Module):
         return self.gated(ids, self.masks, *further)
 
 
-def gate(program: Program, *, print_after: Sequence[str] = (), show: Show | None = None) -> GatedDecoder:
+def gate(program: Program) -> GatedDecoder:
     """Return the decoder with a gate at every site; masks of ones change no bit."""
-    twin = Pipeline([InsertGates()], print_after=print_after, show=show).run(program.clone())
+    twin = Pipeline([InsertGates()]).run(program.clone())
     return GatedDecoder(twin)
 
 
@@ -235,8 +209,6 @@ def lower(
     plan: Plan,
     *,
     write: WriteSpelling = "index-add",
-    print_after: Sequence[str] = (),
-    show: Show | None = None,
 ) -> torch.fx.GraphModule:
     """Return the pruned decoder: token ids (B, T) to logits (B, T, V), on sliced weights.
 
@@ -249,7 +221,7 @@ def lower(
         PlanMismatchError: if the plan was made for another decoder.
     """
     require_same_decoder(program, plan)
-    return lower_program(program, plan, write=write, print_after=print_after, show=show).graph_module
+    return lower_program(program, plan, write=write).graph_module
 
 
 def lower_program(
@@ -257,16 +229,15 @@ def lower_program(
     plan: Plan,
     *,
     write: WriteSpelling = "index-add",
-    print_after: Sequence[str] = (),
-    show: Show | None = None,
 ) -> Program:
     """As `lower`, but return the program, and let a decoder pass whose weights are still to come."""
+    require_choice(get_args(WriteSpelling), write, "write")
     kept = plan.for_sites(program.sites)
     by_name = {site.name: indices for site, indices in zip(program.sites, kept, strict=True)}
     passes: list[Pass] = [InsertGates(), LowerGates(by_name), AlignGroups()]
     if write == "gather-add":
         passes.append(GatherAdd())
-    twin = Pipeline(passes, print_after=print_after, show=show).run(program.clone())
+    twin = Pipeline(passes).run(program.clone())
     _attach(twin.graph_module, program.unused)
     return twin
 

@@ -20,7 +20,8 @@ from dispfx.api.programs import analyse, apart
 from dispfx.api.stages import Stages
 from dispfx.api.text import Text, TextChoice, open_text, require_tokens, separator_of
 from dispfx.api.training import device_of_learning
-from dispfx.api.writing import require_decoder_for
+from dispfx.api.writing import check_export, require_decoder_for
+from dispfx.choices import check_choices, option, require_choice
 from dispfx.ir.costs import CostTable, read_costs
 from dispfx.ir.lookups import require_readable
 from dispfx.ir.plan import BudgetOf
@@ -47,12 +48,22 @@ class Learning:
     skip: tuple[str, ...] = ()
     target: str | None = None
     resume: bool = False
-    print_after: tuple[str, ...] = ()
     compute: Compute | None = None
     costs: str | Path | None = None
     ranks: Ranks | None = None
     export: str | None = None
     select: Select = "after-norm"
+
+    def __post_init__(self) -> None:
+        """Check every choice.
+
+        Raises:
+            DispfxError: if a name is unknown.
+        """
+        check_choices(self, option)
+        check_export(self.export)
+        if self.target is not None:
+            require_choice(ALIGNMENT, self.target, "--target")
 
     def alignment(self, program: Program) -> int:
         """Return what widths become multiples of."""
@@ -103,7 +114,7 @@ def ready_to_learn(
     if source.config is not None or "seq_len" not in settings.adaptable:
         text.batches(settings)  # Otherwise the decoder's graph says how long its sequences may be.
     text.require_measurable()
-    program = analysed(source, stages, how.skip, how.select, how.print_after)
+    program = analysed(source, stages, how.skip, how.select)
     if how.select == "before-norm" and how.export == "dense":
         with stages("verify"):
             require_ordinary(source, program, how.ratio, how.ratio_of, how.alignment(program))
@@ -119,12 +130,9 @@ def ready_to_learn(
     return Ready(source, text, batches, program, learned_on, settings, costs)
 
 
-def analysed(
-    source: Source, stages: Stages, skip: Sequence[str], select: Select, print_after: Sequence[str]
-) -> Program:
+def analysed(source: Source, stages: Stages, skip: Sequence[str], select: Select) -> Program:
     """Return the program of a decoder, as a stage that is told."""
-    show = stages.observer.printed
     with stages("capture"):
-        program = analyse(source.model, skip=skip, select=select, print_after=print_after, show=show)
+        program = analyse(source.model, skip=skip, select=select)
     stages.observer.found(program)
     return program

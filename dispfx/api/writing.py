@@ -32,6 +32,7 @@ from dispfx.api.verification import (
     zeroed_tensors,
 )
 from dispfx.capturing import export_program
+from dispfx.choices import require_choice
 from dispfx.demo.probe import skill_probe
 from dispfx.deploy import exported
 from dispfx.deploy.checkpoint import site_indices, underived_buffers, write_checkpoint
@@ -126,8 +127,8 @@ def check_export(export: str | None) -> None:
     Raises:
         DispfxError: naming those that there are.
     """
-    if export is not None and export not in EXPORTS:
-        raise DispfxError(f"--export is one of {', '.join(EXPORTS)}, {export!r} was given")
+    if export is not None:
+        require_choice(EXPORTS, export, "--export")
 
 
 def write_output(task: Task, stages: Stages) -> Report:

@@ -126,7 +126,6 @@ def compile(  # the verb's name
         **reading_options(data_field, data_bytes, data_weight),
         out=out,
         eval_data=eval_data,
-        eval_windows=eval_windows,
         tokenizer=tokenizer,
         ratio_of=ratio_of,
         settings=settings,
@@ -141,19 +140,20 @@ def compile(  # the verb's name
         revision=revision,
         trust_remote_code=trust_remote_code,
         resume=resume,
-        export=export,
-        print_after=tuple(print_after or ()),
-        command=command_line(),
     )
+    after = tuple(print_after or ())
     if dry_run:
-        _preview(screen, model, ratio, arguments, "a pruned decoder, its plan, report and page")
+        written = "a pruned decoder, its plan, report and page"
+        _preview(screen, model, ratio, after, written, arguments | {"export": export})
         return
     with joined(learns_on) as ranks, screen.observer(ranks.leads) as observer:
-        arguments["observer"] = observer
         if not ranks.leads:
             api.follow_command(model, ratio, ranks=ranks, **arguments)
             return
-        report = api.compile(model, ratio, ranks=ranks, **arguments)
+        # What the leading process alone needs.
+        arguments |= dict(export=export, eval_windows=eval_windows, command=command_line(), observer=observer)
+        with api.printing(after, observer):
+            report = api.compile(model, ratio, ranks=ranks, **arguments)
     _show_folder(screen, report, out)
 
 
@@ -245,17 +245,17 @@ def learn(
         revision=revision,
         trust_remote_code=trust_remote_code,
         resume=resume,
-        print_after=tuple(print_after or ()),
     )
+    after = tuple(print_after or ())
     if dry_run:
-        _preview(screen, model, ratio, arguments, "a plan")
+        _preview(screen, model, ratio, after, "a plan", arguments)
         return
     with joined(learns_on) as ranks, screen.observer(ranks.leads) as observer:
-        arguments["observer"] = observer
         if not ranks.leads:
             api.follow_command(model, ratio, ranks=ranks, **arguments)
             return
-        plan = api.learn_plan(model, ratio, ranks=ranks, **arguments)
+        with api.printing(after, observer):
+            plan = api.learn_plan(model, ratio, ranks=ranks, observer=observer, **arguments)
     sites = [
         {"name": selection.site, "size": selection.size, "kept": len(selection.kept)}
         for selection in plan.selections
@@ -277,7 +277,6 @@ def apply(
     eval_data: given.EvalData = None,
     eval_windows: given.EvalWindows = None,
     tokenizer: given.Tokenizer = None,
-    target: given.Target = None,
     dtype: given.Dtype = None,
     device: given.Device = None,
     revision: given.Revision = None,
@@ -294,7 +293,7 @@ def apply(
     from dispfx import api
 
     screen = Screen(json, quiet)
-    with screen.observer() as observer:
+    with screen.observer() as observer, api.printing(print_after or (), observer):
         report = api.apply(
             model,
             plan,
@@ -304,13 +303,11 @@ def apply(
             eval_data=eval_data,
             eval_windows=eval_windows,
             tokenizer=tokenizer,
-            target=target,
             dtype=dtype,
             device=device,
             revision=revision,
             trust_remote_code=trust_remote_code,
             export=export,
-            print_after=tuple(print_after or ()),
             observer=observer,
             command=command_line(),
         )
@@ -352,11 +349,18 @@ def _check(
         refuse_existing(out)
 
 
-def _preview(screen: Screen, model: str, ratio: float, arguments: dict[str, Any], written: str) -> None:
+def _preview(
+    screen: Screen,
+    model: str,
+    ratio: float,
+    print_after: Sequence[str],
+    written: str,
+    arguments: dict[str, Any],
+) -> None:
     from dispfx import api
     from dispfx.report.preview import preview_lines, preview_plain
 
-    with screen.observer() as observer:
+    with screen.observer() as observer, api.printing(print_after, observer):
         found = api.preview(model, ratio, **arguments, observer=observer)
     screen.print_json(preview_plain(found))
     for line in preview_lines(found, written):

@@ -53,6 +53,7 @@ def bench(
     ] = None,
     device: given.Device = None,
     trust_remote_code: given.TrustRemoteCode = False,
+    print_after: given.PrintAfter = None,
     json: given.Json = False,
     quiet: given.Quiet = False,
     debug: given.Debug = False,
@@ -74,21 +75,22 @@ def bench(
         if out is not None:
             write_speed(out, rows, {})
 
-    benched = api.bench(
-        folder,
-        dense=dense,
-        batches=tuple(batch or ()),
-        prompts=tuple(prompt or ()),
-        pasts=tuple(past or ()),
-        modes=("eager", "compiled") if mode == "both" else (mode,),
-        alignments=tuple(align or ()),
-        eval_data=eval_data or None,
-        eval_windows=eval_windows,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        runtime=runtime,
-        on_row=show,
-    )
+    with screen.observer() as observer, api.printing(print_after or (), observer):
+        benched = api.bench(
+            folder,
+            dense=dense,
+            batches=tuple(batch or ()),
+            prompts=tuple(prompt or ()),
+            pasts=tuple(past or ()),
+            modes=("eager", "compiled") if mode == "both" else (mode,),
+            alignments=tuple(align or ()),
+            eval_data=eval_data or None,
+            eval_windows=eval_windows,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            runtime=runtime,
+            on_row=show,
+        )
     if out is not None:
         write_speed(out, benched.rows, benched.facts)
     screen.print_json(speed_plain(benched.rows, benched.facts))

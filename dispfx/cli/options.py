@@ -8,6 +8,13 @@ from typing import Annotated, Literal
 
 import typer
 
+from dispfx.learning.settings import BudgetOn as BudgetOnName
+from dispfx.learning.settings import EstimatorName, HypernetworkName, RecipeName
+from dispfx.learning.settings import Method as MethodName
+from dispfx.learning.settings import Packing as PackingName
+from dispfx.learning.settings import Schedule as ScheduleName
+from dispfx.learning.settings import Start as StartName
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -112,7 +119,7 @@ EvalWindows = Annotated[
 
 # Learning.
 Recipe = Annotated[
-    Literal["paper", "informed"] | None,
+    RecipeName | None,
     typer.Option(help="Settings to start from (informed); each has an option of its own."),
 ]
 Samples = Annotated[
@@ -122,18 +129,18 @@ Samples = Annotated[
     ),
 ]
 Packing = Annotated[
-    Literal["joined", "documents"] | None,
+    PackingName | None,
     typer.Option(
         help="What a sequence is: one text, or documents that do not see each other, each ended by the "
         "tokenizer's own token for that (joined)."
     ),
 ]
 Start = Annotated[
-    Literal["uniform", "sensitivity"] | None,
+    StartName | None,
     typer.Option(help="First logits: all alike, or by how sensitive the loss is (sensitivity)."),
 ]
 Method = Annotated[
-    Literal["learned", "magnitude", "activation", "fluctuation", "sensitivity", "random"] | None,
+    MethodName | None,
     typer.Option(help="How features are chosen: learned, or scored once (learned)."),
 ]
 Steps = Annotated[int | None, typer.Option(help="Steps of learning (5,000; demo: 400).")]
@@ -148,7 +155,7 @@ Accumulate = Annotated[
     int | None, typer.Option(help="Passes a step, for a larger batch than memory holds (1).")
 ]
 Schedule = Annotated[
-    Literal["constant", "cosine"] | None,
+    ScheduleName | None,
     typer.Option(help="How the learning rate goes on (cosine, to 0; demo: constant)."),
 ]
 WeightDecay = Annotated[float | None, typer.Option(help="Of AdamW (1; demo: 0.05).")]
@@ -167,7 +174,7 @@ Sharpen = Annotated[
 Lr = Annotated[float | None, typer.Option(help="Learning rate (3e-3).")]
 Lambda = Annotated[float | None, typer.Option("--lambda", help="Weight of the budget loss (6).")]
 BudgetOn = Annotated[
-    Literal["masks", "probabilities"] | None,
+    BudgetOnName | None,
     typer.Option(help="What the budget loss counts: masks as drawn, or how likely each is (probabilities)."),
 ]
 BudgetWidth = Annotated[
@@ -175,12 +182,10 @@ BudgetWidth = Annotated[
     typer.Option(help="Ease the budget loss where it is below this, 0 for nowhere (0.1)."),
 ]
 Estimator = Annotated[
-    Literal["reinmax", "gumbel", "straight-through"] | None,
+    EstimatorName | None,
     typer.Option(help="How gradients pass the sampled masks (reinmax)."),
 ]
-Hypernetwork = Annotated[
-    Literal["full", "linear", "none"] | None, typer.Option(help="What the masks come from (full).")
-]
+Hypernetwork = Annotated[HypernetworkName | None, typer.Option(help="What the masks come from (full).")]
 Constrained = Annotated[bool, typer.Option("--constrained", help="All reads and writes share one selection.")]
 Select = Annotated[
     Literal["after-norm", "before-norm"],

@@ -49,7 +49,7 @@ def inspect(
         model, **{name: value for name, value in chosen.items() if value is not None}
     )
     screen = Screen(json, quiet)
-    with screen.observer() as observer:
+    with screen.observer() as observer, api.printing(print_after or (), observer):
         program = api.inspect(
             model,
             revision=revision,
@@ -59,10 +59,8 @@ def inspect(
             config_only=config_only,
             skip=tuple(skip or ()),
             select=select,
-            print_after=tuple(print_after or ()),
-            observer=observer,
         )
-    needed = api.estimate(program, api.settings_of(program, settings))
+        needed = api.estimate(program, api.settings_of(program, settings))
     screen.print_json({**program_plain(program), "estimate": estimate_plain(needed)})
     if not json:
         print_sites(program, screen.console)
@@ -90,6 +88,7 @@ def _show_plan(word: str, screen: Screen) -> None:
 @reports_faults
 def verify(
     folder: given.Folder,
+    print_after: given.PrintAfter = None,
     json: given.Json = False,
     quiet: given.Quiet = False,
     debug: given.Debug = False,
@@ -102,7 +101,8 @@ def verify(
     from dispfx.report.table import print_verifications
 
     screen = Screen(json, quiet)
-    verifications = api.verify(folder)
+    with screen.observer() as observer, api.printing(print_after or (), observer):
+        verifications = api.verify(folder)
     screen.print_json({"verify": to_plain(verifications)})
     if not verifications:
         screen.print_text("the folder holds one form of the decoder, so there is nothing to compare it with")
@@ -127,6 +127,7 @@ def export(
     no_padding: Annotated[
         bool, typer.Option("--no-padding", help="For texts without padding only: attention needs no mask.")
     ] = False,
+    print_after: given.PrintAfter = None,
     json: given.Json = False,
     quiet: given.Quiet = False,
     debug: given.Debug = False,
@@ -138,15 +139,16 @@ def export(
     from dispfx import api
 
     screen = Screen(json, quiet)
-    files = api.export(
-        folder,
-        onnx=onnx,
-        pt2=pt2,
-        opset=opset,
-        write=write,
-        ort_fusions=ort_fusions,
-        padding=not no_padding,
-    )
+    with screen.observer() as observer, api.printing(print_after or (), observer):
+        files = api.export(
+            folder,
+            onnx=onnx,
+            pt2=pt2,
+            opset=opset,
+            write=write,
+            ort_fusions=ort_fusions,
+            padding=not no_padding,
+        )
     screen.print_json({"files": [str(path) for path in files]})
     for path in files:
         screen.print_text(str(path))

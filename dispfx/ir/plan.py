@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dispfx.atomic import replacing
+from dispfx.choices import check_choices
 from dispfx.errors import DataError, PlanMismatchError
 from dispfx.ir.costs import CostTable
 from dispfx.ir.notebook import plan_html
@@ -53,6 +54,14 @@ class Budget:
     of: BudgetOf = "blocks"
     align: int = 1
     costs: CostTable | None = None
+
+    def __post_init__(self) -> None:
+        """Check what is counted.
+
+        Raises:
+            DispfxError: if `of` is neither.
+        """
+        check_choices(self)
 
     @property
     def keep(self) -> float:
@@ -310,8 +319,10 @@ def _plan_of_header(header: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
 
 def _checked_budget(entry: dict[str, Any]) -> Budget:
     costs = CostTable.of_plain(entry["costs"]) if entry.get("costs") is not None else None
+    if entry["of"] not in get_args(BudgetOf):
+        raise ValueError(f"its budget counts {entry['of']!r}")
     budget = Budget(float(entry["ratio"]), entry["of"], int(entry["align"]), costs)
-    if not 0.0 <= budget.ratio < 1.0 or budget.of not in ("blocks", "total") or budget.align < 1:
+    if not 0.0 <= budget.ratio < 1.0 or budget.align < 1:
         raise ValueError(f"its budget is impossible: {budget}")
     return budget
 

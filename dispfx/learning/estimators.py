@@ -9,13 +9,14 @@ come in pairs from u and 1 - u (antithetic variates; Hammersley and Morton 1956)
 alone, and what they have in common is lost from the mean of their gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from dispfx.choices import choice
 from dispfx.learning.settings import EstimatorName
 
 
@@ -117,10 +118,20 @@ class GumbelSigmoid:
         return Sample((noisy > 0).to(logits.dtype), soft * (1 - soft) / self.temperature)
 
 
+ESTIMATORS: dict[str, Callable[[float, bool], Estimator]] = {
+    "reinmax": ReinMax,
+    "gumbel": GumbelSigmoid,
+    "straight-through": StraightThrough,
+}
+
+
 def estimator(name: EstimatorName, temperature: float, *, antithetic: bool = False) -> Estimator:
-    """Return the estimator of that name."""
-    kinds = {"reinmax": ReinMax, "straight-through": StraightThrough, "gumbel": GumbelSigmoid}
-    return kinds[name](temperature, antithetic)
+    """Return the estimator of that name.
+
+    Raises:
+        DispfxError: if there is none.
+    """
+    return choice(ESTIMATORS, name, "estimator")(temperature, antithetic)
 
 
 def _bernoulli(logits: Tensor, generator: torch.Generator, antithetic: bool) -> Tensor:

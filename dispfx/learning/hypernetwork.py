@@ -16,11 +16,13 @@ its factors (`Hypernetwork.outer_gradients`), and autograd does not see the head
 Legend: G groups, C groups of one width class, W their width, F inputs of a head, N features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from dispfx.choices import choice
 from dispfx.learning.outer_product import OuterProduct, OuterProducts
 from dispfx.learning.recurrence import bidirectional
 from dispfx.learning.settings import HypernetworkName, seed_for
@@ -40,11 +42,13 @@ def build_hypernetwork(
         sizes: number of features of every group.
         bias: added to every logit.
         start_N: also added, one number a feature: what is known before learning.
+
+    Raises:
+        DispfxError: if there is no hypernetwork of that kind.
     """
-    kinds = {"full": RecurrentHypernetwork, "linear": LinearHypernetwork, "none": ElementwiseLogits}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(seed, "hypernetwork"))
-        built = kinds[kind](sizes, bias)
+        built = choice(HYPERNETWORKS, kind, "hypernetwork").build(sizes, bias)
     return built if start_N is None else FromStart(built, start_N)
 
 
@@ -53,13 +57,8 @@ def hypernetwork_parameters(kind: HypernetworkName, sizes: Sequence[int]) -> int
 
     A direction of the GRU has three gates, each with weights for its input and its state and two biases.
     """
-    features = sum(sizes)
-    if kind == "none":
-        return features
-    if kind == "linear":
-        return features * INPUT_WIDTH
-    direction = 3 * RECURRENT_WIDTH * (INPUT_WIDTH + RECURRENT_WIDTH + 2)
-    return 2 * direction + 2 * (2 * RECURRENT_WIDTH) + features * 2 * RECURRENT_WIDTH
+    made = choice(HYPERNETWORKS, kind, "hypernetwork")
+    return made.shared_parameters + made.parameters_per_feature * sum(sizes)
 
 
 class Hypernetwork(nn.Module):
@@ -132,6 +131,25 @@ class ElementwiseLogits(Hypernetwork):
     def forward(self) -> Tensor:
         """Return logits (N,)."""
         return self.logits + self.bias
+
+
+_DIRECTION = 3 * RECURRENT_WIDTH * (INPUT_WIDTH + RECURRENT_WIDTH + 2)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a hypernetwork is built, and how many parameters it has: those per feature, and the rest."""
+
+    build: Callable[[Sequence[int], float], Hypernetwork]
+    parameters_per_feature: int
+    shared_parameters: int = 0
+
+
+HYPERNETWORKS = {
+    "full": _Kind(RecurrentHypernetwork, 2 * RECURRENT_WIDTH, 2 * _DIRECTION + 2 * (2 * RECURRENT_WIDTH)),
+    "linear": _Kind(LinearHypernetwork, INPUT_WIDTH),
+    "none": _Kind(ElementwiseLogits, 1),
+}
 
 
 class FromStart(Hypernetwork):

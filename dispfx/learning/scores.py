@@ -15,13 +15,15 @@ counted by the share of the tokens that reach its expert.
 Entry point: `select_by_score`.  Legend: T tokens, N features of all groups of sites.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from dispfx.choices import choice
 from dispfx.errors import DispfxError
 from dispfx.ir import ops
 from dispfx.ir.budget import Groups, harden
@@ -52,12 +54,7 @@ def select_by_score(
         DispfxError: if a score is not finite, as where the decoder's values are not on some text.
     """
     scores_N = score(problem, graph_module, problem.settings.method, sequences)
-    if not bool(scores_N.isfinite().all()):
-        raise DispfxError(
-            f"--method {problem.settings.method} needs finite scores, and some are not: neither are weights "
-            "of the decoder, or what it computes on the text",
-            hint="use --dtype float32 or bfloat16, or another --method",
-        )
+    _require_finite(scores_N, problem)
     return harden(scores_N, problem.sites, problem.count, budget, groups=problem.groups)
 
 
@@ -67,20 +64,58 @@ def score(
     """Return what every feature of every group of sites is worth, flat, (N,) float32 on the CPU.
 
     The arguments are those of `select_by_score`; `method` is any but `learned`.
+
+    Raises:
+        DispfxError: if there is no such score.
     """
-    if method == "random":
-        generator = torch.Generator().manual_seed(seed_for(problem.settings.seed, "scores"))
-        return torch.randn(problem.groups.features, generator=generator)
-    if method == "sensitivity":
-        return _sensitivity(problem, sequences).cpu()
-    if method == "magnitude":
-        return _by_group(magnitudes(graph_module, problem.sites), problem.groups)
+    return choice(SCORES, method, "method")(problem, graph_module, sequences)
+
+
+def _require_finite(scores_N: Tensor, problem: Problem) -> None:
+    sizes = [site.size for site in problem.sites]
+    by_site = problem.groups.to(scores_N.device).expand(scores_N).split(sizes)
+    for site, scores in zip(problem.sites, by_site, strict=True):
+        if not bool(scores.isfinite().all()):
+            raise DispfxError(
+                f"the scores of --method {problem.settings.method} must be finite: found NaN or infinity in "
+                f"{site.name}; the decoder's activations contain NaN or infinity",
+                where=site.slices[0].parameter,
+                hint="use --dtype float32 or bfloat16, or another --method",
+            )
+
+
+def _random(problem: Problem, graph_module: fx.GraphModule, sequences: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed_for(problem.settings.seed, "scores"))
+    return torch.randn(problem.groups.features, generator=generator)
+
+
+def _by_loss(problem: Problem, graph_module: fx.GraphModule, sequences: int) -> Tensor:
+    return _sensitivity(problem, sequences).cpu()
+
+
+def _by_weights(problem: Problem, graph_module: fx.GraphModule, sequences: int) -> Tensor:
+    return _by_group(magnitudes(graph_module, problem.sites), problem.groups)
+
+
+def _by_activations(
+    problem: Problem, graph_module: fx.GraphModule, sequences: int, *, fluctuation: bool
+) -> Tensor:
     norms = _weight_norms(graph_module, problem.sites, writers=False)
     values = [
-        moment.score(norm, fluctuation=method == "fluctuation")
+        moment.score(norm, fluctuation=fluctuation)
         for moment, norm in zip(_moments(problem, graph_module, sequences), norms, strict=True)
     ]
     return _by_group(torch.cat([_standardised(of_site) for of_site in values]), problem.groups)
+
+
+Score = Callable[[Problem, fx.GraphModule, int], Tensor]
+SCORES: dict[str, Score] = {
+    "magnitude": _by_weights,
+    "activation": partial(_by_activations, fluctuation=False),
+    "fluctuation": partial(_by_activations, fluctuation=True),
+    "sensitivity": _by_loss,
+    "random": _random,
+}
 
 
 def magnitudes(graph_module: fx.GraphModule, sites: Sequence[Site]) -> Tensor:

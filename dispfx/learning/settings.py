@@ -8,8 +8,9 @@ and weight decay 0.05, 10,000 steps of one sequence of 2048 tokens.  `docs/recip
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from dispfx.choices import check_choices, choice
 from dispfx.errors import DispfxError
 
 EstimatorName = Literal["reinmax", "gumbel", "straight-through"]
@@ -55,10 +56,9 @@ def recipe(name: str, steps: int | None = None) -> dict[str, Any]:
     Raises:
         DispfxError: naming the recipes that there are.
     """
-    if name not in RECIPES:
-        raise DispfxError(f"--recipe is {' or '.join(RECIPES)}, and {name!r} was given")
+    found = choice(RECIPES, name, "recipe")
     few = steps is not None and steps < FEW_STEPS
-    return {**RECIPES[name], **(RECIPES_OF_FEW_STEPS.get(name, {}) if few else {})}
+    return {**found, **(RECIPES_OF_FEW_STEPS.get(name, {}) if few else {})}
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,7 @@ class LearnSettings:
             _require(0.0 <= value < math.inf, name, "zero or a positive number", value)
         _require(math.isfinite(self.bias), "bias", "a finite number", self.bias)
         _require(1.0 <= self.sharpen < math.inf, "sharpen", "a number of at least 1", self.sharpen)
-        choices = {"estimator": EstimatorName, "hypernetwork": HypernetworkName, "schedule": Schedule}
-        choices |= {"method": Method, "start": Start, "packing": Packing, "budget_on": BudgetOn}
-        for name, allowed in choices.items():
-            one_of = " or ".join(get_args(allowed))
-            _require(getattr(self, name) in get_args(allowed), name, one_of, getattr(self, name))
-
+        check_choices(self)
         divides = self.batch_size % self.samples == 0
         _require(divides, "samples", f"a divisor of batch_size ({self.batch_size})", self.samples)
 

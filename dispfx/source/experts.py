@@ -15,6 +15,8 @@ from typing import Literal
 from torch import nn
 from transformers import PreTrainedModel
 
+from dispfx.choices import choice
+
 Experts = Literal["grouped", "batched"]
 
 _NAMES = {"grouped": "grouped_mm", "batched": "batched_mm"}
@@ -32,9 +34,13 @@ def has_choice_of_experts(model: nn.Module) -> bool:
 
 @contextmanager
 def experts_as(model: nn.Module, experts: Experts) -> Iterator[None]:
-    """Hold the module's experts in one implementation, where it has a choice; then put its own back."""
+    """Hold the module's experts in one implementation, where it has a choice; then put its own back.
+
+    Raises:
+        DispfxError: if there is no such implementation.
+    """
     before = _chosen(model)
-    changed = _change(model, _NAMES[experts])
+    changed = _change(model, choice(_NAMES, experts, "experts"))
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from dispfx.choices import choice
 from dispfx.demo import DECODER_FOLDER
 from dispfx.errors import SourceError
 from dispfx.origin import origin_of
@@ -137,13 +138,11 @@ def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """Return the dtype of a word, or None for none.
 
     Raises:
-        SourceError: if there is none of that name.
+        DispfxError: if there is none of that name.
     """
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    if dtype not in _DTYPES:
-        raise SourceError(f"--dtype {dtype!r} is unknown", hint=f"one of {', '.join(_DTYPES)}")
-    return _DTYPES[dtype]
+    return choice(_DTYPES, dtype, "--dtype")
 
 
 def _device(device: str | torch.device) -> torch.device:

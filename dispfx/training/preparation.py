@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from dispfx.choices import check_choices, option
 from dispfx.errors import DispfxError, UnsupportedGraphError, VerificationError, first_line
 from dispfx.ir.program import Program
 from dispfx.kernels.norm_gate import obstacle
@@ -56,6 +57,14 @@ class Compute:
     join: bool = True
     norm_gates: bool = True
     shard_on: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the choices.
+
+        Raises:
+            DispfxError: if one is none of auto, on and off.
+        """
+        check_choices(self, option)
 
     def compiles(self, device: torch.device) -> bool:
         """Whether layers are compiled on that device, if they can be."""

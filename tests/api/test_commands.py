@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dispfx.api import agree, apply, evaluate, export, generate, inspect, learn_plan, load, verify
+from dispfx.api import agree, apply, evaluate, export, generate, inspect, learn_plan, load, printing, verify
 from dispfx.errors import DataError, DispfxError, OutputError, VerificationError
 from dispfx.ir.plan import Plan
 from dispfx.measure.equivalence import Verification, require
@@ -39,7 +39,8 @@ def test_inspect_says_what_can_be_pruned_in_any_model():
     program = inspect(MODEL)
     assert [site.symbol for site in program.sites] == ["S1", "S2", "S3", "S4", "S5"]
     watcher = Watcher()
-    inspect(build_decoder(), skip=["*.mlp"], print_after=["find-sites"], observer=watcher)
+    with printing(["find-sites"], watcher):
+        inspect(build_decoder(), skip=["*.mlp"])
     assert watcher.printed_names == ["find-sites"]
 
 

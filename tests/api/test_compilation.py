@@ -303,7 +303,11 @@ REFUSED = {
     "one token to measure on": ({"data": random_tokens(17)}, DataError, "two tokens or more are needed"),
     "no such function": ({"model": "tests.api.plain:nothing"}, SourceError, "has no nothing"),
     "every branch skipped": ({"skip": ["*"]}, DispfxError, "--skip leaves out"),
-    "an unknown export": ({"export": "tensorrt"}, DispfxError, "--export is one of none, onnx, pt2"),
+    "an unknown export": (
+        {"export": "tensorrt"},
+        DispfxError,
+        "--export must be none or onnx or pt2 or dense",
+    ),
 }
 
 
@@ -374,8 +378,9 @@ def test_alignment_and_skipped_branches_reach_the_plan(tmp_path: Path, tokens: P
 
 def test_passes_are_printed_where_asked(tmp_path: Path, tokens: Path):
     watcher = Watcher()
-    compile_(tmp_path / "out", tokens, print_after=["canonicalize", "find-sites"], observer=watcher)
-    assert watcher.printed_names == ["canonicalize", "find-sites"]
+    with dispfx.api.printing(["canonicalize", "lower-gates", "find-sites"], watcher):
+        compile_(tmp_path / "out", tokens, observer=watcher)
+    assert watcher.printed_names[:3] == ["canonicalize", "find-sites", "lower-gates"]
 
 
 _PLAN_SCRIPT = """

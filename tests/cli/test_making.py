@@ -49,7 +49,7 @@ def test_compile_without_options_leaves_every_default_to_the_compiler(
         assert given[name] is None, name
     assert not {"data_weights", "data_field", "data_bytes"} & set(given)
     assert given["resume"] is False and given["trust_remote_code"] is False
-    assert given["ratio_of"] == "blocks" and given["skip"] == () and given["print_after"] == ()
+    assert given["ratio_of"] == "blocks" and given["skip"] == ()
     assert given["select"] == "after-norm"
 
 
@@ -89,7 +89,8 @@ def test_compile_hands_on_every_option(dispfx, replaced, report: Report, tmp_pat
     assert given["skip"] == ("a", "b") and given["align"] == 8 and given["target"] == "cuda"
     assert given["ratio_of"] == "total" and given["tokenizer"] == "tok" and given["resume"] is True
     assert given["dtype"] == "bfloat16" and given["device"] == "cpu" and given["export"] == "onnx"
-    assert given["trust_remote_code"] is True and given["print_after"] == ("canonicalize",)
+    assert given["trust_remote_code"] is True
+    assert "canonicalize did not run in this command" in result.stdout, "nothing was compiled"
     assert given["select"] == "before-norm"
 
 

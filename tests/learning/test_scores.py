@@ -224,7 +224,9 @@ def test_scores_that_are_not_finite_are_the_inputs_fault():
     found, graph = problem(analyse(build(FORMS["pre-norm"])), method="activation")
     with torch.no_grad():
         graph.get_parameter("embedding.weight")[TOKENS[0]] = torch.inf
-    with pytest.raises(DispfxError, match="--method activation needs finite scores"):
+    with pytest.raises(
+        DispfxError, match=r"scores of --method activation must be finite: .*layers.0.attention.read"
+    ):
         select_by_score(found, graph, BUDGET)
 
 

@@ -1,0 +1,206 @@
+"""A name that nobody knows is an error: no keyword is swallowed, and no choice has a silent default."""
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+
+import dispfx.api
+from dispfx.api import Compute, learn_settings, tune_settings
+from dispfx.api.programs import WriteSpelling, analyse, learn, lower
+from dispfx.api.readiness import Learning
+from dispfx.choices import check_choices, choice, require_fields
+from dispfx.cli import options
+from dispfx.cli.app import app
+from dispfx.errors import DispfxError
+from dispfx.ir.plan import Budget, BudgetOf, Plan
+from dispfx.ir.sites import Select
+from dispfx.learning.estimators import ESTIMATORS, estimator
+from dispfx.learning.hypernetwork import HYPERNETWORKS, build_hypernetwork, hypernetwork_parameters
+from dispfx.learning.scores import SCORES, score
+from dispfx.learning.settings import (
+    RECIPES,
+    EstimatorName,
+    HypernetworkName,
+    LearnSettings,
+    Method,
+    RecipeName,
+)
+from dispfx.passes.find_sites import FindSites
+from dispfx.passes.static_cache import StaticCache
+from dispfx.preconditions import SELECTIONS
+from tests.api.plain import build_decoder
+
+ROOT = Path(dispfx.__file__).parents[1]
+# Who may take any keyword, and where it goes.
+TAKES_ANY = {
+    "dispfx/api/finetuning.py:tune_settings": "checked against the fields of TuneSettings",
+    "dispfx/api/opening.py:learn_settings": "checked against the fields of LearnSettings",
+    "dispfx/api/programs.py:learn": "checked against the fields of LearnSettings",
+    "dispfx/capturing.py:traced": "handed on whole to torch.export",
+    "dispfx/cli/faults.py:run": "handed on whole to the verb",
+    "dispfx/deploy/checkpoint.py:_without_weights": "handed on whole to transformers",
+    "dispfx/huggingface/loading.py:load_model": "handed on whole to transformers",
+    "dispfx/huggingface/guards.py:guarded": "handed on whole to the function of transformers that it guards",
+    "dispfx/huggingface/modules.py:forward": "handed on whole to the module inside",
+    "dispfx/huggingface/quantizer.py:__init__": "the section of a config, checked where it is read",
+    "dispfx/huggingface/quantizer.py:_process_model_before_weight_loading": "called by transformers",
+    "dispfx/huggingface/quantizer.py:_process_model_after_weight_loading": "called by transformers",
+    "dispfx/learning/tensorboard.py:_write": "handed on whole to the constructor of an event",
+    "dispfx/lifting.py:run_decompositions": "called by torch, whose arguments change nothing here",
+}
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda]]:
+    """Yield every function of the product with `path:name`."""
+    for path in sorted([*ROOT.glob("dispfx/**/*.py"), *ROOT.glob("passes/*.py")]):
+        place = path.relative_to(ROOT)
+        if place.parts[:2] == ("dispfx", "passes"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                yield f"{place.as_posix()}:{getattr(node, 'name', 'lambda')}", node
+
+
+def test_only_named_functions_take_any_keyword_each_for_a_reason():
+    found = {name for name, function in functions() if function.args.kwarg is not None}
+    assert found == set(TAKES_ANY)
+
+
+def unread(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    given = function.args
+    names = {argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+    names |= {given.kwarg.arg} if given.kwarg else set()
+    return names - {
+        node.id for step in function.body for node in ast.walk(step) if isinstance(node, ast.Name)
+    }
+
+
+def test_every_argument_of_a_public_function_is_read():
+    public = {
+        f"{Path(inspect.getfile(inspect.unwrap(found))).resolve().relative_to(ROOT.resolve()).as_posix()}:{name}"
+        for name in dispfx.api.__all__
+        if inspect.isfunction(found := getattr(dispfx.api, name))
+    }
+    checked = 0
+    for name, function in functions():
+        if name in public and not isinstance(function, ast.Lambda):
+            assert not unread(function), name
+            checked += 1
+    assert checked == len(public) > 20
+
+
+@pytest.mark.parametrize("name", sorted(dispfx.api.__all__))
+def test_a_misspelt_keyword_of_a_public_function_is_an_error(name: str):
+    function = getattr(dispfx.api, name)
+    if not callable(function):
+        return
+    needed = [
+        None
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind == parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
+    ]
+    with pytest.raises((TypeError, DispfxError), match="aling"):
+        function(*needed, aling=16)
+
+
+@pytest.mark.parametrize("function", [learn_settings, tune_settings])
+def test_a_misspelt_setting_is_told_the_closest_one(function: Callable[..., Any]):
+    with pytest.raises(DispfxError, match="has no field 'stesp'") as error:
+        function("demo", stesp=3)
+    assert error.value.hint == "did you mean steps?"
+
+
+def test_a_misspelt_setting_is_told_before_anything_is_learned():
+    program = analyse(build_decoder())
+    with pytest.raises(DispfxError, match="no field 'stesp'"):
+        learn(program, None, 0.3, stesp=3)  # type: ignore[arg-type]
+    with pytest.raises(DispfxError, match="no field 'stesp'"):
+        learn(program, None, 0.3, settings=LearnSettings(), stesp=3)  # type: ignore[arg-type]
+
+
+def test_an_unknown_name_lists_the_known_ones_and_the_closest():
+    with pytest.raises(DispfxError, match="colour must be red or blue, and 'bleu' was given") as error:
+        choice({"red": 1, "blue": 2}, "bleu", "colour")
+    assert error.value.hint == "did you mean blue?" and error.value.exit_code == 2
+    assert choice({"red": 1, "blue": 2}, "blue", "colour") == 2
+    with pytest.raises(DispfxError) as far:
+        choice({"red": 1}, "xyzzy", "colour")
+    assert far.value.hint is None
+    with pytest.raises(DispfxError) as fields:
+        require_fields(Budget, ["xyzzy"])
+    assert fields.value.hint == "the fields are ratio, of, align, costs"
+
+
+def plan_and_program() -> tuple[Any, Any]:
+    program = analyse(build_decoder())
+    return program, Plan.random(program, 0.3, 0)
+
+
+UNKNOWN: dict[str, Callable[[], Any]] = {
+    "estimator": lambda: estimator("reinmx", 1.0),  # type: ignore[arg-type]
+    "hypernetwork": lambda: build_hypernetwork("ful", [2], bias=0.0, seed=0),  # type: ignore[arg-type]
+    "parameters of a hypernetwork": lambda: hypernetwork_parameters("ful", [2]),  # type: ignore[arg-type]
+    "score": lambda: score(None, None, "magnitud"),  # type: ignore[arg-type]
+    "counted": lambda: Budget(0.3, "block"),  # type: ignore[arg-type]
+    "compile": lambda: Compute(compile="always"),  # type: ignore[arg-type]
+    "checkpointing": lambda: Compute(checkpointing="onn"),  # type: ignore[arg-type]
+    "select": lambda: dispfx.api.capture(build_decoder(), select="before-norms"),  # type: ignore[arg-type]
+    "experts": lambda: dispfx.api.capture(build_decoder(), experts="batchd"),  # type: ignore[arg-type]
+    "spelling of writes": lambda: lower(*plan_and_program(), write="gather_add"),  # type: ignore[arg-type]
+    "target": lambda: Learning(0.3, target="gpu"),
+    "export": lambda: Learning(0.3, export="onx"),
+    "counted, of a run": lambda: Learning(0.3, ratio_of="block"),  # type: ignore[arg-type]
+    "reads of a cache": lambda: StaticCache(8, "masks"),  # type: ignore[arg-type]
+    "select, of the pass": lambda: FindSites(select="before"),  # type: ignore[arg-type]
+    "dtype": lambda: dispfx.api.inspect("demo", dtype="float8"),
+    "runtime of bench": lambda: dispfx.api.bench("there-is-none", runtime="onx"),  # type: ignore[arg-type]
+    "mode of bench": lambda: dispfx.api.bench("there-is-none", modes=["eagr"]),  # type: ignore[list-item]
+    "runtime of generate": lambda: dispfx.api.generate("demo", "a", runtime="onx"),  # type: ignore[arg-type]
+    "recipe": lambda: learn_settings("demo", recipe="papers"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(UNKNOWN))
+def test_an_unknown_choice_is_refused_and_never_taken_for_another(name: str):
+    with pytest.raises(DispfxError, match=r" must be .+, and '.+' was given"):
+        UNKNOWN[name]()
+
+
+def test_tables_hold_what_the_names_of_a_choice_say():
+    assert {"learned", *SCORES} == set(get_args(Method))
+    assert set(ESTIMATORS) == set(get_args(EstimatorName))
+    assert set(HYPERNETWORKS) == set(get_args(HypernetworkName))
+    assert set(RECIPES) == set(get_args(RecipeName))
+    assert set(SELECTIONS) == set(get_args(Select))
+
+
+def literals(function: Callable[..., Any]) -> dict[str, set[str]]:
+    """Return the names that each argument with a fixed set of names may have."""
+    found = {}
+    for name, hint in get_type_hints(function).items():
+        for part in (hint, *get_args(hint)):
+            if get_origin(part) is Literal:
+                found[name] = set(get_args(part))
+    return found
+
+
+def test_the_command_line_offers_the_names_that_the_compiler_knows():
+    verbs = {command.name: command.callback for command in app.registered_commands}
+    compile_, settings = literals(verbs["compile"]), literals(LearnSettings)
+    shared = compile_.keys() & settings.keys()
+    assert {"method", "estimator", "hypernetwork", "start", "schedule"} <= shared
+    assert {name: compile_[name] for name in shared} == {name: settings[name] for name in shared}
+    assert compile_["ratio_of"] == set(get_args(BudgetOf)) and compile_["select"] == set(get_args(Select))
+    assert literals(verbs["export"])["write"] == set(get_args(WriteSpelling))
+    assert compile_["checkpointing"] == literals(Compute)["checkpointing"]
+    assert set(get_args(options.DtypeName)) == {"float32", "bfloat16", "float16"}
+
+
+def test_every_known_name_is_let_pass():
+    check_choices(LearnSettings())
+    for name in get_args(Method):
+        assert LearnSettings(method=name).method == name
