@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dispfx.chosen_device import chosen_device
 from dispfx.errors import DispfxError, first_line
 
 # Ranks wait for each other while one of them compiles, measures or writes.
@@ -123,12 +124,6 @@ def rank_of_environment() -> Ranks:
     return Ranks(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 
 
-def local_device(device: str | None) -> str | None:
-    """Return the card of this process where `cuda` was asked for and several processes share a host."""
-    local = os.environ.get("LOCAL_RANK")
-    return f"cuda:{local}" if device == "cuda" and local is not None else device
-
-
 @contextmanager
 def joined(device: str | None) -> Iterator[Ranks]:
     """Join the run that torchrun started, if it did, and leave it at the end.
@@ -145,7 +140,7 @@ def joined(device: str | None) -> Iterator[Ranks]:
         return
     on_cuda = (device or "").startswith("cuda")
     if on_cuda:
-        _take_card(torch.device(str(device)))
+        torch.cuda.set_device(chosen_device(device))
     try:
         dist.init_process_group("nccl" if on_cuda else "gloo", timeout=_LONGEST_WAIT)
     except (RuntimeError, ValueError) as error:
@@ -157,16 +152,6 @@ def joined(device: str | None) -> Iterator[Ranks]:
         yield ranks
     finally:
         dist.destroy_process_group()
-
-
-def _take_card(device: torch.device) -> None:
-    found = torch.cuda.device_count()
-    if (device.index or 0) >= found:
-        raise DispfxError(
-            f"--device {device} was asked and torch sees {found} CUDA device(s)",
-            hint="start as many processes as there are cards, or use --device cpu",
-        )
-    torch.cuda.set_device(device)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from dispfx.api.opening import Opening, Runtime, longest_context
 from dispfx.api.programs import lower_program, only_planned
 from dispfx.api.speed import Contender, Mode, compare
 from dispfx.choices import require_choice
+from dispfx.chosen_device import chosen_device
 from dispfx.deploy.checkpoint import skeleton
 from dispfx.errors import DataError, OutputError, PlanMismatchError
 from dispfx.ir.cached_inputs import CachedShape
@@ -120,7 +121,7 @@ def bench(
     require_choice(get_args(Runtime), runtime, "--runtime")
     for mode in modes:
         require_choice(get_args(Mode), mode, "--mode")
-    place = torch.device(device or "cpu")
+    place = chosen_device(device)
     check_alignments(
         alignments,
         has_text=eval_data is not None,

@@ -12,6 +12,7 @@ from torch import nn
 
 from dispfx.api.cached import capture_cached
 from dispfx.api.programs import analyse, lower_program, only_planned
+from dispfx.chosen_device import chosen_device
 from dispfx.deploy import reload
 from dispfx.deploy.checkpoint import PLAN_FILE, implementations, own_config, skeleton
 from dispfx.deploy.exported import PROGRAM_FILE, load_program
@@ -167,10 +168,12 @@ def open_folder(
         experts: as in `dispfx.api.programs.capture`; `batched` to export what is opened.
 
     Raises:
+        DispfxError: if the device is not there.
         OutputError: if the folder is not one of ours.
         DataError: if a file is missing or damaged.
         PlanMismatchError: if the folder's files do not belong together.
     """
+    device = chosen_device(device)
     path = Path(folder).expanduser()
     if (path / PROGRAM_FILE).is_file() and not (path / CONFIG_FILE).is_file():
         return Opened(path, None, device, trust_remote_code, experts)

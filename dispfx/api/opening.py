@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from dispfx.choices import require_fields
+from dispfx.chosen_device import chosen_device
 from dispfx.learning.settings import DEFAULT_RECIPE, LearnSettings
 from dispfx.learning.settings import recipe as recipe_of
 from dispfx.source import Source, load_source
@@ -76,6 +77,14 @@ class Opening:
     trust_remote_code: bool = False
     tokenizer: str | None = None
 
+    def __post_init__(self) -> None:
+        """Check the device, before anything is read.
+
+        Raises:
+            DispfxError: if it is none that torch can compute on here.
+        """
+        chosen_device(self.device)
+
     def open(self) -> Source:
         """Return MODEL as a `Source`; a module is taken as it is.
 
@@ -88,7 +97,7 @@ class Opening:
             self.model,
             revision=self.revision,
             dtype=self.dtype,
-            device=self.device or "cpu",
+            device=chosen_device(self.device),
             trust_remote_code=self.trust_remote_code,
             tokenizer=self.tokenizer,
         )

@@ -23,6 +23,7 @@ from typing import Any
 
 import typer
 
+from dispfx.chosen_device import chosen_device, local_device
 from dispfx.errors import EXIT_INTERRUPTED, EXIT_OUR_FAULT, DispfxError, first_line
 
 # Too long a name, a loop of links, a place that may not be read, a file where a folder should be, and the
@@ -43,6 +44,7 @@ def reports_faults(verb: Callable[..., None]) -> Callable[..., None]:
         if not debug:
             warnings.simplefilter("ignore")
         try:
+            chosen_device(local_device(options.get("device")))
             verb(**options)
         except (typer.Exit, BrokenPipeError):
             raise

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dispfx.chosen_device import local_device
 from dispfx.cli import options as given
 from dispfx.cli.faults import reports_faults
 from dispfx.cli.launching import check_shard, launches
@@ -116,7 +117,7 @@ def compile(  # the verb's name
     if not dry_run and launches(launch):
         return
     from dispfx import api
-    from dispfx.ranks import joined, local_device
+    from dispfx.ranks import joined
 
     settings = api.learn_settings(model, **chosen) if chosen else None
     learns_on, opens_on = _devices(local_device(device), shard)
@@ -222,7 +223,7 @@ def learn(
     if not dry_run and launches(launch):
         return
     from dispfx import api
-    from dispfx.ranks import joined, local_device
+    from dispfx.ranks import joined
 
     settings = api.learn_settings(model, **chosen) if chosen else None
     learns_on, opens_on = _devices(local_device(device), shard)

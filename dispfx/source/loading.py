@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from dispfx.choices import choice
+from dispfx.chosen_device import chosen_device
 from dispfx.demo import DECODER_FOLDER
 from dispfx.errors import SourceError
 from dispfx.origin import origin_of
@@ -53,7 +54,7 @@ def load_source(
             hint="`dispfx inspect` shows what can be pruned in it; everything else needs the weights",
         )
     wanted = dtype_of(dtype)
-    target = _device(device)
+    target = chosen_device(device)
     if origin == "function":
         source = Source(*build_module(spec), name=spec, origin=origin)
     else:
@@ -143,23 +144,3 @@ def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     return choice(_DTYPES, dtype, "--dtype")
-
-
-def _device(device: str | torch.device) -> torch.device:
-    try:
-        target = torch.device(device)
-    except RuntimeError as error:
-        raise _unknown_device(device) from error
-    if target.type not in ("cpu", "cuda"):
-        raise _unknown_device(device)
-    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        raise SourceError(
-            f"--device {target} was asked and torch sees {found} CUDA device(s)",
-            hint="use --device cpu, or install a CUDA build of torch",
-        )
-    return target
-
-
-def _unknown_device(device: str | torch.device) -> SourceError:
-    return SourceError(f"--device {str(device)!r} is unknown", hint="cpu, cuda, or cuda:0")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.choices import check_choices, option
+from dispfx.chosen_device import chosen_device
 from dispfx.errors import DispfxError, UnsupportedGraphError, VerificationError, first_line
 from dispfx.ir.program import Program
 from dispfx.kernels.norm_gate import obstacle
@@ -62,9 +63,11 @@ class Compute:
         """Check the choices.
 
         Raises:
-            DispfxError: if one is none of auto, on and off.
+            DispfxError: if one is none of auto, on and off, or the device is not there.
         """
         check_choices(self, option)
+        if self.shard_on is not None:
+            chosen_device(self.shard_on)
 
     def compiles(self, device: torch.device) -> bool:
         """Whether layers are compiled on that device, if they can be."""

@@ -1,0 +1,47 @@
+"""The device that a user chose: a word that torch knows, and a card that is there.
+
+A word is checked before torch is imported, so that a typo is reported at once.
+"""
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from dispfx.errors import DispfxError
+
+if TYPE_CHECKING:
+    import torch
+
+_WORD = re.compile(r"cpu(:0)?|cuda(:\d{1,4})?")
+
+
+def chosen_device(device: "str | torch.device | None") -> "torch.device":
+    """Return a device to compute on; the CPU for None.
+
+    Raises:
+        DispfxError: if it is neither the CPU nor a CUDA device, or torch does not see this card.
+    """
+    word = "cpu" if device is None else str(device)
+    if not _WORD.fullmatch(word):
+        raise DispfxError(
+            f"--device must be cpu, cuda or cuda:N, and {word!r} was given",
+            hint="dispfx runs on CPUs and on CUDA devices; `dispfx doctor` lists those of this machine",
+        )
+    import torch
+
+    target = torch.device(word)
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise DispfxError(
+            f"--device {target} was asked and torch sees {found or 'no'} CUDA device(s)",
+            hint="use --device cpu, or install a CUDA build of torch"
+            if not found
+            else f"use --device cuda:{found - 1} or below",
+        )
+    return target
+
+
+def local_device(device: str | None) -> str | None:
+    """Return the card of this process where `cuda` was asked for and several processes share a host."""
+    local = os.environ.get("LOCAL_RANK")
+    return f"cuda:{local}" if device == "cuda" and local is not None else device
