@@ -33,12 +33,13 @@ from dispfx.capturing import (
     embedding_rows,
     evaluation,
     require_decoder,
-    traced,
-    user_frame,
 )
 from dispfx.errors import CaptureError, first_line
 from dispfx.ir.cached_inputs import CACHED_INPUTS, CachedShape, CacheTensor, cache_tensors, sample_inputs
 from dispfx.ir.program import Program
+from dispfx.tracing.caches import nothing_remembered
+from dispfx.tracing.exporting import traced, user_frame
+from dispfx.tracing.module_state import module_kept
 from dispfx.unlifting import program_of, straight_line, user_inputs, user_outputs
 
 TRACED_SHAPE = CachedShape(batch=3, tokens=13, past=34)
@@ -143,9 +144,10 @@ def _export(forward: CachedForward, inputs: tuple[Tensor, ...]) -> ExportedProgr
     rows = {0: Dim.AUTO, 1: Dim.AUTO}
     shapes = (rows, rows, rows, [{0: Dim.AUTO, 2: Dim.AUTO} for _ in forward.caches])
     try:
-        return traced(
-            forward.module, _grouped(inputs), shapes, prefer_deferred_runtime_asserts_over_guards=True
-        )
+        with module_kept(forward.decoder, values=False), nothing_remembered(forward.decoder):
+            return traced(
+                forward.module, _grouped(inputs), shapes, prefer_deferred_runtime_asserts_over_guards=True
+            )
     except Exception as error:
         raise CaptureError(
             f"torch.export cannot capture this decoder with its cache: {first_line(error)}",

@@ -1,4 +1,4 @@
-"""Capture: an `nn.Module` becomes a `Program`.  The only file that knows `torch.export.export`.
+"""Capture: an `nn.Module` becomes a `Program`.
 
 Entry points: `capture` for a decoder, `export_program` for a rewritten graph.
 
@@ -16,9 +16,8 @@ How a decoder becomes a graph:
 
 import inspect
 import math
-import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,17 +31,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dispfx.documents import ApartDocuments, refuse_mixing
 from dispfx.errors import CaptureError, first_line
 from dispfx.ir.program import Program
+from dispfx.tracing.caches import nothing_remembered
+from dispfx.tracing.exporting import traced, user_frame
+from dispfx.tracing.module_state import ModuleState, module_kept, random_state_kept
+from dispfx.tracing.warm_up import length_bound, warm_up
 from dispfx.unlifting import program_of, straight_line, user_inputs, user_outputs
 
 TRACED_SHAPE = (3, 13)
 OTHER_SHAPE = (2, 17)
+LONGEST = 2048
 IDENTITY_TOLERANCE = 1e-6
 # Attention sums over more places, most of them hidden, than for a document alone.
 _APART_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 _HALF_APART_TOLERANCE = 0.05
 
 
-def capture(model: nn.Module, *, vocabulary_size: int | None = None, separator: int | None = None) -> Program:
+def capture(
+    model: nn.Module,
+    *,
+    vocabulary_size: int | None = None,
+    separator: int | None = None,
+    longest: int = LONGEST,
+) -> Program:
     """Return the graph of a decoder; the decoder itself is not changed.
 
     Args:
@@ -50,6 +60,7 @@ def capture(model: nn.Module, *, vocabulary_size: int | None = None, separator: 
             holds them; on the meta device, or with all its values.
         vocabulary_size: ids are drawn below it; by default taken from the input embedding.
         separator: token that ends a document; those of a sequence are kept apart then (`dispfx.documents`).
+        longest: tables that the module makes as long as its texts are captured for so many tokens.
 
     Raises:
         CaptureError: if the module cannot be exported, works at one shape only, or the graph
@@ -57,7 +68,7 @@ def capture(model: nn.Module, *, vocabulary_size: int | None = None, separator: 
     """
     require_decoder(model)
     vocabulary = vocabulary_size or embedding_rows(model)
-    with evaluation(model), torch.no_grad(), warnings.catch_warnings():
+    with evaluation(model) as state, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         arguments = _fixed_arguments(model)
         called = model
@@ -69,7 +80,12 @@ def capture(model: nn.Module, *, vocabulary_size: int | None = None, separator: 
             # What torch.export says of a module that cannot run at all is hard to read.
             returned = _run(called, ids, arguments)
             logits = logits_of(returned, ids)
-        program = _program_of(straight_line(_export(called, ids)), model, called)
+
+        def run(tokens: int) -> None:
+            _run(called, token_ids(model, vocabulary, (1, tokens)), arguments)
+
+        exported = _export_at_its_longest(called, ids, state, run, longest)
+        program = _program_of(straight_line(exported), model, called)
         program.separator = separator
         if shapes:
             alike = [leaf for leaf in _tensors_in(returned) if leaf.shape == logits.shape]
@@ -93,26 +109,6 @@ def _check_apart(program: Program, model: nn.Module, ids: Tensor, separator: int
     found = difference(program.graph_module(ids), torch.cat(alone, 1))
     if not found.relative <= _APART_TOLERANCE.get(program.dtype, _HALF_APART_TOLERANCE):
         raise refuse_mixing(type(model).__name__, found.relative)
-
-
-def traced(
-    module: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], **options: Any
-) -> ExportedProgram:
-    """Return a module as torch.export traces it.
-
-    While it traces, torch notes what each operation gave for tensors without values, and rebuilds the note
-    to see that it is right.  That takes longer than computing the shapes once more, which few operations
-    of a decoder need: 40% of the time for two layers, and nothing is won with sixteen.
-
-    Args:
-        inputs: sample inputs.
-        shapes: which of their sizes are free, as torch.export wants them.
-        options: of torch.export.
-    """
-    from torch._dynamo import config
-
-    with config.patch(fake_tensor_cache_enabled=False):
-        return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False, **options)
 
 
 def export_program(module: fx.GraphModule, ids: Tensor) -> ExportedProgram:
@@ -185,34 +181,22 @@ def embedding_rows(model: nn.Module) -> int:
 
 
 @contextmanager
-def evaluation(model: nn.Module, *, use_cache: bool = False) -> Iterator[None]:
+def evaluation(model: nn.Module, *, use_cache: bool = False) -> Iterator[ModuleState]:
     """Hold the module in evaluation mode, and its config's `use_cache` as asked.
 
-    Both are put back, and so is every buffer that a forward pass writes to or replaces.
+    Afterwards module and random states are as they were.
     """
-    flags = {module: module.training for module in model.modules()}
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in flags
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
     config = getattr(model, "config", None)
     before = getattr(config, "use_cache", None)
-    model.eval()
-    if before is not None:
-        config.use_cache = use_cache  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        for module, training in flags.items():
-            module.training = training
-        for module, name, buffer, value in buffers:
-            module._buffers[name] = buffer
-            if not buffer.is_meta and not torch.equal(buffer, value):
-                buffer.copy_(value)
+    with module_kept(model) as state, random_state_kept():
+        model.eval()
         if before is not None:
-            config.use_cache = before  # type: ignore[union-attr]
+            config.use_cache = use_cache  # type: ignore[union-attr]
+        try:
+            yield state
+        finally:
+            if before is not None:
+                config.use_cache = before  # type: ignore[union-attr]
 
 
 def _fixed_arguments(model: nn.Module) -> dict[str, Any]:
@@ -270,10 +254,29 @@ class _LogitsOnly(nn.Module):
         return logits_of(self.decoder(ids, **self.arguments), ids)
 
 
+def _export_at_its_longest(
+    model: nn.Module, ids: Tensor, state: ModuleState, run: Callable[[int], None], longest: int
+) -> ExportedProgram:
+    """Export a module whose masks and tables, if it makes them where they are needed, are made already.
+
+    Args:
+        state: of the module before it ran at all.
+        run: runs the module on so many tokens.
+        longest: how many tokens such tables are made for.
+    """
+    warm = state.restructured() and warm_up(run, longest)
+    exported = _export(model, ids)
+    bound = length_bound(exported, user_inputs(exported)[0])
+    if not warm and bound is not None and bound < longest and warm_up(run, longest) and state.restructured():
+        return _export(model, ids)
+    return exported
+
+
 def _export(model: nn.Module, ids: Tensor) -> ExportedProgram:
     dynamic = ({0: Dim.AUTO, 1: Dim.AUTO},)
     try:
-        return traced(_LogitsOnly(model), (ids,), dynamic)
+        with module_kept(model, values=False), nothing_remembered(model):
+            return traced(_LogitsOnly(model), (ids,), dynamic)
     except Exception as error:
         raise CaptureError(
             f"torch.export cannot capture this module: {first_line(error)}",
@@ -332,12 +335,3 @@ def difference(actual: Tensor, expected: Tensor) -> Difference:
     absolute = float((actual.double() - expected.double()).abs().max())
     largest = float(expected.double().abs().max())
     return Difference(absolute, absolute / largest if largest else absolute)
-
-
-def user_frame(error: Exception) -> str | None:
-    """Return the innermost frame outside torch, as file:line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        f for f in frames if "/torch/" not in f.filename and not f.filename.endswith("dispfx/capturing.py")
-    ]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.api.fitting import fitted_settings, settings_for
-from dispfx.api.opening import changed_settings, learn_settings, named_context
+from dispfx.api.opening import changed_settings, learn_settings, longest_context, named_context
 from dispfx.api.training import device_of_learning, prepared_loss
 from dispfx.capturing import capture as capture_module
 from dispfx.choices import require_choice
@@ -89,17 +89,29 @@ def analyse(
     vocabulary_size: int | None = None,
     experts: Experts = "grouped",
     separator: int | None = None,
+    longest: int = 0,
 ) -> Program:
     """As `capture`; with a `separator`, the documents of a sequence are kept apart.
+
+    Args:
+        longest: tokens that the program is to read at least, if the decoder makes its tables as long as its
+            texts; more by default where the decoder's own context is longer, 2048 at most.
 
     Raises:
         CaptureError, UnsupportedGraphError: as `capture`.
     """
 
+    config = getattr(model, "config", None)
+
     def attempt(experts: Experts) -> Program:
         with experts_as(model, experts):
-            program = capture_module(model, vocabulary_size=vocabulary_size, separator=separator)
-        program.context = named_context(getattr(model, "config", None))
+            program = capture_module(
+                model,
+                vocabulary_size=vocabulary_size,
+                separator=separator,
+                longest=max(longest, longest_context(config)),
+            )
+        program.context = named_context(config)
         return Pipeline(analysis(skip, select)).run(program)
 
     try:
@@ -120,6 +132,7 @@ def apart(
     *,
     skip: Sequence[str] = (),
     select: Select = "after-norm",
+    longest: int = 0,
 ) -> Program:
     """Return a program of the same decoder in which the documents of a sequence do not see each other.
 
@@ -128,13 +141,13 @@ def apart(
     Args:
         model: the decoder that `program` was captured from.
         separator: token that ends a document.
-        skip, select: as for `program`.
+        skip, select, longest: as for `program`.
 
     Raises:
         CaptureError: if the decoder cannot keep documents apart.
         UnsupportedGraphError: if other sites are found in it then.
     """
-    twin = analyse(model, skip=skip, select=select, separator=separator)
+    twin = analyse(model, skip=skip, select=select, separator=separator, longest=longest)
     found, expected = ([(site.name, site_keys(site)) for site in one.sites] for one in (twin, program))
     if found != expected:
         raise UnsupportedGraphError(

@@ -114,7 +114,7 @@ def ready_to_learn(
     if source.config is not None or "seq_len" not in settings.adaptable:
         text.batches(settings)  # Otherwise the decoder's graph says how long its sequences may be.
     text.require_measurable()
-    program = analysed(source, stages, how.skip, how.select)
+    program = analysed(source, stages, how.skip, how.select, settings.seq_len)
     if how.select == "before-norm" and how.export == "dense":
         with stages("verify"):
             require_ordinary(source, program, how.ratio, how.ratio_of, how.alignment(program))
@@ -122,7 +122,9 @@ def ready_to_learn(
     learned_on = program
     if separator is not None:
         with stages("capture documents"):
-            learned_on = apart(source.model, program, separator, skip=how.skip, select=how.select)
+            learned_on = apart(
+                source.model, program, separator, skip=how.skip, select=how.select, longest=settings.seq_len
+            )
     settings = fitted(program=learned_on, note=stages.observer.note)
     require_readable(program, settings.seq_len)
     batches = text.batches(settings)
@@ -130,9 +132,11 @@ def ready_to_learn(
     return Ready(source, text, batches, program, learned_on, settings, costs)
 
 
-def analysed(source: Source, stages: Stages, skip: Sequence[str], select: Select) -> Program:
-    """Return the program of a decoder, as a stage that is told."""
+def analysed(
+    source: Source, stages: Stages, skip: Sequence[str], select: Select, longest: int = 0
+) -> Program:
+    """Return the program of a decoder, as a stage that is told; `longest` as for `analyse`."""
     with stages("capture"):
-        program = analyse(source.model, skip=skip, select=select)
+        program = analyse(source.model, skip=skip, select=select, longest=longest)
     stages.observer.found(program)
     return program

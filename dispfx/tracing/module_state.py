@@ -1,0 +1,115 @@
+"""A module is afterwards as it was before, whatever its forward pass does to it.
+
+Entry points: `module_kept` and `random_state_kept`, context managers that hold on success and on failure.
+
+Kept are, of every object that is reached from the module's attributes:
+1. what its attributes are: parameters, buffers, sub-modules, hooks, modes, plain attributes;
+2. what lists, dicts, sets and deques hold;
+3. the values of tensors that are no parameters.
+
+What is reached from globals and closures alone is not kept.
+"""
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+# Nearest the module first; a data set or a tokenizer that it holds is not walked through to its end.
+_MOST_OBJECTS = 200_000
+_CONTAINERS = (OrderedDict, dict, list, set, deque)
+_NOT_FOLLOWED = (
+    int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, FunctionType, MethodType,
+    BuiltinFunctionType, ModuleType, nn.Parameter, fx.Graph,
+)  # fmt: skip
+
+
+class ModuleState:
+    """What a module, and everything that it holds, was at one time.
+
+    Args:
+        module: the module.
+        values: whether the values of tensors are kept too, which copies them.
+    """
+
+    def __init__(self, module: nn.Module, *, values: bool = True):
+        self._containers: list[tuple[Any, list[Any]]] = []
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        seen: dict[int, Any] = {}  # by id, and holding what has it, so that no id is given twice
+        waiting: deque[Any] = deque([module])
+        while waiting and len(seen) < _MOST_OBJECTS:
+            each = waiting.popleft()
+            if isinstance(each, _NOT_FOLLOWED) or id(each) in seen:
+                continue
+            seen[id(each)] = each
+            if not isinstance(each, Tensor):
+                waiting.extend(self._note(each))
+            elif values and type(each) is Tensor and each.layout is torch.strided and not each.is_meta:
+                self._tensors.append((each, each.detach().clone()))
+
+    def _note(self, value: Any) -> list[Any]:
+        """Note what an object holds, and return it."""
+        held = list(value) if isinstance(value, tuple) else []
+        for container in (value, getattr(value, "__dict__", None)):
+            if isinstance(container, _CONTAINERS):
+                items = _items(container)
+                self._containers.append((container, items))
+                held += [item[1] for item in items] if isinstance(container, dict) else items
+        return held
+
+    def restructured(self) -> bool:
+        """Whether an attribute, or what a container holds, is another object than it was."""
+        return any(not _same(_items(container), items) for container, items in self._containers)
+
+    def restore(self) -> None:
+        """Make everything what it was."""
+        for container, items in self._containers:
+            if not _same(_items(container), items):
+                kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+                kind.clear(container)
+                (kind.extend if kind in (list, deque) else kind.update)(container, items)
+        with torch.no_grad():
+            for tensor, value in self._tensors:
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+
+
+def _items(container: Any) -> list[Any]:
+    return list(container.items()) if isinstance(container, dict) else list(container)
+
+
+def _same(found: list[Any], before: list[Any]) -> bool:
+    """Whether two lists, of values or of pairs of a name and a value, hold the same objects."""
+    return len(found) == len(before) and all(
+        one is other or (isinstance(one, tuple) and isinstance(other, tuple) and _same([*one], [*other]))
+        for one, other in zip(found, before, strict=True)
+    )
+
+
+@contextmanager
+def module_kept(module: nn.Module, *, values: bool = True) -> Iterator[ModuleState]:
+    """Put a module back, at the end, into the state in which it is now."""
+    state = ModuleState(module, values=values)
+    try:
+        yield state
+    finally:
+        state.restore()
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Put the random states of Python, NumPy and torch back, of CUDA too where it is in use."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

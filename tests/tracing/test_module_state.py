@@ -1,0 +1,193 @@
+"""A module, and every random state, is after a capture what it was before, whether that succeeds or fails."""
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dispfx.capturing import capture
+from dispfx.errors import CaptureError
+from dispfx.tracing.module_state import ModuleState, module_kept, random_state_kept
+from tests.one_branch import VOCABULARY, WIDTH
+from tests.programs import token_ids
+
+IDS = token_ids(2, 9, vocabulary=VOCABULARY)
+
+
+class Cache:
+    """Something with attributes that is no module."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.tables: dict[str, Tensor] = {}
+
+
+class Decoder(nn.Module):
+    """Keeps things of every kind, and writes to them where a test says so."""
+
+    def __init__(self, write: Callable[["Decoder", Tensor], Any]):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.register_buffer("table", torch.zeros(4))
+        self.register_buffer("absent", None)
+        self.plain = torch.zeros(3)
+        self.number = 0
+        self.things: list[Any] = [torch.zeros(2), {"inner": [1, 2]}]
+        self.named: OrderedDict[str, Any] = OrderedDict(a=1, b=2)
+        self.recent = deque([1, 2], maxlen=2)
+        self.seen = {1, 2}
+        self.cache = Cache()
+        self.write = write
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        x = x + self.down(self.up(x).relu())
+        if not torch.compiler.is_exporting():
+            self.write(self, ids)
+        return self.head(x)
+
+
+def add_buffer(m: Decoder, ids: Tensor) -> None:
+    m.register_buffer("new", torch.ones(ids.shape[1]), persistent=False)
+
+
+def hook(m: Decoder, ids: Tensor) -> None:
+    m.up.register_forward_hook(lambda *given: None)
+
+
+def tables(m: Decoder, ids: Tensor) -> None:
+    m.cache.length = ids.shape[1]
+    m.cache.tables["long"] = torch.ones(3)
+
+
+WRITES: dict[str, Callable[[Decoder, Tensor], Any]] = {
+    "a number": lambda m, ids: setattr(m, "number", ids.shape[1]),
+    "a new attribute": lambda m, ids: setattr(m, "mask", torch.ones(ids.shape[1])),
+    "an attribute goes": lambda m, ids: vars(m).pop("plain", None),
+    "a tensor in place": lambda m, ids: m.plain.add_(1),
+    "a buffer in place": lambda m, ids: m.table.add_(1),  # type: ignore[operator]
+    "a buffer replaced": lambda m, ids: setattr(m, "table", torch.ones(ids.shape[1])),
+    "a buffer on first use": lambda m, ids: setattr(m, "absent", torch.ones(ids.shape[1])),
+    "a new buffer": add_buffer,
+    "a buffer goes": lambda m, ids: m._buffers.pop("table", None),
+    "a tensor in a list": lambda m, ids: m.things[0].add_(1),
+    "a list in a list": lambda m, ids: m.things[1]["inner"].append(3),
+    "an ordered dict": lambda m, ids: m.named.update(a=3, c=4),
+    "a deque": lambda m, ids: m.recent.append(3),
+    "a set": lambda m, ids: m.seen.add(3),
+    "an object": tables,
+    "a hook": hook,
+    "modes": lambda m, ids: m.up.train(),
+    "a parameter replaced": lambda m, ids: setattr(m.up, "bias", nn.Parameter(m.up.bias.detach().clone())),
+}
+
+
+def decoder(write: Callable[[Decoder, Tensor], Any]) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(write)
+
+
+def everything(value: Any, path: str = "", seen: frozenset[int] = frozenset()) -> dict[str, Any]:
+    """Return every value that an object holds, by where it is held, with the identity of what holds them."""
+    if id(value) in seen:
+        return {}
+    found: dict[str, Any] = {f"{path}/": id(value)}
+    seen = seen | {id(value)}
+    if isinstance(value, Tensor):
+        return found | {path: value.tolist()}
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        pairs += value.items()
+    elif isinstance(value, list | deque | set):
+        pairs += enumerate(value)
+    if isinstance(value, nn.Module | Cache):
+        pairs += vars(value).items()
+    for name, inner in pairs:
+        found |= everything(inner, f"{path}.{name}", seen)
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(WRITES))
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_forward_pass_writes_is_as_before(name: str, fails: bool):
+    model = decoder(WRITES[name]).train()
+    model.up.eval()
+    before = everything(model)
+    if fails:
+        model.head.register_forward_hook(lambda module, given, output: output.mean(1))
+        before = everything(model)
+        with pytest.raises(CaptureError):
+            capture(model)
+    else:
+        capture(model)
+    assert everything(model) == before
+
+
+def test_a_module_that_fails_at_once_is_as_before():
+    def broken(m: Decoder, ids: Tensor) -> None:
+        m.number = 5
+        raise ValueError("no")
+
+    model = decoder(broken)
+    with pytest.raises(CaptureError, match="no"):
+        capture(model)
+    assert model.number == 0 and model.training
+
+
+def test_no_random_number_is_drawn():
+    def draw(m: Decoder, ids: Tensor) -> None:
+        random.random(), np.random.rand(), torch.rand(2)
+
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    model = Decoder(draw)
+    expected = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
+    capture(model)
+    found = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
+    assert found == expected
+
+
+def test_random_states_come_back_after_an_error():
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError), random_state_kept():
+        torch.rand(3)
+        raise ValueError
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_only_another_object_counts_as_another_structure():
+    model = decoder(lambda m, ids: None)
+    state = ModuleState(model)
+    assert not state.restructured()
+    model.plain.add_(1)
+    assert not state.restructured()
+    model.things[1]["inner"][0] = 7
+    assert state.restructured()
+    state.restore()
+    assert not state.restructured() and model.things[1]["inner"] == [1, 2] and not model.plain.any()
+
+
+def test_values_of_parameters_are_not_copied_and_other_values_only_where_asked():
+    model = decoder(lambda m, ids: None)
+    with module_kept(model, values=False):
+        model.plain.add_(1)
+        with torch.no_grad():
+            model.up.bias.add_(1)
+    assert model.plain.all()
+
+
+def test_objects_that_hold_each_other_are_kept():
+    model = decoder(lambda m, ids: None)
+    model.things.append(model.things)
+    model.cache.owner = model.__dict__  # type: ignore[attr-defined]
+    with module_kept(model):
+        model.things.append(1)
+    assert len(model.things) == 3
