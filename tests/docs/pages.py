@@ -16,6 +16,7 @@ from tests.processes import started
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "docs" / "log").glob("*.md"))
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Learning and measuring are cut short: that the commands work is shown, not what they are worth.
 _LEARNING = ["--steps", "2", "--batch-size", "2", "--samples", "1", "--seq-len", "32"]
