@@ -60,7 +60,8 @@ class Canonicalize:
             changed = step(program.graph) or changed
         parameters = program.parameters
         program.rebuild(dict(program.tensors()))
-        unread = {path: tensor for path, tensor in parameters.items() if path not in program.parameters}
+        read = program.parameters
+        unread = {path: tensor for path, tensor in parameters.items() if path not in read}
         program.unused = {**program.unused, **unread}
         erased = before - len(program.graph.nodes)
         return PassResult(changed or erased > 0, f"{erased} of {before} values erased")
