@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePath
-from typing import Literal
+from typing import Literal, get_args
 
+from dispfx.choices import require_choice
 from dispfx.errors import DataError
 from dispfx.preconditions import check_files
 
+Bos = Literal["auto", "on", "off"]
 TextForm = Literal["text", "json-lines", "parquet", "tokens", "dataset"]
 
 DATASET = "datasets:"
@@ -78,18 +80,23 @@ class Reading:
         field: of JSON lines, parquet and data sets, that holds the text.
         most_bytes: of all texts together; of longer ones, evenly spaced pieces are read.
         between: what stands between two texts or records.
+        bos: whether every sequence begins with the beginning-of-sequence token: `auto` where the tokenizer
+            puts one in front of a text, `on` or `off`.
     """
 
     field: str = TEXT_FIELD
     most_bytes: int = TEXT_BYTES
     between: str = LINE_BREAK
+    bos: Bos = "auto"
 
     def __post_init__(self) -> None:
-        """Refuse to read nothing.
+        """Refuse to read nothing, and a choice that is none.
 
         Raises:
             DataError: if fewer than one byte may be read.
+            DispfxError: if there is no such choice of `bos`.
         """
+        require_choice(get_args(Bos), self.bos, "--bos")
         if self.most_bytes < 1:
             raise DataError(f"one byte of text or more must be read, and {self.most_bytes} were asked")
 

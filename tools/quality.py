@@ -34,6 +34,7 @@ from dispfx.errors import DispfxError
 from dispfx.ir.program import Program
 from dispfx.learning.records import MetricsLog
 from dispfx.learning.settings import RECIPES, LearnSettings, Method
+from dispfx.measure.perplexity import TextFacts
 from dispfx.source import Source, encode, load_source, read_tokens
 from dispfx.training.preparation import Compute
 
@@ -110,7 +111,11 @@ class Quality:
         for name, tokens in (("choice", self.choice), ("test", self.test)):
             if tokens is not None:
                 result = measure(
-                    decoder, tokens, context=self.args.context, device=self.program.device, text=name
+                    decoder,
+                    tokens,
+                    context=self.args.context,
+                    device=self.program.device,
+                    text=TextFacts(name),
                 )
                 found[name] = result.value
         return found

@@ -23,7 +23,9 @@ from dispfx.ir.plan import Budget, Plan
 from dispfx.ir.program import Program
 from dispfx.learning.objective import next_token_loss
 from dispfx.learning.scores import magnitudes
+from dispfx.measure.perplexity import TextFacts, windows_of
 from dispfx.source import read_text
+from dispfx.source.text import bos_tokens
 from dispfx.source.text.reading import Reading, Words
 
 # Beside ranks from -1 to 1: what a plan keeps stays ahead of what it drops.
@@ -79,14 +81,14 @@ class MeasuredOn:
     Args:
         tokens: (T,) ids that the plans are measured on.
         windows_chosen: ids of windows that say which features come or go.
-        name: of the text.
+        about: the text.
         context: tokens a window.
         most: how many windows are measured at most.
     """
 
     tokens: Tensor
     windows_chosen: tuple[Tensor, ...]
-    name: str
+    about: TextFacts
     context: int
     most: int | None = None
 
@@ -105,8 +107,10 @@ class MeasuredOn:
                 "text says which features come or go, and the plans are measured on the rest",
                 where=text.name,
             )
-        chosen = text.tokens[-behind:].split(context)
-        return MeasuredOn(text.tokens[:-behind], chosen, text.name, context, most)
+        bos = bos_tokens("auto", tokenizer, given_ids=text.given_ids)
+        chosen = tuple(windows_of(text.tokens[-behind:], context, None, 1, bos))
+        about = TextFacts(text.name, None, bos)
+        return MeasuredOn(text.tokens[:-behind], chosen, about, context, most)
 
 
 def measured_plans(
@@ -134,7 +138,7 @@ def measured_plans(
             context=on.context,
             windows=on.most,
             device=program.device,
-            text=on.name,
+            text=on.about,
         ).value
         found.append((one, value))
     return found
@@ -145,11 +149,10 @@ def _sensitivity(program: Program, plan: Plan, windows: Sequence[Tensor]) -> Ten
     sites, sizes = program.sites, [site.size for site in program.sites]
     masks_N = hard_masks(sites, plan.for_sites(sites)).to(program.device)
     decoder, total_N = WholeTexts(gate(program), program), torch.zeros_like(masks_N)
-    for ids_T in windows:
-        if len(ids_T) > 1:
-            ids_BT, leaf = ids_T[None].to(program.device, torch.int64), masks_N.clone().requires_grad_()
-            loss = next_token_loss(decoder(ids_BT, leaf.split(sizes)), ids_BT)
-            total_N += torch.autograd.grad(loss, leaf)[0] ** 2
+    for window_BT in windows:
+        ids_BT, leaf = window_BT.to(program.device, torch.int64), masks_N.clone().requires_grad_()
+        loss = next_token_loss(decoder(ids_BT, leaf.split(sizes)), ids_BT)
+        total_N += torch.autograd.grad(loss, leaf)[0] ** 2
     count = ParameterCount.of_sites(sites, program.shapes, plan.budget.of)
     return total_N.cpu() / count.feature_costs(Groups.alone(sites))
 

@@ -36,13 +36,13 @@ from dispfx.measure.equivalence import (
     random_token_ids,
     require,
 )
-from dispfx.measure.perplexity import Perplexity
+from dispfx.measure.perplexity import Perplexity, TextFacts
 from dispfx.preconditions import check_ratio
 from dispfx.ranks import Ranks
 from dispfx.report import NullObserver, Observer, load_report
 from dispfx.source import config_alone, encode, load_config
-from dispfx.source.text import ReadText, Words, read_text
-from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Reading
+from dispfx.source.text import ReadText, Words, bos_tokens, read_text, with_bos
+from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Bos, Reading
 from dispfx.training.preparation import Compute
 
 
@@ -95,6 +95,7 @@ def learn_plan(
     data_weights: Sequence[float] | None = None,
     data_field: str = TEXT_FIELD,
     data_bytes: int = TEXT_BYTES,
+    bos: Bos = "auto",
     tokenizer: str | None = None,
     ratio_of: BudgetOf = "blocks",
     settings: LearnSettings | None = None,
@@ -144,7 +145,7 @@ def learn_plan(
         ranks,
         select=select,
     )
-    chosen = TextChoice(data, None, data_weights, Reading(data_field, data_bytes))
+    chosen = TextChoice(data, None, data_weights, Reading(data_field, data_bytes, bos=bos))
     learned = learn_from(opening, chosen, how, state_folder(path, resume), Stages(watcher))
     learned.plan.save(path)
     remove_state(learned.state)
@@ -157,6 +158,7 @@ def evaluate(
     eval_data: Words | None = None,
     data_field: str = TEXT_FIELD,
     data_bytes: int = TEXT_BYTES,
+    bos: Bos = "auto",
     windows: int | None = None,
     context: int | None = None,
     tokenizer: str | None = None,
@@ -170,16 +172,16 @@ def evaluate(
     Raises:
         DataError: if there is no text, or it is shorter than two tokens.
     """
-    chosen = _measured_text(eval_data, Reading(data_field, data_bytes))
+    chosen = _measured_text(eval_data, Reading(data_field, data_bytes, bos=bos))
     ready = _ready(Opening(model, revision, dtype, device, trust_remote_code, tokenizer))
-    text = _known_text(chosen, ready)
+    text, begins = _known_text(chosen, ready)
     return measure(
         ready.decoder,
         text.tokens,
         context=context or ready.context,
         windows=windows,
         device=device or "cpu",
-        text=text.name,
+        text=TextFacts(text.name, None, begins),
     )
 
 
@@ -192,12 +194,17 @@ def _measured_text(eval_data: Words | None, reading: Reading) -> TextChoice:
     return chosen
 
 
-def _known_text(chosen: TextChoice, ready: _Ready) -> ReadText:
-    """Read a text with a decoder's tokenizer, and require that the decoder knows its tokens."""
+def _known_text(chosen: TextChoice, ready: _Ready) -> tuple[ReadText, tuple[int, ...]]:
+    """Read a text with a decoder's tokenizer, and return it with the tokens that its windows begin with.
+
+    Raises:
+        DataError: if the decoder does not know one of the tokens.
+    """
     assert chosen.eval_data is not None
     text = read_text(chosen.eval_data, ready.tokenizer, chosen.reading)
-    require_known(text.largest, ready.vocabulary_size, ready.name)
-    return text
+    begins = bos_tokens(chosen.reading.bos, ready.tokenizer, given_ids=text.given_ids)
+    require_known(max(text.largest, *begins, 0), ready.vocabulary_size, ready.name)
+    return text, begins
 
 
 def agree(
@@ -207,6 +214,7 @@ def agree(
     eval_data: Words | None = None,
     data_field: str = TEXT_FIELD,
     data_bytes: int = TEXT_BYTES,
+    bos: Bos = "auto",
     windows: int | None = None,
     context: int | None = None,
     tokenizer: str | None = None,
@@ -223,10 +231,10 @@ def agree(
     Raises:
         DataError: if there is no text, it is too short, or the decoders have other vocabularies.
     """
-    chosen = _measured_text(eval_data, Reading(data_field, data_bytes))
+    chosen = _measured_text(eval_data, Reading(data_field, data_bytes, bos=bos))
     before = _ready(Opening(dense, revision, dtype, device, trust_remote_code, tokenizer))
     after = _ready(Opening(str(folder), None, None, device, trust_remote_code, tokenizer))
-    text = _known_text(chosen, before)
+    text, begins = _known_text(chosen, before)
     return agreement(
         before.decoder,
         after.decoder,
@@ -234,6 +242,7 @@ def agree(
         context=context or min(before.context, after.context),
         windows=windows,
         device=device or "cpu",
+        bos=begins,
     )
 
 
@@ -290,8 +299,13 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     runtime: Runtime = "torch",
+    bos: Bos = "auto",
 ) -> str:
     """Return the prompt's continuation, without the prompt.
+
+    Args:
+        bos: whether the prompt begins with the beginning-of-sequence token, as for `compile`; a prompt that
+            has it already gets no second.
 
     Raises:
         DispfxError: if there is no such runtime.
@@ -302,7 +316,8 @@ def generate(
     if ready.tokenizer is None:
         raise DataError("text needs a tokenizer, and this decoder has none", where=ready.name)
     decoder = onnx_runner(Path(str(model))) if runtime == "onnx" else ready.decoder
-    ids = encode(prompt, ready.tokenizer)[None]
+    written = encode(prompt, ready.tokenizer).tolist()
+    ids = torch.tensor([with_bos(written, bos_tokens(bos, ready.tokenizer))])
     with torch.no_grad():
         longer = continue_ids(
             decoder,

@@ -29,7 +29,7 @@ from dispfx.preconditions import check_ratio
 from dispfx.ranks import Ranks
 from dispfx.report import NullObserver, Observer, Report, Settings, load_report
 from dispfx.source.text import Words
-from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Reading
+from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Bos, Reading
 from dispfx.training.preparation import Compute
 
 
@@ -43,6 +43,7 @@ def compile(
     data_weights: Sequence[float] | None = None,
     data_field: str = TEXT_FIELD,
     data_bytes: int = TEXT_BYTES,
+    bos: Bos = "auto",
     eval_windows: int | None = None,
     tokenizer: str | None = None,
     ratio_of: BudgetOf = "blocks",
@@ -75,6 +76,8 @@ def compile(
         data_weights: share of the sequences from each text of `data`, in order; joined without them.
         data_field: of JSON lines, parquet and data sets, that holds the text.
         data_bytes: of text that are read at most; of longer ones, evenly spaced pieces.
+        bos: whether sequences begin with the beginning-of-sequence token: `auto` where the tokenizer puts one
+            in front of a text, `on` or `off`.
         settings: of learning; those of the `informed` recipe by default, with sizes of its own for `demo`.
         compute: how the decoder is run while masks are learned; chosen by the device by default.
         ranks: the processes of the run, of which this one leads; the others call `follow_command`.
@@ -116,7 +119,7 @@ def compile(
         export,
         select,
     )
-    chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes))
+    chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes, bos=bos))
     # The pruned weights stand beside the dense ones while the folder is written.
     learned = learn_from(opening, chosen, how, state_folder(path, resume), stages, copies=2.0 - ratio)
     return _finish(
@@ -131,7 +134,9 @@ def compile(
             eval_windows=eval_windows,
             command=command,
             context=learned.settings.seq_len,
-            settings=Settings(learned.settings, learned.plan.budget.align, select, data_bytes),
+            settings=Settings(
+                learned.settings, learned.plan.budget.align, select, data_bytes, bos, learned.text.bos
+            ),
         ),
         stages,
     )
@@ -147,6 +152,7 @@ def apply(
     data_weights: Sequence[float] | None = None,
     data_field: str = TEXT_FIELD,
     data_bytes: int = TEXT_BYTES,
+    bos: Bos = "auto",
     eval_windows: int | None = None,
     tokenizer: str | None = None,
     dtype: str | None = None,
@@ -172,7 +178,7 @@ def apply(
     path = refuse_existing(Path(out).expanduser())
     read = plan if isinstance(plan, Plan) else Plan.load(plan)
     stages = Stages(observer or NullObserver())
-    chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes))
+    chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes, bos=bos))
     with stages("open"):
         chosen.check()
         opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)

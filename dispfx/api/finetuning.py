@@ -70,7 +70,7 @@ from dispfx.report.page import write_page
 from dispfx.report.tuning import RECORD_FILE, adapter_card, read_record, write_record
 from dispfx.source import Source, dtype_of
 from dispfx.source.text import Words
-from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Reading
+from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Bos, Reading
 
 # Of a merged folder's files these are made anew, or were true of the weights that it no longer has.
 _NOT_COPIED = (
@@ -91,6 +91,7 @@ def finetune(
     eval_windows: int | None = None,
     data_field: str = TEXT_FIELD,
     data_bytes: int = TEXT_BYTES,
+    bos: Bos = "auto",
     dtype: str | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
@@ -129,7 +130,7 @@ def finetune(
     refuse_existing(path)
     state = state_folder(path, resume)
     peft_library()
-    chosen = TextChoice(data, eval_data, None, Reading(data_field, data_bytes))
+    chosen = TextChoice(data, eval_data, None, Reading(data_field, data_bytes, bos=bos))
     chosen.check()
     opened = open_folder(folder, device=device or "cpu", trust_remote_code=trust_remote_code)
     _require_modules(opened)
@@ -142,7 +143,9 @@ def finetune(
         text = open_text(known, chosen)
     stages.say(text.notes)
     text.require_measurable()
-    batches = TokenBatches(torch.cat(text.learn), settings.seq_len, settings.batch_size, settings.seed)
+    batches = TokenBatches(
+        torch.cat(text.learn), settings.seq_len, settings.batch_size, settings.seed, bos=text.bos
+    )
     gauge = partial(_measured, opened, text, eval_windows)
     with stages("measure"):
         before = gauge(model)
@@ -219,8 +222,7 @@ def _measured(opened: Opened, text: Text, windows: int | None, decoder: nn.Modul
         context=longest_context(opened.config),
         windows=windows,
         device=opened.device,
-        text=text.name,
-        held_out_share=text.held_out_share,
+        text=text.about,
     )
 
 

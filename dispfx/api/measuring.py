@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import CaptureError, DataError, first_line
-from dispfx.measure.perplexity import Perplexity, perplexity
+from dispfx.measure.perplexity import Perplexity, TextFacts, perplexity
 
 
 def measure(
@@ -15,32 +15,22 @@ def measure(
     tokens: Tensor,
     *,
     context: int,
-    text: str,
+    text: TextFacts,
     windows: int | None = None,
     device: torch.device | str = "cpu",
-    held_out_share: float | None = None,
 ) -> Perplexity:
-    """As `perplexity`, without gradients and one window at a time.
+    """As `perplexity`, one window at a time.
 
     Raises:
         DataError: if the text is too short, or the decoder does not run on windows of `context` tokens,
             as one with a shorter table of positions.
     """
     try:
-        with torch.no_grad():
-            return perplexity(
-                decoder,
-                tokens,
-                context=context,
-                windows=windows,
-                device=device,
-                text=text,
-                held_out_share=held_out_share,
-            )
+        return perplexity(decoder, tokens, context=context, windows=windows, device=device, text=text)
     except (CaptureError, RuntimeError, IndexError, ValueError) as error:
         raise DataError(
             f"perplexity needs a decoder that runs on windows of {context} tokens; this one does not: "
             f"{first_line(error)}",
-            where=text,
+            where=text.name,
             hint="measure shorter windows (--context N), or leave out the text to measure on",
         ) from error

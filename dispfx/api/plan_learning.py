@@ -6,7 +6,7 @@ DIR.state beside the output holds the state of learning, and then the plan, unti
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from dispfx.ranks import Ranks
 from dispfx.report import NullObserver
 from dispfx.source import Source
 from dispfx.source.text import Words
-from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Reading
+from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Bos, Reading
 from dispfx.training.preparation import Compute
 
 
@@ -80,6 +80,7 @@ def learn_from(
             resume=how.resume,
             on_step=stages.observer.learning,
         )
+        plan = replace(plan, bos=ready.text.bos)
     if plan.emptied:
         stages.observer.note(
             f"{len(plan.emptied)} of {len(plan.selections)} sites keep the least that a site may, "
@@ -103,6 +104,7 @@ def follow_command(
     data_weights: Sequence[float] | None = None,
     data_field: str = TEXT_FIELD,
     data_bytes: int = TEXT_BYTES,
+    bos: Bos = "auto",
     tokenizer: str | None = None,
     ratio_of: BudgetOf = "blocks",
     settings: LearnSettings | None = None,
@@ -134,7 +136,7 @@ def follow_command(
     if resume and ((path / "report.json").is_file() or path.is_file()):
         return
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
-    chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes))
+    chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes, bos=bos))
     how = Learning(
         ratio,
         ratio_of,

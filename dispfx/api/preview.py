@@ -24,7 +24,7 @@ from dispfx.preconditions import check_ratio
 from dispfx.report import NullObserver, Observer
 from dispfx.report.preview import Preview
 from dispfx.source.text import Words
-from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Reading
+from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Bos, Reading
 from dispfx.training.preparation import Compute
 
 
@@ -38,6 +38,7 @@ def preview(
     data_weights: Sequence[float] | None = None,
     data_field: str = TEXT_FIELD,
     data_bytes: int = TEXT_BYTES,
+    bos: Bos = "auto",
     tokenizer: str | None = None,
     ratio_of: BudgetOf = "blocks",
     settings: LearnSettings | None = None,
@@ -82,7 +83,7 @@ def preview(
         select=select,
     )
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
-    chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes))
+    chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes, bos=bos))
     ready = ready_to_learn(opening, chosen, how, Stages(observer or NullObserver()))
     program = ready.program
     budget = Budget(ratio, ratio_of, how.alignment(program), ready.costs)

@@ -108,7 +108,7 @@ def ready_to_learn(
         )
         settings = fitted()
         separator = separator_of(source) if settings.packing == "documents" else None
-        text = open_text(source, chosen if separator is None else chosen.of_documents(source))
+        text = open_text(source, chosen if separator is None else chosen.of_documents(source, separator))
     stages.say(text.notes)
     text.require_learnable()
     if source.config is not None or "seq_len" not in settings.adaptable:

@@ -12,6 +12,8 @@ from dispfx.errors import DataError
 from dispfx.measure.tasks import Harness, TaskScores, harness_versions
 from dispfx.report import NullObserver, Observer
 from dispfx.report.tasks import task_line
+from dispfx.source.text import tokens_in_front
+from dispfx.text_origin import Bos
 
 
 def score_tasks(
@@ -28,6 +30,7 @@ def score_tasks(
     dtype: str | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
+    bos: Bos = "auto",
     observer: Observer | None = None,
 ) -> TaskScores:
     """Measure a decoder in tasks.
@@ -38,6 +41,7 @@ def score_tasks(
         folder: with task files of one's own; they are programs, like a module of one's own.
         shots, limit: as for `dispfx.measure.tasks.Harness`.
         context: tokens that the decoder reads at most; 2048 by default, or what it can read.
+        bos: whether a question begins with the beginning-of-sequence token; the tokenizer has to add it.
 
     Raises:
         DataError: if lm-eval is missing, a task is unknown, its data cannot be had, or the decoder has no
@@ -53,10 +57,19 @@ def score_tasks(
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
     decoder, words, longest = _decoder(opening)
     context = context or longest
+    if bos == "on" and not tokens_in_front(words):
+        raise DataError(
+            "lm-eval leaves it to the tokenizer to add a beginning-of-sequence token, and this one adds none",
+            hint="leave out --bos on, or measure on a text with --eval-data",
+        )
     scores = []
     for task in harness.tasks:
         watcher.stage(task)
-        scores.append(harness.score(decoder, words, task, context=context, batch_size=batch_size))
+        scores.append(
+            harness.score(
+                decoder, words, task, context=context, batch_size=batch_size, special_tokens=bos != "off"
+            )
+        )
         watcher.note(task_line(scores[-1]))
     return TaskScores(tuple(scores), context, batch_size, limit, harness_versions())
 

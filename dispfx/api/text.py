@@ -2,21 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from dispfx.api.programs import batches_of
 from dispfx.demo.text import generate_text
 from dispfx.errors import DataError
 from dispfx.learning.mixture import Mixture, quotas
 from dispfx.learning.settings import LearnSettings, seed_for
 from dispfx.learning.text import HELD_OUT_SHARE, Batches, TokenBatches
+from dispfx.measure.perplexity import TextFacts
 from dispfx.origin import origin_of
 from dispfx.source import Source
 from dispfx.source.text import (
     ReadText,
     Words,
+    bos_tokens,
     check_readable,
     encode,
     joined_tokens,
@@ -24,6 +26,7 @@ from dispfx.source.text import (
     listed,
     read_apart,
     read_text,
+    tokens_in_front,
 )
 from dispfx.text_origin import LINE_BREAK, Reading, check_texts, repeated_texts
 
@@ -42,17 +45,20 @@ class TextChoice:
         eval_data: texts to measure on.
         weights: share of the sequences from each text of `data`; without them the texts are joined.
         reading: of both.
+        separator: token that ends a document, where documents are kept apart.
     """
 
     data: Words | Tensor | None = None
     eval_data: Words | None = None
     weights: Sequence[float] | None = None
     reading: Reading = field(default_factory=Reading)
+    separator: int | None = None
 
-    def of_documents(self, source: Source) -> "TextChoice":
+    def of_documents(self, source: Source, separator: int) -> "TextChoice":
         """Return the same with a token between documents that ends one, where there is a tokenizer."""
         end = getattr(source.tokenizer, "eos_token", None)
-        return self if end is None else replace(self, reading=replace(self.reading, between=str(end)))
+        reading = self.reading if end is None else replace(self.reading, between=str(end))
+        return replace(self, reading=reading, separator=separator)
 
     def check(self) -> None:
         """Check all texts before a decoder is loaded.
@@ -101,9 +107,10 @@ class Text:
         held_out: (M,) ids that are never learned from: the end of each part, or one other text.
         weights: of the parts, where there are several.
         measure: (K,) ids to measure on, or None.
-        name: of what is measured on, for the protocol.
+        about: what is measured on, for the protocol.
         learned_name: of what is learned from.
-        held_out_share: share of each part that is held out, or None where the text is another one.
+        bos: tokens that every sequence to learn from begins with.
+        separator: token that ends a document, where documents are kept apart.
         largest: of all token ids.
         notes: what a user should know about the texts, in lines.
     """
@@ -112,9 +119,10 @@ class Text:
     held_out: tuple[Tensor, ...] = ()
     weights: tuple[float, ...] = ()
     measure: Tensor | None = None
-    name: str = ""
+    about: TextFacts = field(default_factory=TextFacts)
     learned_name: str = ""
-    held_out_share: float | None = None
+    bos: tuple[int, ...] = ()
+    separator: int | None = None
     largest: int = 0
     notes: tuple[str, ...] = ()
 
@@ -124,10 +132,10 @@ class Text:
         Raises:
             DataError: if there is one.
         """
-        if self.measure is not None and len(self.measure) < 2:
+        if self.measure is not None and len(self.measure) + len(self.about.bos) < 2:
             raise DataError(
                 f"two tokens or more are needed to measure on, and there are {len(self.measure)}",
-                where=self.name,
+                where=self.about.name,
                 hint="use a longer text, or name another one to measure on with --eval-data",
             )
 
@@ -152,10 +160,12 @@ class Text:
         """
         if not self.learn:
             raise _no_text()
+        begun = partial(TokenBatches, bos=self.bos, separator=self.separator)
         if not self.weights:
-            return batches_of(self.learn[0], settings, self.held_out[0])
+            sizes = settings.seq_len, settings.batch_size
+            return begun(self.learn[0], *sizes, settings.seed, self.held_out[0])
         parts = [
-            TokenBatches(tokens, settings.seq_len, 1, seed_for(settings.seed, f"part {index}"), held_out)
+            begun(tokens, settings.seq_len, 1, seed_for(settings.seed, f"part {index}"), held_out)
             for index, (tokens, held_out) in enumerate(
                 zip(self.learn, [*self.held_out, *[None] * len(self.learn)], strict=False)
             )
@@ -180,16 +190,48 @@ def open_text(source: Source, chosen: TextChoice) -> Text:
     if chosen.eval_data is not None:
         # What is measured on stays the text it is, however it is learned.
         other = read_text(chosen.eval_data, source.tokenizer, replace(chosen.reading, between=LINE_BREAK))
-    largest = max((part.largest for part in [*parts, *([other] if other else [])]), default=0)
+    read = [*parts, *([other] if other else [])]
+    of_parts, of_other = (
+        bos_tokens(chosen.reading.bos, source.tokenizer, given_ids=any(part.given_ids for part in texts))
+        for texts in (parts, [other] if other else parts)
+    )
+    largest = max((part.largest for part in read), default=0)
+    largest = max([largest, *of_parts, *of_other])
     require_known(largest, vocabulary_of(source.config), source.name)
-    tokens = tuple(part.tokens for part in parts)
-    weights, notes = tuple(chosen.weights or ()), tuple(chosen.repeated)
-    if other is not None:
-        return Text(tokens, (other.tokens,), weights, other.tokens, other.name, name, None, largest, notes)
-    if not parts:
+    if not read:
         return Text()
-    learn, held_out = zip(*map(split_held_out, tokens), strict=True)
-    return Text(learn, held_out, weights, _measured(held_out), name, name, HELD_OUT_SHARE, largest, notes)
+    learn = tokens = tuple(part.tokens for part in parts)
+    if other is not None:
+        held_out, measure, about = (other.tokens,), other.tokens, TextFacts(other.name, None, of_other)
+    else:
+        learn, held_out = zip(*map(split_held_out, tokens), strict=True)
+        measure, about = _measured(held_out), TextFacts(name, HELD_OUT_SHARE, of_parts)
+    return Text(
+        learn=learn,
+        held_out=held_out,
+        weights=tuple(chosen.weights or ()),
+        measure=measure,
+        about=about,
+        learned_name=name,
+        bos=of_parts,
+        separator=chosen.separator,
+        largest=largest,
+        notes=(*chosen.repeated, *_notes_on_bos(source, read, {of_parts, of_other})),
+    )
+
+
+def _notes_on_bos(source: Source, read: Sequence[ReadText], begins: set[tuple[int, ...]]) -> list[str]:
+    """Say what sequences begin with, and where ids of others are left as they are."""
+    tokenizer = source.tokenizer
+    notes = [
+        f"sequences begin with {tokenizer.decode(list(bos))!r} (token {' '.join(map(str, bos))})"
+        for bos in sorted(begins - {()})
+        if tokenizer is not None
+    ]
+    could_add = tokenizer is None or bool(tokens_in_front(tokenizer))
+    if () in begins and could_add and any(part.given_ids for part in read):
+        notes.append("token ids are taken as they are: no beginning-of-sequence token is added")
+    return notes
 
 
 def separator_of(source: Source) -> int:
@@ -249,7 +291,8 @@ def _parts(source: Source, chosen: TextChoice) -> list[ReadText]:
     """Return what is learned from: the texts joined, or each by itself where they have weights."""
     if isinstance(chosen.data, Tensor):
         tokens = chosen.data
-        return [ReadText(tokens, "tokens", largest_id(tokens, where="tokens") if len(tokens) else 0)]
+        largest = largest_id(tokens, where="tokens") if len(tokens) else 0
+        return [ReadText(tokens, "tokens", largest, given_ids=True)]
     if chosen.data is None:
         return [_demo_text(source)] if source.origin == "demo" else []
     if not chosen.weights:

@@ -357,8 +357,7 @@ def _perplexity(task: Task, reloaded: nn.Module) -> PerplexityChange | None:
             context=context,
             windows=task.eval_windows,
             device=task.program.device,
-            text=task.text.name,
-            held_out_share=task.text.held_out_share,
+            text=task.text.about,
         )
         for decoder in (task.program.graph_module, reloaded)
     ]

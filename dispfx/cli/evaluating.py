@@ -26,6 +26,7 @@ def evaluate(
     eval_data: given.EvalData = None,
     data_field: given.DataField = None,
     data_bytes: given.DataBytes = None,
+    bos: given.Bos = "auto",
     eval_windows: given.EvalWindows = None,
     context: Annotated[
         int | None, typer.Option(min=2, help="Tokens a window, and of a question at most.")
@@ -91,6 +92,7 @@ def evaluate(
         device=device,
         trust_remote_code=trust_remote_code,
         context=context,
+        bos=bos,
     )
     text: dict[str, Any] = reading_options(data_field, data_bytes) | {"eval_data": eval_data}
     measured = api.evaluate(model, **decoder, **text, windows=eval_windows) if eval_data else None

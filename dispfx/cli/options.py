@@ -113,6 +113,13 @@ DataBytes = Annotated[
         min=2**20, help="Read so much text at most, of a longer one evenly spaced pieces (128 MiB)."
     ),
 ]
+Bos = Annotated[
+    Literal["auto", "on", "off"],
+    typer.Option(
+        help="Begin sequences, windows and prompts with the beginning-of-sequence token; auto: where the "
+        "tokenizer puts it in front of a text, and not before token ids."
+    ),
+]
 EvalWindows = Annotated[
     int | None, typer.Option(min=1, help="Measure on the first so many windows of the text only.")
 ]

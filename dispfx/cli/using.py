@@ -163,6 +163,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw from the k likeliest tokens only.")] = None,
     seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
     runtime: Annotated[Literal["torch", "onnx"], typer.Option(help="What runs the decoder.")] = "torch",
+    bos: given.Bos = "auto",
     json: given.Json = False,
     quiet: given.Quiet = False,
     debug: given.Debug = False,
@@ -182,6 +183,7 @@ def generate(
         top_k=top_k,
         seed=seed,
         runtime=runtime,
+        bos=bos,
     )
     screen.print_json({"prompt": prompt, "text": text})
     screen.print_text(text)

@@ -130,6 +130,7 @@ class Plan:
         achieved: share of the counted parameters that the selections remove.
         seed: of the random numbers that led to the plan.
         versions: of the libraries that made it, for the record.
+        bos: tokens that every sequence it was learned from begins with, for the record.
         schema_version: of the file format.
     """
 
@@ -140,6 +141,7 @@ class Plan:
     seed: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+    bos: tuple[int, ...] = ()
 
     @property
     def select(self) -> Select:
@@ -266,7 +268,7 @@ class Plan:
                 | ({"symbol": selection.symbol} if selection.symbol else {})
                 for selection in self.selections
             ],
-        }
+        } | ({"bos": list(self.bos)} if self.bos else {})
         tensors = {selection.site: selection.kept.contiguous() for selection in self.selections}
         with replacing(path) as partial:
             save_file(tensors, partial, metadata={"dispfx": json.dumps(header)})
@@ -314,7 +316,9 @@ def _plan_of_header(header: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
         raise ValueError(f"it removes a share of {achieved}")
     versions = {str(name): str(version) for name, version in header["versions"].items()}
     budget = _checked_budget(header["budget"])
-    return Plan(str(header["fingerprint"]), budget, selections, achieved, int(header["seed"]), versions)
+    bos = tuple(int(token) for token in header.get("bos", ()))
+    seed = int(header["seed"])
+    return Plan(str(header["fingerprint"]), budget, selections, achieved, seed, versions, bos=bos)
 
 
 def _checked_budget(entry: dict[str, Any]) -> Budget:

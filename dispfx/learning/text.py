@@ -3,6 +3,12 @@
 Since a batch is a pure function of (seed, step), the position in the text is the step number, and
 a resumed run reads exactly what the uninterrupted run would have read.
 
+A sequence of T tokens begins with the beginning-of-sequence token, where there is one, and so does every
+document in it that is kept apart from the others:
+
+    text        a b c ⟂ d e f g h …              ⟂ ends a document
+    sequences   ∧ a b c ⟂ ∧ d                    T = 7; what does not fit is left out
+
 Legend: B batch, T tokens of a sequence.
 """
 
@@ -64,6 +70,8 @@ class TokenBatches:
         batch_size: B.
         seed: the same seed gives the same batches.
         held_out: tokens that are never learned from, possibly none.
+        bos: tokens that every sequence begins with; they are part of its T.
+        separator: token that ends a document, where each document begins with `bos` too.
     """
 
     tokens: "Tensor | np.ndarray"
@@ -71,6 +79,8 @@ class TokenBatches:
     batch_size: int
     seed: int = 0
     held_out: "Tensor | np.ndarray | None" = None
+    bos: tuple[int, ...] = ()
+    separator: int | None = None
     _order: tuple[int, Tensor] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -84,11 +94,17 @@ class TokenBatches:
                 f"a vector of token ids was expected, found shape {tuple(self.tokens.shape)} of "
                 f"{self.tokens.dtype}"
             )
+        if self._stride < 1:
+            raise DataError(
+                f"a sequence of {self.seq_len} tokens has no room for text after the {len(self.bos)} that it "
+                "begins with",
+                hint="use a larger --seq-len, or --bos off",
+            )
         if self.windows < 1:
             held_out = 0 if self.held_out is None else len(self.held_out)
             aside = f" beside {held_out:,} held out" if held_out else ""
             raise DataError(
-                f"one sequence needs {self.seq_len:,} tokens, and the text to learn from has "
+                f"one sequence needs {self._stride:,} tokens, and the text to learn from has "
                 f"{len(self.tokens):,}{aside}",
                 hint="give a longer text, or a smaller --seq-len",
             )
@@ -114,16 +130,26 @@ class TokenBatches:
     @property
     def windows(self) -> int:
         """Number of sequences in the text."""
-        return len(self.tokens) // self.seq_len
+        return len(self.tokens) // self._stride
+
+    @property
+    def _stride(self) -> int:
+        """Tokens of the text in a sequence."""
+        return self.seq_len - len(self.bos)
 
     @property
     def digest(self) -> str:
-        """Identify the text to learn from, by its length and a sample of at most 4 MiB."""
+        """Identify the text, by its length and a sample of at most 4 MiB, and what sequences begin with."""
         summary = hashlib.sha256(str(len(self.tokens)).encode())
         stride = max(_DIGEST_CHUNK, len(self.tokens) // 8)
         for start in range(0, len(self.tokens), stride):
             summary.update(_ids(self.tokens[start : start + _DIGEST_CHUNK]).numpy().tobytes())
-        return summary.hexdigest()[:16]
+        begins = f", each sequence after {self._named_bos}" if self.bos else ""
+        return summary.hexdigest()[:16] + begins
+
+    @property
+    def _named_bos(self) -> str:
+        return f"token{'s' if len(self.bos) > 1 else ''} {' '.join(map(str, self.bos))}"
 
     def batch(self, index: int) -> Tensor:
         """Return batch `index`, counted from 0 without end, as ids_BT int64 on the CPU."""
@@ -133,16 +159,26 @@ class TokenBatches:
         """Return up to `most` batches (1, T) from the start of the held-out text, none if it is short."""
         if self.held_out is None:
             return []
-        count = min(most, len(self.held_out) // self.seq_len)
-        return [_ids(self.held_out[i * self.seq_len : (i + 1) * self.seq_len])[None] for i in range(count)]
+        count = min(most, len(self.held_out) // self._stride)
+        return [self._sequence(self.held_out, place)[None] for place in range(count)]
 
     def _window(self, position: int) -> Tensor:
         epoch, place = divmod(position, self.windows)
         if self._order is None or self._order[0] != epoch:
             generator = torch.Generator().manual_seed(seed_for(self.seed, f"text:{epoch}"))
             self._order = (epoch, torch.randperm(self.windows, generator=generator))
-        start = int(self._order[1][place]) * self.seq_len
-        return _ids(self.tokens[start : start + self.seq_len])
+        return self._sequence(self.tokens, int(self._order[1][place]))
+
+    def _sequence(self, tokens: "Tensor | np.ndarray", place: int) -> Tensor:
+        """Return the T ids of a window."""
+        start = place * self._stride
+        ids_T = _ids(tokens[start : start + self._stride])
+        if not self.bos:
+            return ids_T
+        bos = torch.tensor(self.bos)
+        ends = [] if self.separator is None else (ids_T[:-1] == self.separator).nonzero().flatten() + 1
+        documents = ids_T.tensor_split(ends) if len(ends) else (ids_T,)
+        return torch.cat([part for document in documents for part in (bos, document)])[: self.seq_len]
 
 
 def _holds_integers(tokens: "Tensor | np.ndarray") -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dispfx.errors import DataError
-from dispfx.measure.perplexity import windows_of
+from dispfx.measure.perplexity import first_predicted, windows_of
 
 _CHUNK_ROWS = 256
 
@@ -44,6 +44,7 @@ def agreement(
     context: int,
     windows: int | None = None,
     device: torch.device | str = "cpu",
+    bos: tuple[int, ...] = (),
 ) -> Agreement:
     """Compare two decoders of one vocabulary on a text.
 
@@ -51,15 +52,16 @@ def agreement(
         dense, pruned: token ids (B, T) int64 to logits (B, T, V) or an output with `.logits`.
         tokens: (N,) token ids, two or more.
         context, windows: as for `dispfx.measure.perplexity.perplexity`.
+        bos: tokens that every window begins with.
 
     Raises:
         DataError: if the vocabularies differ or there is nothing to predict.
     """
-    divergence, same, count = 0.0, 0, 0
+    divergence, same, count, first = 0.0, 0, 0, first_predicted(bos)
     with torch.no_grad():
-        for ids_BT in windows_of(tokens, context, windows, 1):
+        for ids_BT in windows_of(tokens, context, windows, 1, bos):
             ids_BT = ids_BT.to(device=device, dtype=torch.int64)
-            p_NV, q_NV = (_predictions(decoder, ids_BT) for decoder in (dense, pruned))
+            p_NV, q_NV = (_predictions(decoder, ids_BT, first) for decoder in (dense, pruned))
             if p_NV.shape != q_NV.shape:
                 raise DataError(
                     f"the decoders have vocabularies of {p_NV.shape[-1]} and {q_NV.shape[-1]} tokens",
@@ -78,8 +80,8 @@ def agreement(
     return Agreement(divergence / count, same / count, count)
 
 
-def _predictions(decoder: Callable[[Tensor], Any], ids_BT: Tensor) -> Tensor:
-    """Return (N, V) logits of the positions that predict a token of the window."""
+def _predictions(decoder: Callable[[Tensor], Any], ids_BT: Tensor, first: int) -> Tensor:
+    """Return (N, V) logits of the positions that predict a token from place `first` of the window."""
     output = decoder(ids_BT)
     logits_BTV = output if isinstance(output, Tensor) else output.logits
-    return logits_BTV[:, :-1].flatten(0, 1)
+    return logits_BTV[:, first - 1 : -1].flatten(0, 1)

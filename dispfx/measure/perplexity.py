@@ -5,6 +5,8 @@
 1. The text is cut into windows of `context` tokens without overlap.
 2. A window of n tokens gives n - 1 predictions; its first token is never predicted.
 3. What is left at the end is a window too if it holds two tokens or more.
+4. Where texts begin with a beginning-of-sequence token (or several tokens), every window does.  It is one of
+   the `context` tokens and is not predicted itself; so every token of the text is.
 
 Shape legend: B batch, T tokens, V vocabulary.
 """
@@ -26,6 +28,21 @@ _CHUNK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
+class TextFacts:
+    """What the tokens to measure on are.
+
+    Args:
+        name: of the text.
+        held_out_share: share of the text's end that was held out for this, None where it is another text.
+        bos: tokens that every window begins with.
+    """
+
+    name: str = ""
+    held_out_share: float | None = None
+    bos: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Perplexity:
     """A perplexity and how it was measured.
 
@@ -33,8 +50,7 @@ class Perplexity:
         value: exp of the mean negative log-likelihood over predicted tokens; infinite or NaN where
             the decoder's logits are.
         protocol: `text` (what was measured on), `context` (tokens a window), `windows` (how many were
-            used), `tokens` (how many were predicted), `held_out_share` (which share of the text's end
-            was held out for this, None where the text is another one).
+            used), `tokens` (how many were predicted), and `held_out_share` and `bos` of `TextFacts`.
     """
 
     value: float
@@ -49,68 +65,84 @@ def perplexity(
     windows: int | None = None,
     batch_size: int = 1,
     device: torch.device | str = "cpu",
-    text: str = "",
-    held_out_share: float | None = None,
+    text: TextFacts | None = None,
 ) -> Perplexity:
     """Measure the perplexity of `decoder` on `tokens`.
 
     Args:
         decoder: token ids (B, T) int64 to logits (B, T, V) or an output with `.logits`.
         tokens: (N,) token ids of the whole text.
-        context: tokens a window, at least 2.
+        context: tokens a window, at least 2, and one more than it begins with.
         windows: measure on the first so many windows only; None for all.
         batch_size: windows a forward pass.
         device: where the decoder lies.
-        text: what the tokens are, for the protocol.
-        held_out_share: for the protocol.
+        text: what the tokens are.
 
     Raises:
         DataError: if there is no token to predict, or `context` or `windows` leaves none.
     """
-    if context < 2:
-        raise DataError(f"a window must hold 2 tokens or more, and the context is {context}")
+    text = text or TextFacts()
+    fewest = max(2, len(text.bos) + 1)
+    if context < fewest:
+        raise DataError(f"a window must hold {fewest} tokens or more, and the context is {context}")
     if windows is not None and windows < 1:
         raise DataError(f"one window or more must be measured, and {windows} were asked")
-    if len(tokens) < 2:
+    if len(tokens) + len(text.bos) < 2 or not len(tokens):
         raise DataError(
-            f"the text must have 2 tokens or more to predict one, and has {len(tokens)}", where=text
+            f"the text must have 2 tokens or more to predict one, and has {len(tokens)}", where=text.name
         )
+    first = first_predicted(text.bos)
     likelihood, predicted, used = 0.0, 0, 0
     with torch.no_grad():
-        for ids_BT in windows_of(tokens, context, windows, batch_size):
+        for ids_BT in windows_of(tokens, context, windows, batch_size, text.bos):
             output = decoder(ids_BT.to(device=device, dtype=torch.int64))
             logits_BTV = output if isinstance(output, Tensor) else output.logits
-            likelihood += _negative_log_likelihood(logits_BTV, ids_BT.to(logits_BTV.device))
-            predicted += ids_BT[:, 1:].numel()
+            likelihood += _negative_log_likelihood(logits_BTV, ids_BT.to(logits_BTV.device), first)
+            predicted += ids_BT[:, first:].numel()
             used += len(ids_BT)
     protocol = {
-        "text": text,
+        "text": text.name,
         "context": context,
         "windows": used,
         "tokens": predicted,
-        "held_out_share": held_out_share,
+        "held_out_share": text.held_out_share,
+        "bos": text.bos,
     }
     return Perplexity(_exp(likelihood / predicted), protocol)
 
 
-def windows_of(tokens: Tensor, context: int, windows: int | None, batch_size: int) -> Iterator[Tensor]:
+def windows_of(
+    tokens: Tensor, context: int, windows: int | None, batch_size: int, bos: tuple[int, ...] = ()
+) -> Iterator[Tensor]:
     """Yield windows (B, T): full ones in batches, then a shorter last one by itself."""
-    full = len(tokens) // context
+    stride = context - len(bos)
+    full = len(tokens) // stride
     limit = full if windows is None else min(full, windows)
     for start in range(0, limit, batch_size):
         stop = min(start + batch_size, limit)
-        yield tokens[start * context : stop * context].view(stop - start, context)
-    rest = tokens[full * context :]
-    if len(rest) >= 2 and (windows is None or full < windows):
-        yield rest.view(1, -1)
+        yield _begun(tokens[start * stride : stop * stride].view(stop - start, stride), bos)
+    rest = tokens[full * stride :]
+    if len(rest) and len(rest) + len(bos) >= 2 and (windows is None or full < windows):
+        yield _begun(rest.view(1, -1), bos)
 
 
-def _negative_log_likelihood(logits_BTV: Tensor, ids_BT: Tensor) -> float:
-    """Return -Σ log p of every token but the first of each window, in nats."""
+def first_predicted(bos: tuple[int, ...]) -> int:
+    """Return the place of the first token of a window that is predicted."""
+    return max(1, len(bos))
+
+
+def _begun(ids_BT: Tensor, bos: tuple[int, ...]) -> Tensor:
+    if not bos:
+        return ids_BT
+    return torch.cat([torch.tensor(bos).expand(len(ids_BT), -1), ids_BT.to("cpu", torch.int64)], dim=1)
+
+
+def _negative_log_likelihood(logits_BTV: Tensor, ids_BT: Tensor, first: int) -> float:
+    """Return -Σ log p of every token from place `first` of each window, in nats."""
     vocabulary = logits_BTV.shape[-1]
     step = max(1, _CHUNK_BYTES // (4 * vocabulary))
     total = torch.zeros((), dtype=torch.float64, device=logits_BTV.device)
-    for logits_TV, ids_T in zip(logits_BTV[:, :-1], ids_BT[:, 1:].long(), strict=True):
+    for logits_TV, ids_T in zip(logits_BTV[:, first - 1 : -1], ids_BT[:, first:].long(), strict=True):
         for start in range(0, len(ids_T), step):
             chunk_TV = logits_TV[start : start + step].float()
             losses_T = functional.cross_entropy(chunk_TV, ids_T[start : start + step], reduction="none")

@@ -123,7 +123,14 @@ class Harness:
         self.tasks = tuple(dict.fromkeys(task for name in names for task in self._leaves(name)))
 
     def score(
-        self, model: nn.Module, tokenizer: Any, task: str, *, context: int, batch_size: int = 1
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        task: str,
+        *,
+        context: int,
+        batch_size: int = 1,
+        special_tokens: bool = True,
     ) -> TaskScore:
         """Return what a decoder reaches in one of `tasks`.
 
@@ -131,6 +138,7 @@ class Harness:
             model: a transformers decoder.
             context: tokens that the decoder reads at most; of longer questions it reads the end.
             batch_size: questions a forward pass.
+            special_tokens: begin a question with what the tokenizer puts in front of a text.
         """
         with _silent():
             decoder = self._wrapper.HFLM(
@@ -139,6 +147,8 @@ class Harness:
                 tokenizer=tokenizer,
                 max_length=context,
                 batch_size=batch_size,
+                # None: as the tokenizer does.
+                add_bos_token=None if special_tokens else False,
             )
             # simple_evaluate would also run git, and look through the whole machine.
             found = self._evaluator.evaluate(

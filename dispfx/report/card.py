@@ -96,7 +96,8 @@ def _figures(report: Report) -> str:
     lines += [
         "",
         f"Perplexity on {protocol.text or 'the given text'}{held_out}: {protocol.windows} "
-        f"windows of {protocol.context} tokens without overlap, {protocol.tokens:,} predicted tokens.",
+        f"windows of {protocol.context} tokens without overlap, {protocol.tokens:,} predicted tokens."
+        f"{protocol.begins}",
     ]
     return "\n".join(lines)
 

@@ -50,6 +50,8 @@ def text_lines(found: Evaluation) -> list[str]:
         f"perplexity {shown_perplexity(found.perplexity.value)}  ({protocol['windows']} windows of "
         f"{protocol['context']} tokens, {protocol['tokens']:,} predicted)"
     ]
+    if protocol.get("bos"):
+        lines.append(f"every window begins with token {' '.join(map(str, protocol['bos']))}, not predicted")
     alike = found.agreement
     if alike is not None:
         lines.append(

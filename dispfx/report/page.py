@@ -150,7 +150,7 @@ def _protocol(report: Report) -> str:
     )
     return (
         f"<p>Perplexity on {escape(protocol.text or 'the given text')}: {protocol.windows:,} windows of "
-        f"{protocol.context:,} tokens, {protocol.tokens:,} predicted tokens.{held_out}</p>"
+        f"{protocol.context:,} tokens, {protocol.tokens:,} predicted tokens.{held_out}{protocol.begins}</p>"
     )
 
 

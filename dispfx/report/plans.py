@@ -97,10 +97,12 @@ def plan_lines(plan: Plan) -> list[str]:
     """Return what a plan says about itself."""
     budget = plan.budget
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
+    begins = [f"learned from sequences that begin with token {' '.join(map(str, plan.bos))}"]
     return [
         f"{plan.achieved:.2%} of {budget.of} removed, {budget.ratio:.2%} asked; widths are multiples of "
         f"{budget.align}",
         f"seed {plan.seed}, made with {versions or 'unknown versions'}, decoder {plan.fingerprint[:16]}",
+        *(begins if plan.bos else []),
     ]
 
 
@@ -135,6 +137,7 @@ def plan_plain(plan: Plan) -> dict[str, Any]:
         "select": plan.select,
         "seed": plan.seed,
         "versions": dict(plan.versions),
+        "bos": list(plan.bos),
         "sites": [
             {"name": one.site, "symbol": one.symbol, "size": one.size, "kept": one.kept.tolist()}
             for one in plan.selections

@@ -11,6 +11,7 @@ from typing import Literal
 from dispfx.ir.sites import Select
 from dispfx.learning.settings import LearnSettings
 from dispfx.measure.equivalence import Verification
+from dispfx.text_origin import Bos
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,15 @@ class Protocol:
     windows: int
     tokens: int
     held_out_share: float | None
+    bos: tuple[int, ...] = ()
+
+    @property
+    def begins(self) -> str:
+        """A sentence on the tokens that every window begins with, or nothing where there are none."""
+        if not self.bos:
+            return ""
+        shown = " ".join(map(str, self.bos))
+        return f" Every window begins with token {shown}, which is not predicted."
 
 
 @dataclass(frozen=True)
@@ -133,12 +143,17 @@ class Settings:
         align: what widths are multiples of.
         select: behind the norms, or before them.
         data_bytes: of text that were read at most.
+        bos: whether sequences begin with the beginning-of-sequence token, as it was chosen.
+        bos_tokens: what every sequence that was learned from begins with.
     """
 
     learning: LearnSettings
     align: int
     select: Select
     data_bytes: int
+    # Runs of before there was a choice added none.
+    bos: Bos = "off"
+    bos_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

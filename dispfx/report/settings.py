@@ -9,7 +9,9 @@ from dispfx.report.schema import Settings
 # What no option sets: names of settings that may give way, and how often something is noted.
 _WITHOUT_OPTION = ("adaptable", "log_every", "held_out_every")
 # All that a score looks at.
-_OF_A_SCORE = ("method", "seq_len", "batch_size", "seed", "constrained", "align", "select", "data_bytes")
+_OF_A_SCORE = (
+    "method", "seq_len", "batch_size", "seed", "constrained", "align", "select", "data_bytes", "bos",
+)  # fmt: skip
 
 
 def settings_rows(settings: Settings) -> list[tuple[str, str]]:
@@ -44,7 +46,7 @@ def _values(settings: Settings) -> Iterator[tuple[str, Any]]:
     for name, value in asdict(settings.learning).items():
         if name not in _WITHOUT_OPTION:
             yield name, value
-    yield from (("align", settings.align), ("select", settings.select), ("data_bytes", settings.data_bytes))
+    yield from ((name, getattr(settings, name)) for name in ("align", "select", "data_bytes", "bos"))
 
 
 def _shown(value: Any) -> str:

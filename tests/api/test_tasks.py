@@ -106,3 +106,21 @@ def test_without_the_harness_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     with pytest.raises(DataError, match="which cannot be imported") as caught:
         score_tasks("demo", ["piqa"])
     assert caught.value.hint == "pip install 'dispfx[lm-eval]'"
+
+
+def test_a_question_begins_as_the_tokenizer_begins_a_text_unless_told_otherwise(tasks: Path, monkeypatch):
+    from lm_eval.models.huggingface import HFLM
+
+    asked = []
+    plain = HFLM.__init__
+
+    def spied(self, *arguments, **options):
+        asked.append(options["add_bos_token"])
+        plain(self, *arguments, **options)
+
+    monkeypatch.setattr(HFLM, "__init__", spied)
+    score_tasks("demo", ["mine"], folder=tasks, limit=1)
+    score_tasks("demo", ["mine"], folder=tasks, limit=1, bos="off")
+    assert asked == [None, False]
+    with pytest.raises(DataError, match="this one adds none"):
+        score_tasks("demo", ["mine"], folder=tasks, limit=1, bos="on")

@@ -16,6 +16,7 @@ from dispfx.errors import DataError
 from dispfx.learning.mixture import Mixture
 from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import TokenBatches
+from dispfx.measure.perplexity import TextFacts
 from dispfx.source import Source
 from dispfx.text_origin import Reading
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Watcher, random_tokens
@@ -44,9 +45,8 @@ def test_texts_without_weights_are_joined_and_their_last_tenth_is_held_out(sourc
     text = open_text(source, TextChoice([a, b]))
     assert [len(part) for part in text.learn] == [90] and text.measure is not None
     assert text.measure.tolist() == list(range(30, 40))
-    assert (text.name, text.learned_name, text.held_out_share) == ("a.safetensors, b.safetensors",) * 2 + (
-        0.1,
-    )
+    assert text.about == TextFacts("a.safetensors, b.safetensors", 0.1)
+    assert text.learned_name == "a.safetensors, b.safetensors"
     batches = text.batches(CHOSEN)
     assert isinstance(batches, TokenBatches) and batches.windows == 22
 
@@ -61,7 +61,7 @@ def test_with_weights_the_last_tenth_of_each_text_is_held_out(source: Source, tm
     batches = text.batches(CHOSEN)
     assert isinstance(batches, Mixture)
     first = torch.cat([batches.batch(step) for step in range(30)])
-    assert int((first[:, 0] >= 100).sum()) == 20 and text.held_out_share == 0.1
+    assert int((first[:, 0] >= 100).sum()) == 20 and text.about.held_out_share == 0.1
     assert [int(batch[0, 0]) for batch in batches.held_out_batches(8)] == [54, 136]
 
 
@@ -73,8 +73,8 @@ def test_with_another_text_to_measure_on_everything_is_learned_from(source: Sour
     (tmp_path / "test.jsonl").write_text('{"body": "some text"}\n')
     chosen = TextChoice([a, b], tmp_path / "test.jsonl", [1, 1], Reading("body"))
     text = open_text(source, chosen)
-    assert [len(part) for part in text.learn] == [60, 40] and text.held_out_share is None
-    assert text.name == "test.jsonl" and text.learned_name == "a.safetensors, b.safetensors"
+    assert [len(part) for part in text.learn] == [60, 40] and text.about.held_out_share is None
+    assert text.about.name == "test.jsonl" and text.learned_name == "a.safetensors, b.safetensors"
     batches = text.batches(CHOSEN)
     assert text.measure is not None
     assert torch.equal(batches.held_out_batches(1)[0][0], text.measure[:4].long())

@@ -126,7 +126,7 @@ def test_every_setting_has_an_option_that_the_repeated_run_is_given():
     of_learning = {field.name for field in fields(LearnSettings)}
     without = {"adaptable", "log_every", "held_out_every"}  # what the command line does not set
     options = {word.partition("=")[0][2:].replace("-", "_") for word in settings_words(SET)}
-    beside = {"align", "select", "data_bytes", "recipe"}
+    beside = {"align", "select", "data_bytes", "bos", "recipe"}
     assert {"lambda_" if name == "lambda" else name for name in options} == (of_learning - without) | beside
 
 

@@ -80,3 +80,37 @@ def test_a_text_shorter_than_one_sequence_is_a_data_error_with_both_numbers():
 def test_anything_but_a_vector_of_integers_is_a_data_error(tokens):
     with pytest.raises(DataError, match="vector of token ids"):
         TokenBatches(tokens, seq_len=4, batch_size=1)
+
+
+def test_every_sequence_begins_with_the_bos_and_every_token_is_read_once():
+    text = TokenBatches(torch.arange(100), seq_len=5, batch_size=5, bos=(200,), held_out=torch.arange(50, 59))
+    assert text.windows == 25
+    read = torch.cat([text.batch(index) for index in range(5)])
+    assert read.shape == (25, 5) and read[:, 0].tolist() == [200] * 25
+    assert sorted(read[:, 1:].flatten().tolist()) == list(range(100))
+    held_out = [[200, 50, 51, 52, 53], [200, 54, 55, 56, 57]]
+    assert [ids_BT.tolist() for ids_BT in text.held_out_batches(9)] == [[ids_T] for ids_T in held_out]
+
+
+def test_documents_that_are_kept_apart_begin_with_the_bos_too():
+    tokens = torch.tensor([1, 2, 9, 3, 4, 9, 5, 6, 9, 9, 7, 9])
+    text = TokenBatches(tokens, seq_len=7, batch_size=1, bos=(8,), separator=9)
+    read = sorted(text.batch(index)[0].tolist() for index in range(2))
+    assert read == [[8, 1, 2, 9, 8, 3, 4], [8, 5, 6, 9, 8, 9, 8]]
+    two = TokenBatches(tokens, seq_len=8, batch_size=1, bos=(7, 8), separator=9)
+    assert sorted(two.batch(index)[0].tolist() for index in range(2))[0] == [7, 8, 1, 2, 9, 7, 8, 3]
+
+
+def test_tokens_of_a_small_type_and_of_a_memory_map_take_a_larger_bos():
+    for tokens in (torch.arange(100, dtype=torch.uint8), np.arange(100, dtype=np.uint8)):
+        assert int(TokenBatches(tokens, seq_len=5, batch_size=1, bos=(70_000,)).batch(0)[0, 0]) == 70_000
+
+
+def test_the_bos_is_part_of_what_identifies_a_text():
+    plain, begun = (TokenBatches(torch.arange(40), 5, 1, bos=bos) for bos in ((), (3,)))
+    assert begun.digest == f"{plain.digest}, each sequence after token 3"
+
+
+def test_a_sequence_must_have_room_for_text():
+    with pytest.raises(DataError, match="no room for text after the 2 that it begins with"):
+        TokenBatches(torch.arange(40), seq_len=2, batch_size=1, bos=(1, 2))

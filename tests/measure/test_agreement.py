@@ -50,3 +50,12 @@ def test_windows_limit_and_refusals():
         agreement(P, Q, torch.tensor([0]), context=2)
     with pytest.raises(DataError, match="vocabularies of 2 and 3"):
         agreement(P, table([0.2, 0.4, 0.4], [0.2, 0.4, 0.4]), ids, context=2)
+
+
+def test_with_a_bos_every_token_of_the_text_counts_once():
+    ids = torch.tensor([0, 1, 0, 1, 1])
+    found = agreement(P, Q, ids, context=3, bos=(1,))
+    assert found.tokens == 5
+    # Q differs from P after a 0, which two of the positions (1 0, 1 0, and 1 alone) are.
+    alone = agreement(P, Q, torch.tensor([0, 1]), context=2).kl_nats
+    assert found.kl_nats == pytest.approx(2 / 5 * alone, rel=1e-6)

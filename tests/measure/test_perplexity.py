@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dispfx.errors import DataError
 from dispfx.measure import perplexity as module
-from dispfx.measure.perplexity import perplexity
+from dispfx.measure.perplexity import TextFacts, perplexity
 
 TABLE = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125], [0.2, 0.2, 0.6]], dtype=torch.float64)
 
@@ -32,7 +32,7 @@ def test_a_decoder_that_knows_nothing_has_the_vocabulary_size():
 
 def test_a_bigram_table_is_measured_exactly_window_by_window():
     tokens = torch.tensor([0, 1, 1, 2, 2, 0, 1, 0])
-    result = perplexity(bigram, tokens, context=3, text="by hand", held_out_share=0.1)
+    result = perplexity(bigram, tokens, context=3, text=TextFacts("by hand", 0.1))
 
     # Float32 log-probabilities, hence 1e-6.
     assert result.value == pytest.approx(by_hand([[0, 1, 1], [2, 2, 0], [1, 0]]), rel=1e-6)
@@ -42,6 +42,7 @@ def test_a_bigram_table_is_measured_exactly_window_by_window():
         "windows": 3,
         "tokens": 5,
         "held_out_share": 0.1,
+        "bos": (),
     }
 
 
@@ -124,3 +125,16 @@ def test_no_gradient_is_kept():
 def test_nothing_to_predict_is_refused(tokens: list[int], options: dict[str, Any], reason: str):
     with pytest.raises(DataError, match=reason):
         perplexity(bigram, torch.tensor(tokens, dtype=torch.int64), **options)
+
+
+def test_every_window_begins_with_the_bos_which_is_not_predicted():
+    tokens = torch.tensor([0, 1, 1, 2, 2], dtype=torch.uint8)
+    result = perplexity(bigram, tokens, context=3, text=TextFacts(bos=(2,)))
+    assert result.value == pytest.approx(by_hand([[2, 0, 1], [2, 1, 2], [2, 2]]), rel=1e-6)
+    # The text is predicted whole, and a window of the token and one more counts.
+    assert result.protocol["tokens"] == 5 and result.protocol["windows"] == 3
+    assert result.protocol["bos"] == (2,) and result.protocol["context"] == 3
+    two = perplexity(bigram, tokens, context=4, batch_size=2, text=TextFacts(bos=(0, 2)))
+    assert two.value == pytest.approx(result.value, rel=1e-6)
+    with pytest.raises(DataError, match="must hold 3 tokens or more"):
+        perplexity(bigram, tokens, context=2, text=TextFacts(bos=(0, 2)))

@@ -37,7 +37,14 @@ def test_the_file_has_the_agreed_fields(report: Report):
             assert set(found) == expected, name
         else:
             assert isinstance(found, expected), name
-    assert set(plain["perplexity"]["protocol"]) == {"text", "context", "windows", "tokens", "held_out_share"}
+    assert set(plain["perplexity"]["protocol"]) == {
+        "text",
+        "context",
+        "windows",
+        "tokens",
+        "held_out_share",
+        "bos",
+    }
     assert plain["verify"][0]["shape"] == [2, 9]
 
 

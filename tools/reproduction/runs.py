@@ -179,7 +179,7 @@ class Bench:
                 context=self.context,
                 windows=self.common.windows,
                 device=self.program.device,
-                text=text.name,
+                text=text.about,
             ).value
             for text in self.texts
         )
@@ -195,7 +195,7 @@ class Bench:
             "model": shown(self.source.name),
             "fingerprint": self.program.fingerprint,
             "texts": [shown(text.learned_name) for text in self.texts],
-            "measured": [shown(text.name) for text in self.texts],
+            "measured": [shown(text.about.name) for text in self.texts],
             "tokens": [sum(map(len, text.learn)) for text in self.texts],
             "context": self.context,
             "windows": self.common.windows,

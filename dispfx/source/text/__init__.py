@@ -8,8 +8,10 @@ parquet     .parquet (pyarrow)               extras       libraries that only so
 dataset     datasets:NAME (datasets)
 token_file  .safetensors, mapped into memory
 tokenizing  text → token ids, in bounded memory
+bos         the tokens that every sequence begins with
 """
 
+from dispfx.source.text.bos import bos_tokens, tokens_in_front, with_bos
 from dispfx.source.text.reading import (
     ReadText,
     Words,
@@ -23,6 +25,6 @@ from dispfx.source.text.token_file import joined_tokens, largest_id
 from dispfx.source.text.tokenizing import encode
 
 __all__ = [
-    "ReadText", "Words", "check_readable", "encode", "joined_tokens", "largest_id", "listed", "read_apart",
-    "read_text", "read_tokens",
+    "ReadText", "Words", "bos_tokens", "check_readable", "encode", "joined_tokens", "largest_id", "listed",
+    "read_apart", "read_text", "read_tokens", "tokens_in_front", "with_bos",
 ]  # fmt: skip

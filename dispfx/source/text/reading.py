@@ -53,11 +53,13 @@ class ReadText:
         tokens: (N,) integers; a token file's stay on disk until they are used.
         name: of the texts, and how much of them was read where that is not all.
         largest: of the token ids.
+        given_ids: whether some of them came as ids, and not as text.
     """
 
     tokens: Tensor
     name: str
     largest: int
+    given_ids: bool = False
 
 
 def read_text(words: Words, tokenizer: Any | None, reading: Reading | None = None) -> ReadText:
@@ -192,7 +194,8 @@ def _read(opened: Sequence[_Opened], tokenizer: Any | None, between: str) -> Rea
         else:
             parts.append(encode_stream(_joined(members, between), tokenizer, where=members[0].origin.place))
     name = ", ".join(one.name for one in opened)
-    return ReadText(joined_tokens(parts), name, max(largest_id(part, where=name) for part in parts))
+    largest = max(largest_id(part, where=name) for part in parts)
+    return ReadText(joined_tokens(parts), name, largest, any(one.stream is None for one in opened))
 
 
 def _joined(opened: Sequence[_Opened], between: str) -> Iterator[str]:
