@@ -51,11 +51,11 @@ do not overlap, float32.
 | this decoder, windows of {config.max_position_embeddings} tokens | {perplexity_long:.3f} |
 | unigram model, add-one counts of {unigram_tokens:,} training tokens | {unigram:.1f} |
 
-Much of what is left is chance by design: nobody can guess the next random letter. So skills are measured
-beside it, with `skill_probe`, seed {probe_seed}, {samples} lines a skill. A line is right when the whole
-greedy answer is right.
+Much of what is left is chance by design: nobody can guess the next random letter. So skills are also
+measured, with `skill_probe`, seed {probe_seed}, {samples} lines per skill. A line is correct if the whole
+greedy answer is correct.
 
-| skill | right |
+| skill | correct |
 |---|---|
 {skill_rows}
 """
