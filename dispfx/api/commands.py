@@ -255,6 +255,7 @@ def export(
     write: WriteSpelling = "gather-add",
     ort_fusions: bool = False,
     padding: bool = True,
+    trust_remote_code: bool = False,
 ) -> list[Path]:
     """Write other forms of the decoder in a folder beside its checkpoint, verified.
 
@@ -262,6 +263,7 @@ def export(
         opset, write: of the ONNX model, as for `dispfx.api.onnx_folder.write_onnx`.
         ort_fusions: use operators of ONNX Runtime's own; left out again where they do not verify.
         padding: whether the ONNX model's texts may be padded; without, it needs no mask.
+        trust_remote_code: whether code that comes with the folder may run.
 
     Raises:
         OutputError: if the form is there already, or the folder holds a graph alone.
@@ -272,7 +274,7 @@ def export(
     for asked, place in ((pt2, target), (onnx, onnx_folder)):
         if asked and is_output(path):
             refuse_existing(place)
-    opened = open_folder(path, experts="batched")
+    opened = open_folder(path, experts="batched", trust_remote_code=trust_remote_code)
     written: list[Path] = []
     if pt2:
         ids = random_token_ids(opened.vocabulary_size, (2, 8))
@@ -300,6 +302,7 @@ def generate(
     seed: int = 0,
     runtime: Runtime = "torch",
     bos: Bos = "auto",
+    trust_remote_code: bool = False,
 ) -> str:
     """Return the prompt's continuation, without the prompt.
 
@@ -312,7 +315,7 @@ def generate(
         DataError: if the prompt is empty or there is no tokenizer.
     """
     require_choice(get_args(Runtime), runtime, "--runtime")
-    ready = _ready(Opening(model))
+    ready = _ready(Opening(model, trust_remote_code=trust_remote_code))
     if ready.tokenizer is None:
         raise DataError("text needs a tokenizer, and this decoder has none", where=ready.name)
     decoder = onnx_runner(Path(str(model))) if runtime == "onnx" else ready.decoder

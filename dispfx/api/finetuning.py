@@ -38,6 +38,7 @@ from dispfx.deploy.size import stored_size
 from dispfx.errors import OutputError
 from dispfx.huggingface.adapter_training import SAVE_EVERY, Keeping, TuneStep, train
 from dispfx.huggingface.loading import load_model
+from dispfx.huggingface.own_code import is_own_code, private_code
 from dispfx.huggingface.saving import PrunedModel
 from dispfx.huggingface.tuning import (
     TuneSettings,
@@ -134,7 +135,7 @@ def finetune(
     chosen.check()
     opened = open_folder(folder, device=device or "cpu", trust_remote_code=trust_remote_code)
     _require_modules(opened)
-    settings = settings or tune_settings(folder)
+    settings = settings or tune_settings(folder, trust_remote_code=trust_remote_code)
     every = SAVE_EVERY if save_every is None else save_every
     with stages("open"):
         model = _decoder(opened, dtype)
@@ -155,7 +156,7 @@ def finetune(
         stages.observer.note(resumption(state))
     with stages("tune"):
         log = train(tuned, batches, settings, torch.device(opened.device), _watch(settings, stages), keeping)
-    with new_folder(path) as partial_folder:
+    with new_folder(path) as partial_folder, private_code(partial_folder):
         place = partial_folder / _ADAPTERS if merge else partial_folder
         save_adapters(tuned, place)
         del model, tuned
@@ -174,13 +175,14 @@ def finetune(
         if merge:
             told = _write_merged(opened, adapted, partial_folder, path.name, told, gauge, stages, command)
         else:
-            (partial_folder / "README.md").write_text(adapter_card(told, path.name), encoding="utf-8")
+            card = adapter_card(told, path.name, own_code=is_own_code(adapted.get_base_model()))
+            (partial_folder / "README.md").write_text(card, encoding="utf-8")
         write_record(partial_folder, told, log)
     remove_state(state)
     return told
 
 
-def tune_settings(folder: str | Path, **chosen: Any) -> TuneSettings:
+def tune_settings(folder: str | Path, *, trust_remote_code: bool = False, **chosen: Any) -> TuneSettings:
     """Return the settings a user chose; sequences are no longer than the decoder can read.
 
     Raises:
@@ -190,7 +192,7 @@ def tune_settings(folder: str | Path, **chosen: Any) -> TuneSettings:
     settings = TuneSettings(**chosen)
     if "seq_len" in chosen:
         return settings
-    config = open_folder(folder).config
+    config = open_folder(folder, trust_remote_code=trust_remote_code).config
     return replace(settings, seq_len=min(settings.seq_len, longest_context(config)))
 
 
@@ -273,7 +275,12 @@ def _write_merged(
     report = _report(opened, folder, told, tuple(lines), files, stages, command)
     save_report(report, folder / "report.json")
     card = model_card(
-        report, base_model=told.base, folder=name, data="", tokenizer=opened.tokenizer is not None
+        report,
+        base_model=told.base,
+        folder=name,
+        data="",
+        tokenizer=opened.tokenizer is not None,
+        own_code=is_own_code(merged, opened.tokenizer),
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
     write_page(folder, name)

@@ -19,16 +19,19 @@ from dispfx.measure.equivalence import OF_REPORT, Verification, compare_decoders
 from dispfx.report import Report, load_report
 
 
-def verify(folder: str | Path) -> list[Verification]:
+def verify(folder: str | Path, *, trust_remote_code: bool = False) -> list[Verification]:
     """Compare a folder's files with the digests in its report, and every form with the checkpoint.
 
     What the report tells of the folder's size and of the share that was removed is counted anew.  A file, a
     figure or a form that differs gives a line that does not hold, and no error.
 
+    Args:
+        trust_remote_code: whether code that comes with the folder may run.
+
     Raises:
         OutputError, DataError, PlanMismatchError: if the folder is not whole, or its report not of its plan.
     """
-    opened = open_folder(folder)
+    opened = open_folder(folder, trust_remote_code=trust_remote_code)
     require_record(opened.path)
     lines = _file_lines(opened.path)
     compared = partial(compare_decoders, vocabulary_size=opened.vocabulary_size)
@@ -38,7 +41,8 @@ def verify(folder: str | Path) -> list[Verification]:
         if (opened.path / exported.PROGRAM_FILE).is_file():
             lines += exported_lines(opened.path, opened.decoder, opened.vocabulary_size)
         if (opened.path / DENSE_FOLDER).is_dir():
-            dense = partial(module_logits, load_model(opened.path / DENSE_FOLDER))
+            ordinary = load_model(opened.path / DENSE_FOLDER, trust_remote_code=trust_remote_code)
+            dense = partial(module_logits, ordinary)
             lines += compared("dense = checkpoint", partial(module_logits, opened.decoder), dense, tolerance)
     if has_onnx(opened.path):
         lines += folder_onnx_lines(opened)

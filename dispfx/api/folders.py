@@ -104,7 +104,7 @@ class Opened:
     @property
     def tokenizer(self) -> Any | None:
         """The folder's tokenizer, or None."""
-        return load_folder_tokenizer(self.path)
+        return load_folder_tokenizer(self.path, self.trust_remote_code)
 
     def release(self) -> None:
         """Let go of the decoder; it is read again when it is asked for."""

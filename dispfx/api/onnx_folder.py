@@ -26,6 +26,7 @@ from dispfx.deploy.onnx.session import (
 )
 from dispfx.deploy.section import write_model_files
 from dispfx.errors import CaptureError, OutputError, UnsupportedGraphError, VerificationError
+from dispfx.huggingface.own_code import carry_code
 from dispfx.ir.cached_inputs import cache_tensors
 from dispfx.ir.program import Program
 from dispfx.measure.equivalence import Verification, random_token_ids, require
@@ -201,6 +202,7 @@ def _write_own_files(opened: Opened, folder: Path) -> Any:
     """Write the decoder's own config and tokenizer, and return its generation config."""
     generation: Any = own_generation_config(opened.path)
     write_model_files(folder, config=opened.config, generation_config=generation, tokenizer=opened.tokenizer)
+    carry_code(folder, {"AutoConfig": opened.config})
     return generation
 
 

@@ -48,7 +48,7 @@ def score_tasks(
             tokenizer or is unknown to transformers.
     """
     watcher = observer or NullObserver()
-    if isinstance(model, str) and is_output(model) and open_folder(model).config is None:
+    if isinstance(model, str) and is_output(model) and open_folder(model).plan is None:
         # Said before data is fetched.
         raise _unknown(model)
     watcher.stage("read tasks")

@@ -44,6 +44,7 @@ from dispfx.huggingface.classes import code_of_class
 from dispfx.huggingface.dense import write_ordinary, zeroed_twin
 from dispfx.huggingface.layout import MARK
 from dispfx.huggingface.loading import load_model
+from dispfx.huggingface.own_code import carry_code, is_own_code, private_code
 from dispfx.huggingface.saving import PrunedModel, build_pruned
 from dispfx.ir.closure import Mismatch
 from dispfx.ir.count import ParameterCount
@@ -106,6 +107,11 @@ class Task:
         """The export that was asked for, or the default."""
         return self.export or ("onnx" if self.source.origin == "demo" else "none")
 
+    @property
+    def runs_own_code(self) -> bool:
+        """Whether code that came with the checkpoint is running already, and is written into the folder."""
+        return is_own_code(self.source.model, self.source.config, self.source.tokenizer)
+
 
 def require_decoder_for(export: str | None, source: Source) -> None:
     """Pass if the decoder can be written in the form that was asked for.
@@ -151,13 +157,18 @@ def write_output(task: Task, stages: Stages) -> Report:
         _add(lines, lowered_lines(task.program, task.plan, lowered, task.source.model), stages)
         if isinstance(pruned, PrunedModel):
             _add(lines, module_lines(task.program, lowered, pruned.model), stages)
-    with new_folder(task.path) as folder:
+    with new_folder(task.path) as folder, private_code(folder):
         with stages("write"):
             _write_decoder(task, folder, lowered, pruned)
         with stages("reload"):
             # A graph is compared bit by bit, so it computes its experts as the one that was written.
             experts = "batched" if isinstance(pruned, PrunedModel) else "grouped"
-            opened = open_folder(folder, device=task.program.device, experts=experts)
+            opened = open_folder(
+                folder,
+                device=task.program.device,
+                trust_remote_code=task.runs_own_code,
+                experts=experts,
+            )
             reloaded = opened.decoder
             name, written = (
                 ("modules", pruned.model) if isinstance(pruned, PrunedModel) else ("lowered", lowered)
@@ -244,6 +255,7 @@ def _write_decoder(
             generation_config=task.source.generation_config,
             tokenizer=task.source.tokenizer,
         )
+        carry_code(folder, {"AutoConfig": config, "AutoModelForCausalLM": task.source.model})
     if config is None or task.exports == "pt2":
         ids = random_token_ids(task.program.vocabulary_size, (2, 8), device=task.program.device)
         program = _exportable(task)
@@ -264,7 +276,8 @@ def _write_dense(task: Task, folder: Path, lowered: nn.Module) -> list[Verificat
     else:
         model = zeroed_twin(task.source.model, zeroed_tensors(task.program, task.plan))
     write_ordinary(model, folder, tokenizer=task.source.tokenizer)
-    return dense_lines(task.program, lowered, load_model(folder, device=task.program.device))
+    read = load_model(folder, device=task.program.device, trust_remote_code=task.runs_own_code)
+    return dense_lines(task.program, lowered, read)
 
 
 def _stored(
@@ -389,6 +402,7 @@ def _write_words(task: Task, folder: Path, report: Report, *, as_modules: bool) 
         as_modules=as_modules,
         tokenizer=task.source.tokenizer is not None,
         code=code_of_class(task.source.model),
+        own_code=task.runs_own_code,
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
     log = task.state / "metrics.jsonl" if task.state is not None else None

@@ -61,7 +61,9 @@ def finetune(
         rank=rank, alpha=alpha, lr=lr, steps=steps, batch_size=batch_size, seq_len=seq_len, seed=seed
     )
     settings = api.tune_settings(
-        folder, **{name: value for name, value in chosen.items() if value is not None}
+        folder,
+        trust_remote_code=trust_remote_code,
+        **{name: value for name, value in chosen.items() if value is not None},
     )
     screen = Screen(json, quiet)
     with screen.observer() as observer:

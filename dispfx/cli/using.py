@@ -89,6 +89,7 @@ def _show_plan(word: str, screen: Screen) -> None:
 def verify(
     folder: given.Folder,
     print_after: given.PrintAfter = None,
+    trust_remote_code: given.TrustRemoteCode = False,
     json: given.Json = False,
     quiet: given.Quiet = False,
     debug: given.Debug = False,
@@ -102,7 +103,7 @@ def verify(
 
     screen = Screen(json, quiet)
     with screen.observer() as observer, api.printing(print_after or (), observer):
-        verifications = api.verify(folder)
+        verifications = api.verify(folder, trust_remote_code=trust_remote_code)
     screen.print_json({"verify": to_plain(verifications)})
     if not verifications:
         screen.print_text("the folder holds one form of the decoder, so there is nothing to compare it with")
@@ -128,6 +129,7 @@ def export(
         bool, typer.Option("--no-padding", help="For texts without padding only: attention needs no mask.")
     ] = False,
     print_after: given.PrintAfter = None,
+    trust_remote_code: given.TrustRemoteCode = False,
     json: given.Json = False,
     quiet: given.Quiet = False,
     debug: given.Debug = False,
@@ -148,6 +150,7 @@ def export(
             write=write,
             ort_fusions=ort_fusions,
             padding=not no_padding,
+            trust_remote_code=trust_remote_code,
         )
     screen.print_json({"files": [str(path) for path in files]})
     for path in files:
@@ -164,6 +167,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
     runtime: Annotated[Literal["torch", "onnx"], typer.Option(help="What runs the decoder.")] = "torch",
     bos: given.Bos = "auto",
+    trust_remote_code: given.TrustRemoteCode = False,
     json: given.Json = False,
     quiet: given.Quiet = False,
     debug: given.Debug = False,
@@ -184,6 +188,7 @@ def generate(
         seed=seed,
         runtime=runtime,
         bos=bos,
+        trust_remote_code=trust_remote_code,
     )
     screen.print_json({"prompt": prompt, "text": text})
     screen.print_text(text)

@@ -6,7 +6,7 @@ that it can be captured and lowered again; `dispfx.deploy.reload` then puts the 
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,7 @@ def skeleton(
     """
     model = _without_weights(
         own_config(folder, trust_remote_code),
+        AutoModelForCausalLM.from_config,
         **{"attn_implementation": None, **implementations(folder)},
         trust_remote_code=trust_remote_code,
     )
@@ -132,7 +133,7 @@ def underived_buffers(model: nn.Module, config: Any) -> frozenset[str]:
     decoder's, as after `model.to(torch.bfloat16)`, which rounds what the decoder keeps in float32.
     """
     dtype = main_dtype(dict(model.named_parameters()))
-    twin = _without_weights(copy.deepcopy(config), dtype=dtype)
+    twin = _without_weights(copy.deepcopy(config), type(model)._from_config, dtype=dtype)  # type: ignore[attr-defined]
     derived = dict(twin.named_buffers())
     persistent = model.state_dict().keys()
     return frozenset(
@@ -162,7 +163,7 @@ def own_config(folder: Path, trust_remote_code: bool = False) -> Any:
     Raises:
         DataError: if transformers does not know that class, or refuses the config.
     """
-    require_known_class(folder)
+    require_known_class(folder, trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
@@ -190,11 +191,11 @@ def own_generation_config(folder: Path) -> Any | None:
         ) from error
 
 
-def _without_weights(config: Any, **chosen: Any) -> nn.Module:
+def _without_weights(config: Any, build: Callable[..., Any], **chosen: Any) -> nn.Module:
     """Build a decoder on the CPU with right buffers and parameters whose memory nobody has touched."""
     try:
         with no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, **chosen)
+            model = build(config, **chosen)
     except Exception as error:
         raise DataError(
             f"transformers cannot build a decoder from this config: {error}", where=type(config).__name__

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from dispfx.errors import DataError
 
 # Not what describes the decoder to people, nor tokenizers, which users may change.
-_ENDINGS = (".safetensors", ".pt2", ".onnx", ".data")
+_ENDINGS = (".safetensors", ".pt2", ".onnx", ".data", ".py")
 _NAMES = ("config.json", "model.safetensors.index.json")
 
 

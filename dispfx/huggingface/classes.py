@@ -1,6 +1,7 @@
 """Which code makes a decoder's class known to transformers: its own, a checkpoint's, or the user's."""
 
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from transformers import CONFIG_MAPPING
@@ -18,21 +19,39 @@ def code_of_class(model: nn.Module) -> str | None:
     return None if module.partition(".")[0] in _KNOWN else module
 
 
-def require_known_class(folder: Path) -> None:
-    """Require that transformers knows the class of a checkpoint, or that its code comes with the checkpoint.
+def require_known_class(folder: Path, trust_remote_code: bool = False) -> None:
+    """Require that transformers knows the class of a checkpoint, or may run the code that comes with it.
 
     Raises:
-        DataError: where the class is registered by code that was not imported.
+        DataError: where the class is code of the folder, which may not run, or is registered by code that was
+            not imported.
     """
     try:
         config = read_json(folder / "config.json")
     except (OSError, ValueError):
         return  # whoever reads it says what is wrong
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if isinstance(kind, str) and kind not in CONFIG_MAPPING and "auto_map" not in config:
+    if not isinstance(config, dict):
+        return
+    kind, files = config.get("model_type"), code_files(config.get("auto_map"))
+    unknown = isinstance(kind, str) and kind not in CONFIG_MAPPING
+    # Where transformers has a class of its own, a name without a file is a remainder.
+    own_code = bool(files) and (unknown or any((folder / file).is_file() for file in files))
+    if own_code and not trust_remote_code:
+        raise DataError(
+            f"the decoder's class is code that comes with the folder: {', '.join(files)}",
+            where=str(folder),
+            hint="read that code, then allow it: --trust-remote-code, or trust_remote_code=True in Python",
+        )
+    if unknown and not own_code:
         raise DataError(
             f"transformers must know the decoder's class, and no class is registered for {kind!r}",
             where=str(folder),
             hint="where code of your own registers it, import that in Python before dispfx.load; the "
             "commands do not. Otherwise the decoder needs a newer transformers",
         )
+
+
+def code_files(auto_map: Any) -> list[str]:
+    """Return the files that an `auto_map` names."""
+    references = auto_map.values() if isinstance(auto_map, dict) else ()
+    return sorted({f"{str(one).partition('.')[0]}.py" for one in references})

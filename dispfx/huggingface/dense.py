@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from dispfx.errors import DataError, OutputError
 from dispfx.huggingface.entries import LOCK, SECTION
+from dispfx.huggingface.own_code import carry_code
 from dispfx.source.location import Location
 from dispfx.source.quiet import quiet
 
@@ -57,6 +58,7 @@ def write_ordinary(model: PreTrainedModel, folder: Path, *, tokenizer: Any = Non
     try:
         with quiet(Location(str(folder))):
             model.save_pretrained(folder)
+        carry_code(folder, {"AutoConfig": model.config, "AutoModelForCausalLM": model})
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
     except OSError as error:

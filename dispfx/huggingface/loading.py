@@ -20,11 +20,12 @@ def load_model(
     """Return the decoder of `folder`, of its own class, in eval mode and in the stored dtype.
 
     Raises:
-        DataError: if transformers does not know the decoder's class, or cannot read the folder.
+        DataError: if transformers does not know the decoder's class or may not run its code, or cannot read
+            the folder.
         PlanMismatchError: if its weights and its config do not belong together.
     """
     register()
-    require_known_class(folder)
+    require_known_class(folder, trust_remote_code)
     options.setdefault("dtype", "auto")
     try:
         with quiet(Location(str(folder))):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from dispfx.huggingface.dense import forget_format
@@ -41,11 +41,11 @@ def build_ordinary(
     dense = {path: tuple(tensor.shape) for path, tensor in own.items()}
     wanted = {path: _kept_shape(path, shape, cuts) for path, shape in dense.items()}
     config = forget_format(copy.deepcopy(model.config))
-    found = resized(config, dense, wanted)
+    found = resized(config, dense, wanted, type(model)._from_config)
     if isinstance(found, Mismatch):
         return found
     with no_init_weights():
-        smaller = AutoModelForCausalLM.from_config(found.config, dtype=program.dtype)
+        smaller = type(model)._from_config(found.config, dtype=program.dtype)
     for path, tensor in own.items():
         # A buffer that no cut reaches is what the config says, in whatever type the class wants it.
         if isinstance(tensor, nn.Parameter) or path in model.state_dict():

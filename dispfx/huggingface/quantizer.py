@@ -79,6 +79,7 @@ class DispfxQuantizer(HfQuantizer):
         return [_renaming(wrapped)] if wrapped else []
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        _require_own_class(model)
         for path, dtype in self.layout.dtypes.items():
             _expect_dtype(model, path, getattr(torch, dtype), kwargs.get("dtype"))
         shape_modules(model, self.layout)
@@ -124,6 +125,16 @@ def _unlock(config: Any) -> Any:
     if getattr(config, LOCK, None) is not None:
         setattr(config, LOCK, None)
     return config
+
+
+def _require_own_class(model: Any) -> None:
+    """Refuse a class of transformers where the folder brings its own, which may compute something else."""
+    is_theirs = type(model).__module__.partition(".")[0] == "transformers"
+    if is_theirs and "AutoModelForCausalLM" in (getattr(model.config, "auto_map", None) or {}):
+        raise OutputError(
+            f"the decoder's class is code that comes with the folder, not {type(model).__name__}",
+            hint="read that code, then allow it with trust_remote_code=True",
+        )
 
 
 def _renaming(paths: Sequence[str]) -> Any:

@@ -9,8 +9,9 @@ that let it be given, and would otherwise derive it from the width of the stream
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from dispfx.errors import first_line
 from dispfx.ir.closure import Mismatch
 
 Shapes = Mapping[str, tuple[int, ...]]
+Build = Callable[[PreTrainedConfig], Any]
 # The config that holds a number, as attributes from the outermost, and its name there.
 _Place = tuple[str, ...]
 _HEAD_DIM = "head_dim"
@@ -40,13 +42,19 @@ class Resized:
     numbers: Mapping[str, int]
 
 
-def resized(config: PreTrainedConfig, dense: Shapes, wanted: Shapes) -> Resized | Mismatch:
+def resized(
+    config: PreTrainedConfig,
+    dense: Shapes,
+    wanted: Shapes,
+    build: Build = AutoModelForCausalLM.from_config,
+) -> Resized | Mismatch:
     """Return a config whose decoder has the wanted shapes, or why there is none.
 
     Args:
         config: of the dense decoder; it is not changed.
         dense: shape of every parameter, and buffer, of the dense decoder by path.
         wanted: of the smaller one, for the same paths.
+        build: makes a decoder from a config.
     """
     sizes = {
         (old, new)
@@ -59,7 +67,7 @@ def resized(config: PreTrainedConfig, dense: Shapes, wanted: Shapes) -> Resized 
         {},
         {place: values[0] for place, values in choices.items() if _number(config, place) is not None},
     ]
-    tries = [_descend(config, start, choices, wanted) for start in starts]
+    tries = [_descend(partial(_try, config, wanted, build), start, choices) for start in starts]
     best = min(tries, key=lambda found: found.wrong)
     if best.wrong:
         return Mismatch(best.reason)
@@ -75,15 +83,17 @@ class _Try:
 
 
 def _descend(
-    config: PreTrainedConfig, start: dict[_Place, int], choices: Mapping[_Place, list[int]], wanted: Shapes
+    attempt: Callable[[dict[_Place, int]], _Try],
+    start: dict[_Place, int],
+    choices: Mapping[_Place, list[int]],
 ) -> _Try:
     """Change one number at a time for as long as fewer shapes are wrong."""
-    best = _try(config, start, wanted)
+    best = attempt(start)
     for _ in range(_ROUNDS):
         if not best.wrong:
             break
         closer = min(
-            (_try(config, numbers, wanted) for numbers in _neighbours(best.numbers, choices)),
+            (attempt(numbers) for numbers in _neighbours(best.numbers, choices)),
             key=lambda found: found.wrong,
             default=best,
         )
@@ -102,11 +112,11 @@ def _neighbours(
         yield from ({**numbers, place: value} for value in values if numbers.get(place) != value)
 
 
-def _try(config: PreTrainedConfig, numbers: dict[_Place, int], wanted: Shapes) -> _Try:
+def _try(config: PreTrainedConfig, wanted: Shapes, build: Build, numbers: dict[_Place, int]) -> _Try:
     said = ", ".join(f"{'.'.join(place)}={value}" for place, value in numbers.items()) or "its own numbers"
     try:
         with no_init_weights(), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(_with_numbers(config, numbers))
+            model = build(_with_numbers(config, numbers))
     except Exception as error:
         # The decoder's own code, given numbers that it may not like.
         return _Try(numbers, len(wanted) + 1, f"with {said} it cannot be built: {first_line(error)}")

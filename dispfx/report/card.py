@@ -21,6 +21,7 @@ def model_card(
     as_modules: bool = True,
     tokenizer: bool = True,
     code: str | None = None,
+    own_code: bool = False,
 ) -> str:
     """Return the text of DIR/README.md.
 
@@ -34,6 +35,7 @@ def model_card(
         on_hub: whether `base_model` is a hub id, and so a link that others can follow.
         tokenizer: whether there is one in the folder.
         code: Python module that makes the decoder's class known to transformers, where that is needed.
+        own_code: whether decoder or tokenizer are code that comes with the folder.
     """
     parts = [
         _front_matter(base_model if on_hub else None),
@@ -41,7 +43,7 @@ def model_card(
         _summary(report, base_model),
         _figures(report),
         _tuned(report),
-        _loading(folder, onnx, as_modules, tokenizer, code),
+        _loading(folder, onnx, as_modules, tokenizer, code, own_code),
         _origin(report, data),
         _settings(report),
         _verification(report.verify),
@@ -111,30 +113,38 @@ def _tuned(report: Report) -> str:
     )
 
 
-def _loading(folder: str, onnx: bool, as_modules: bool, tokenizer: bool, code: str | None) -> str:
+def _loading(
+    folder: str, onnx: bool, as_modules: bool, tokenizer: bool, code: str | None, own_code: bool
+) -> str:
     name = PurePath(folder).name
+    trust, flag = (", trust_remote_code=True", " --trust-remote-code") if own_code else ("", "")
     with_transformers = [
         *([f"import {code}  # registers the decoder's class"] if code else []),
         "import dispfx  # lets transformers load the folder",
         f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if tokenizer else ''}",
         "",
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")',
-        *([f'tokenizer = AutoTokenizer.from_pretrained("{name}")'] if tokenizer else []),
+        f'model = AutoModelForCausalLM.from_pretrained("{name}"{trust})',
+        *([f'tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})'] if tokenizer else []),
     ]
     # The commands import no code of others.
     by_command = not (as_modules and code)
     commands = [
-        *([f'dispfx generate {name} --prompt "…"'] if tokenizer and by_command else []),
-        *([f"dispfx verify {name}"] if by_command else []),
+        *([f'dispfx generate {name}{flag} --prompt "…"'] if tokenizer and by_command else []),
+        *([f"dispfx verify {name}{flag}"] if by_command else []),
     ]
     as_graph = [
         "import dispfx",
         "",
-        f'decoder = dispfx.load("{name}")  # token ids (batch, tokens) → logits',
+        f'decoder = dispfx.load("{name}"{trust})  # token ids (batch, tokens) → logits',
     ]
     lines = [
         "## Use",
         "",
+        *(
+            ["The Python files in this folder are code that runs when it is loaded: read them first.", ""]
+            if own_code
+            else []
+        ),
         "```python",
         *(with_transformers if as_modules else as_graph),
         "```",

@@ -49,14 +49,19 @@ def read_record(folder: Path) -> Tuning:
     return from_plain(Tuning, plain, str(path))
 
 
-def adapter_card(told: Tuning, name: str) -> str:
-    """Return the text of README.md beside adapters."""
+def adapter_card(told: Tuning, name: str, *, own_code: bool = False) -> str:
+    """Return the text of README.md beside adapters.
+
+    Args:
+        own_code: whether the decoder's class is code that comes with its folder.
+    """
+    trust = ", trust_remote_code=True" if own_code else ""
     lines = [
         "---", "library_name: peft", "tags: [pruned, dispfx, lora]", "---", "", f"# {name}", "",
         f"Adapters for `{PurePath(told.base).name}`, a decoder pruned by dispfx.", "",
         *(f"- {line}" for line in tuning_lines(told)), "", "```python", "import dispfx",
         "from peft import PeftModel", "from transformers import AutoModelForCausalLM", "",
-        f'model = AutoModelForCausalLM.from_pretrained("{PurePath(told.base).name}")',
+        f'model = AutoModelForCausalLM.from_pretrained("{PurePath(told.base).name}"{trust})',
         f'model = PeftModel.from_pretrained(model, "{PurePath(name).name}")', "```",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"

@@ -59,7 +59,7 @@ def load_source(
         source = Source(*build_module(spec), name=spec, origin=origin)
     else:
         source = load_pretrained(_location(spec, origin, revision), spec, origin, wanted, trust_remote_code)
-    source = _with_tokenizer(source, tokenizer)
+    source = _with_tokenizer(source, tokenizer, trust_remote_code)
     model = moved(source.model, target, wanted).eval()
     check_causal(model, spec, target)
     return source
@@ -122,12 +122,12 @@ def _location(spec: str, origin: str, revision: str | None) -> Location:
     return Location(str(path))
 
 
-def _with_tokenizer(source: Source, tokenizer: str | None) -> Source:
+def _with_tokenizer(source: Source, tokenizer: str | None, trust_remote_code: bool) -> Source:
     if tokenizer is None:
         return source
     folder = Path(tokenizer).expanduser()
     location = Location(str(folder)) if folder.is_dir() else reach_hub(tokenizer, None, "--tokenizer")
-    loaded, files = load_tokenizer(location, False)
+    loaded, files = load_tokenizer(location, trust_remote_code)
     if loaded is None:
         raise SourceError("--tokenizer names a folder without a tokenizer", where=tokenizer)
     return Source(

@@ -79,14 +79,24 @@ def _config(location: Location, spec: str, trust_remote_code: bool) -> Any:
         )
     except Exception as error:
         if own_code and not trust_remote_code:
-            raise SourceError(
-                f"the architecture {raw.get('model_type')!r} needs code that comes with the checkpoint",
-                where=spec,
-                hint="read that code, then allow it with --trust-remote-code",
-            ) from error
+            raise _needs_own_code(f"the architecture {raw.get('model_type')!r}", spec) from error
         raise SourceError(f"config.json cannot be used: {short(error)}", where=spec) from error
-    _check_decoder(config, spec, "AutoModelForCausalLM" in own_code and trust_remote_code)
+    if "AutoModelForCausalLM" in own_code:
+        named = list(getattr(config, "architectures", None) or ["its class"])
+        if trust_remote_code:
+            return config
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not _causal_classes().intersection(named):
+            raise _needs_own_code(named[0], spec)
+    _check_decoder(config, spec)
     return config
+
+
+def _needs_own_code(what: str, spec: str) -> SourceError:
+    return SourceError(
+        f"{what} needs code that comes with the checkpoint",
+        where=spec,
+        hint="read that code, then allow it with --trust-remote-code",
+    )
 
 
 def _raw_config(location: Location, spec: str) -> dict[str, Any]:
@@ -108,9 +118,7 @@ def _raw_config(location: Location, spec: str) -> dict[str, Any]:
         raise SourceError(f"config.json cannot be had: {short(error)}", where=spec) from error
 
 
-def _check_decoder(config: Any, spec: str, own_class: bool) -> None:
-    if own_class:
-        return
+def _check_decoder(config: Any, spec: str) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise SourceError(
             f"transformers has no causal language model of type {config.model_type!r}",

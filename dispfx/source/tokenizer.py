@@ -50,13 +50,16 @@ def load_tokenizer(location: Location, trust_remote_code: bool) -> tuple[Any | N
         return tokenizer, files or (() if location.gguf_file else _tokenizer_files(location))
 
 
-def load_folder_tokenizer(folder: str | Path) -> Any | None:
+def load_folder_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any | None:
     """Return the tokenizer whose files lie in `folder`, or None where there are none.
+
+    Args:
+        trust_remote_code: whether code that comes with it may run.
 
     Raises:
         SourceError: if there are files and they cannot be read.
     """
-    return load_tokenizer(Location(str(folder)), trust_remote_code=False)[0]
+    return load_tokenizer(Location(str(folder)), trust_remote_code)[0]
 
 
 def _tokenizer_files(location: Location) -> tuple[Path, ...]:

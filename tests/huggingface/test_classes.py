@@ -29,10 +29,27 @@ def test_a_class_that_only_the_users_code_registers_is_refused_with_that_reason(
 
 
 @pytest.mark.parametrize(
-    "config", [{"model_type": "llama"}, {"model_type": "mine", "auto_map": {}}, {}, [], 3]
+    ("config", "trusted"),
+    [
+        ({"model_type": "llama"}, False),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "own.Config"}}, True),
+        # transformers' own class, of a checkpoint that has one of its own too; its file is not here.
+        ({"model_type": "llama", "auto_map": {"AutoConfig": "own.Config"}}, False),
+        ({}, False),
+        ([], False),
+        (3, False),
+    ],
 )
-def test_known_classes_and_code_that_comes_with_the_checkpoint_pass(config: object, tmp_path: Path):
-    require_known_class(folder_of(tmp_path, config))
+def test_known_classes_and_trusted_code_of_the_checkpoint_pass(config: object, trusted: bool, tmp_path: Path):
+    require_known_class(folder_of(tmp_path, config), trusted)
+
+
+@pytest.mark.parametrize("read", [require_known_class, own_config, load_model])
+def test_code_of_a_folder_is_refused_by_its_file_until_it_is_trusted(read, tmp_path: Path):
+    with pytest.raises(DataError, match=r"comes with the folder: own\.py, parts\.py") as error:
+        auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "parts.Model"}
+        read(folder_of(tmp_path, {"model_type": "mine", "auto_map": auto_map}))
+    assert "--trust-remote-code" in str(error.value) and len(str(error.value).splitlines()) == 3
 
 
 def test_the_code_of_a_class_is_named_where_transformers_does_not_have_it():
