@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.api.programs import gate, gated, lower
-from dispfx.capturing import IDENTITY_TOLERANCE, module_logits
+from dispfx.capturing import module_logits
 from dispfx.deploy.exported import load_program
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
@@ -55,7 +55,7 @@ def tolerance_of(program: Program) -> float:
 def captured_lines(program: Program) -> list[Verification]:
     """Return what the capture measured against the module."""
     return [
-        Verification("captured = model", shape, error.absolute, error.relative, IDENTITY_TOLERANCE)
+        Verification("captured = model", shape, error.absolute, error.relative, error.allowed)
         for shape, error in program.identity.items()
     ]
 
