@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers.dynamic_module_utils import get_relative_import_files
-from transformers.utils import HF_MODULES_CACHE, TRANSFORMERS_DYNAMIC_MODULE_NAME
+from transformers.utils.hub import HF_MODULES_CACHE, TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from dispfx.json_text import read_json
 

@@ -4,13 +4,14 @@ import importlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from torch import nn
 
 from dispfx.errors import SourceError
 from dispfx.python_code import current_folder, suggestion_for
+from dispfx.source.quiet import installation
 
 
 def build_module(spec: str) -> tuple[nn.Module, None, Any | None]:
@@ -22,7 +23,8 @@ def build_module(spec: str) -> tuple[nn.Module, None, Any | None]:
     Raises:
         SourceError: if the function cannot be found, raises, or returns something else.
     """
-    with _current_directory_importable():
+    # What it prints must not stand between what a command prints for programs.
+    with _current_directory_importable(), redirect_stdout(sys.stderr):
         function = _find(spec)
         try:
             module = function()
@@ -36,10 +38,18 @@ def build_module(spec: str) -> tuple[nn.Module, None, Any | None]:
             ) from error
     if not isinstance(module, nn.Module):
         raise SourceError(
-            f"MODEL's function must return an nn.Module and returned {type(module).__name__}", where=spec
+            f"MODEL's function must return an nn.Module and returned {_returned(module)}",
+            where=spec,
+            hint="end the function in `return model`, with the decoder alone",
         )
     config = getattr(module, "config", None)
     return module, None, config if hasattr(config, "model_type") else None
+
+
+def _returned(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {', '.join(type(part).__name__ for part in value)}"
+    return type(value).__name__
 
 
 def _find(spec: str) -> Callable[[], Any]:
@@ -49,10 +59,10 @@ def _find(spec: str) -> Callable[[], Any]:
     except MemoryError as error:
         raise _out_of_memory(f"the module {module_name} was imported", error) from error
     except (Exception, SystemExit) as error:
-        absent = isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or "?")
+        absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         here = current_folder() or "no current folder, for that was removed,"
         looked = f"it is looked for in {here} and among the installed packages"
-        hint = (suggestion_for(spec) or looked) if absent else None
+        hint = (suggestion_for(spec) or looked) if absent else installation(error)
         raise SourceError(
             f"the module {module_name} cannot be imported: {type(error).__name__}: {error}",
             where=spec if absent else _line_of(error),

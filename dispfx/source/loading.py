@@ -10,15 +10,18 @@ from dispfx.demo import DECODER_FOLDER
 from dispfx.errors import SourceError
 from dispfx.origin import origin_of
 from dispfx.source.causality import check_causal
+from dispfx.source.contents import check_checkpoint, check_weights
 from dispfx.source.function import build_module
-from dispfx.source.location import Location, check_written_by_others, reach_hub
+from dispfx.source.location import Location, reach_hub
 from dispfx.source.moving import moved
 from dispfx.source.pretrained import build_from_config, load_pretrained
 from dispfx.source.source import Source
 from dispfx.source.tokenizer import load_tokenizer
 
 # An index names weights that should lie beside it.
-_WEIGHT_ENDINGS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
+_WEIGHT_ENDINGS = (
+    ".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".index.json", ".onnx",
+)  # fmt: skip
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,7 +61,10 @@ def load_source(
     if origin == "function":
         source = Source(*build_module(spec), name=spec, origin=origin)
     else:
-        source = load_pretrained(_location(spec, origin, revision), spec, origin, wanted, trust_remote_code)
+        location = _location(spec, origin, revision)
+        if origin == "folder":
+            check_weights(Path(location.path))
+        source = load_pretrained(location, spec, origin, wanted, trust_remote_code)
     source = _with_tokenizer(source, tokenizer, trust_remote_code)
     model = moved(source.model, target, wanted).eval()
     check_causal(model, spec, target)
@@ -118,7 +124,7 @@ def _location(spec: str, origin: str, revision: str | None) -> Location:
     path = Path(spec).expanduser()
     if origin == "gguf":
         return Location(str(path.parent), gguf_file=path.name)
-    check_written_by_others(path)
+    check_checkpoint(path)
     return Location(str(path))
 
 

@@ -1,7 +1,6 @@
 """Where transformers shall look for a checkpoint: a folder, a GGUF file, or the hub."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -38,28 +37,6 @@ class Location:
         given = {"revision": self.revision, "gguf_file": self.gguf_file}
         options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return {**options, "local_files_only": self.offline or not self.hub}
-
-
-def check_written_by_others(folder: Path) -> None:
-    """Refuse a folder without config.json, or one that dispfx itself wrote.
-
-    Raises:
-        SourceError: in both cases.
-    """
-    config, plan = folder / "config.json", folder / "plan.safetensors"
-    if not config.is_file() and not plan.is_file():
-        raise SourceError(
-            "the folder has no config.json, so it is no transformers checkpoint",
-            where=str(folder),
-            hint=FORMS,
-        )
-    if plan.is_file():
-        raise SourceError(
-            "the folder holds a decoder that dispfx has pruned already",
-            where=str(folder),
-            hint="compile the decoder that it was made from, with a higher ratio; its plan is shown by "
-            f"dispfx inspect {plan}",
-        )
 
 
 def reach_hub(hub_id: str, revision: str | None, given: str = "MODEL") -> Location:

@@ -12,13 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
 from dispfx.errors import SourceError
 from dispfx.json_text import read_json
 from dispfx.origin import Origin
+from dispfx.source.compression import expanding
 from dispfx.source.location import Location
-from dispfx.source.quiet import quiet, short
+from dispfx.source.quiet import installation, quiet, short
 from dispfx.source.source import Source
 from dispfx.source.tokenizer import load_tokenizer
 
@@ -80,7 +83,9 @@ def _config(location: Location, spec: str, trust_remote_code: bool) -> Any:
     except Exception as error:
         if own_code and not trust_remote_code:
             raise _needs_own_code(f"the architecture {raw.get('model_type')!r}", spec) from error
-        raise SourceError(f"config.json cannot be used: {short(error)}", where=spec) from error
+        raise SourceError(
+            f"config.json cannot be used: {short(error)}", where=spec, hint=installation(error)
+        ) from error
     if "AutoModelForCausalLM" in own_code:
         named = list(getattr(config, "architectures", None) or ["its class"])
         if trust_remote_code:
@@ -115,15 +120,19 @@ def _raw_config(location: Location, spec: str) -> dict[str, Any]:
     try:
         return PretrainedConfig.get_config_dict(location.path, **location.options)[0]
     except Exception as error:
-        raise SourceError(f"config.json cannot be had: {short(error)}", where=spec) from error
+        raise SourceError(
+            f"config.json cannot be had: {short(error)}",
+            where=spec,
+            hint="a transformers checkpoint has one; repositories of adapters or GGUF files alone have none",
+        ) from error
 
 
 def _check_decoder(config: Any, spec: str) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise SourceError(
-            f"transformers has no causal language model of type {config.model_type!r}",
+            f"transformers has no causal language model of type {config.model_type!r}{_kind(config)}",
             where=spec,
-            hint="encoders and encoder-decoders cannot be compiled",
+            hint="pass a decoder that reads and predicts text alone; other models cannot be compiled",
         )
     named = list(getattr(config, "architectures", None) or [])
     if named and not _causal_classes().intersection(named):
@@ -132,6 +141,17 @@ def _check_decoder(config: Any, spec: str) -> None:
             where=spec,
             hint="encoders, encoder-decoders and models without a language-model head cannot be compiled",
         )
+
+
+def _kind(config: Any) -> str:
+    """Return what a config that is no decoder's describes, as the end of a sentence."""
+    if getattr(config, "is_encoder_decoder", False):
+        return ": it is an encoder with a decoder"
+    kinds = {
+        "it reads images beside text": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        "it is an encoder": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    }
+    return next((f": {kind}" for kind, names in kinds.items() if config.model_type in names), "")
 
 
 def _causal_classes() -> set[str]:
@@ -146,7 +166,7 @@ def _model(
 ) -> Any:
     # Quantised GGUF weights have no dtype of their own; float32 loses nothing of them.
     kept = torch.float32 if location.gguf_file else "auto"
-    options = {"config": config} if not location.gguf_file else {}
+    options = {"config": expanding(config, spec)} if not location.gguf_file else {}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             location.path,
@@ -160,7 +180,7 @@ def _model(
         raise SourceError(
             f"the weights cannot be loaded: {short(error)}",
             where=spec,
-            hint="the folder must hold every weight file, whole",
+            hint=installation(error) or "the checkpoint must hold every weight file, whole",
         ) from error
     model, info = loaded
     missing = sorted(info["missing_keys"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -34,6 +35,18 @@ def quiet(location: Location) -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def installation(error: BaseException) -> str | None:
+    """Return the command that installs what an error says is missing, or None where it says no such thing."""
+    if not isinstance(error, ImportError):
+        return None
+    named = re.search(
+        r"pip install (?:-U |--upgrade )?([\w.-]+(?:\[[\w,-]+\])?(?:[<>=!~]=?[\w.]+)?)", str(error)
+    )
+    if named:
+        return f"pip install '{named[1].rstrip('.')}'"
+    return f"install the package {error.name}" if error.name else None
 
 
 def short(error: Exception) -> str:

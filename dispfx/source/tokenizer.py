@@ -1,5 +1,6 @@
 """A checkpoint's tokenizer and the files it is made of."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,9 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer
 
 from dispfx.errors import SourceError
+from dispfx.json_text import read_json
 from dispfx.source.location import Location
-from dispfx.source.quiet import quiet, short
+from dispfx.source.quiet import installation, quiet, short
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -42,10 +44,16 @@ def load_tokenizer(location: Location, trust_remote_code: bool) -> tuple[Any | N
         except Exception as error:
             if location.hub and not _tokenizer_files(location):
                 return None, ()
+            if not trust_remote_code and _own_code(files):
+                raise SourceError(
+                    "the tokenizer needs code that comes with it",
+                    where=location.path,
+                    hint="read that code, then allow it with --trust-remote-code",
+                ) from error
             raise SourceError(
                 f"the tokenizer cannot be read: {short(error)}",
                 where=location.path,
-                hint="name another one with --tokenizer",
+                hint=installation(error) or "name another one with --tokenizer",
             ) from error
         return tokenizer, files or (() if location.gguf_file else _tokenizer_files(location))
 
@@ -60,6 +68,16 @@ def load_folder_tokenizer(folder: str | Path, trust_remote_code: bool = False) -
         SourceError: if there are files and they cannot be read.
     """
     return load_tokenizer(Location(str(folder)), trust_remote_code)[0]
+
+
+def _own_code(files: tuple[Path, ...]) -> bool:
+    """Whether a tokenizer's own config names code that comes with it."""
+    for file in files:
+        if file.name == "tokenizer_config.json":
+            with contextlib.suppress(OSError, ValueError):
+                entries = read_json(file)
+                return isinstance(entries, dict) and bool(entries.get("auto_map"))
+    return False
 
 
 def _tokenizer_files(location: Location) -> tuple[Path, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import HF_MODULES_CACHE
+from transformers.utils.hub import HF_MODULES_CACHE
 from typer.testing import CliRunner
 
 import dispfx

@@ -43,6 +43,16 @@ def broken():
 def nothing():
     return None
 
+def both():
+    return Bigram(), 3
+
+def needy(size):
+    return Bigram()
+
+def talkative():
+    print("building")
+    return Bigram()
+
 number = 3
 """
 
@@ -53,6 +63,26 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / f"{name}.py").write_text(DECODER)
     monkeypatch.chdir(tmp_path)
     return name
+
+
+def test_what_a_function_prints_stays_out_of_what_programs_read(
+    module: str, capsys: pytest.CaptureFixture[str]
+):
+    load_source(f"{module}:talkative")
+    assert capsys.readouterr() == ("", "building\n")
+
+
+def test_a_package_that_the_code_of_a_function_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Its name begins as the module's own does.
+    (tmp_path / "needs_more_things.py").write_text("import needs_more\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError, match="No module named 'needs_more'") as error:
+        load_source("needs_more_things:build")
+    assert "needs_more_things.py:1" in str(error.value) and "install the package needs_more" in str(
+        error.value
+    )
 
 
 def test_a_function_is_found_in_the_current_directory(module: str):
@@ -72,6 +102,8 @@ def test_a_function_is_found_in_the_current_directory(module: str):
         ("number", "must be a function"),
         ("broken", "raised ValueError: no weights here"),
         ("nothing", "returned NoneType"),
+        ("both", "returned a tuple of Bigram, int"),
+        ("needy", "missing 1 required positional argument: 'size'"),
         ("Lookahead", "change with a later token"),
         ("Pooled", r"must return logits .* and returned \(1, 8\)"),
         ("Lying", "returned dict"),

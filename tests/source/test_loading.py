@@ -150,7 +150,7 @@ def test_a_folder_without_weights_is_refused(copied: Path):
 def test_a_cut_off_weight_file_is_refused(copied: Path):
     path = copied / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(SourceError, match="weights cannot be loaded"):
+    with pytest.raises(SourceError, match="cut off or damaged"):
         load_source(str(copied))
 
 
