@@ -82,12 +82,14 @@ class Reading:
         between: what stands between two texts or records.
         bos: whether every sequence begins with the beginning-of-sequence token: `auto` where the tokenizer
             puts one in front of a text, `on` or `off`.
+        allow_unknown: read a text that is mostly unknown to the tokenizer, or no text at all.
     """
 
     field: str = TEXT_FIELD
     most_bytes: int = TEXT_BYTES
     between: str = LINE_BREAK
     bos: Bos = "auto"
+    allow_unknown: bool = False
 
     def __post_init__(self) -> None:
         """Refuse to read nothing, and a choice that is none.

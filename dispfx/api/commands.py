@@ -96,6 +96,7 @@ def learn_plan(
     data_field: str = TEXT_FIELD,
     data_bytes: int = TEXT_BYTES,
     bos: Bos = "auto",
+    allow_unknown: bool = False,
     tokenizer: str | None = None,
     ratio_of: BudgetOf = "blocks",
     settings: LearnSettings | None = None,
@@ -145,7 +146,8 @@ def learn_plan(
         ranks,
         select=select,
     )
-    chosen = TextChoice(data, None, data_weights, Reading(data_field, data_bytes, bos=bos))
+    reading = Reading(data_field, data_bytes, bos=bos, allow_unknown=allow_unknown)
+    chosen = TextChoice(data, None, data_weights, reading)
     learned = learn_from(opening, chosen, how, state_folder(path, resume), Stages(watcher))
     learned.plan.save(path)
     remove_state(learned.state)
@@ -159,6 +161,7 @@ def evaluate(
     data_field: str = TEXT_FIELD,
     data_bytes: int = TEXT_BYTES,
     bos: Bos = "auto",
+    allow_unknown: bool = False,
     windows: int | None = None,
     context: int | None = None,
     tokenizer: str | None = None,
@@ -166,22 +169,24 @@ def evaluate(
     dtype: str | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
+    observer: Observer | None = None,
 ) -> Perplexity:
     """Measure the perplexity of a decoder, or of the one in an output folder, on a text.
 
     Raises:
         DataError: if there is no text, or it is shorter than two tokens.
     """
-    chosen = _measured_text(eval_data, Reading(data_field, data_bytes, bos=bos))
+    chosen = _measured_text(eval_data, Reading(data_field, data_bytes, bos=bos, allow_unknown=allow_unknown))
     ready = _ready(Opening(model, revision, dtype, device, trust_remote_code, tokenizer))
     text, begins = _known_text(chosen, ready)
+    Stages(observer or NullObserver()).say(text.notes)
     return measure(
         ready.decoder,
         text.tokens,
         context=context or ready.context,
         windows=windows,
         device=device or "cpu",
-        text=TextFacts(text.name, None, begins),
+        text=TextFacts(text.name, None, begins, text.unknown_share),
     )
 
 
@@ -215,6 +220,7 @@ def agree(
     data_field: str = TEXT_FIELD,
     data_bytes: int = TEXT_BYTES,
     bos: Bos = "auto",
+    allow_unknown: bool = False,
     windows: int | None = None,
     context: int | None = None,
     tokenizer: str | None = None,
@@ -231,7 +237,7 @@ def agree(
     Raises:
         DataError: if there is no text, it is too short, or the decoders have other vocabularies.
     """
-    chosen = _measured_text(eval_data, Reading(data_field, data_bytes, bos=bos))
+    chosen = _measured_text(eval_data, Reading(data_field, data_bytes, bos=bos, allow_unknown=allow_unknown))
     before = _ready(Opening(dense, revision, dtype, device, trust_remote_code, tokenizer))
     after = _ready(Opening(str(folder), None, None, device, trust_remote_code, tokenizer))
     text, begins = _known_text(chosen, before)

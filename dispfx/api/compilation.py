@@ -44,6 +44,7 @@ def compile(
     data_field: str = TEXT_FIELD,
     data_bytes: int = TEXT_BYTES,
     bos: Bos = "auto",
+    allow_unknown: bool = False,
     eval_windows: int | None = None,
     tokenizer: str | None = None,
     ratio_of: BudgetOf = "blocks",
@@ -78,6 +79,7 @@ def compile(
         data_bytes: of text that are read at most; of longer ones, evenly spaced pieces.
         bos: whether sequences begin with the beginning-of-sequence token: `auto` where the tokenizer puts one
             in front of a text, `on` or `off`.
+        allow_unknown: read a text that is mostly unknown to the tokenizer, or no text at all.
         settings: of learning; those of the `informed` recipe by default, with sizes of its own for `demo`.
         compute: how the decoder is run while masks are learned; chosen by the device by default.
         ranks: the processes of the run, of which this one leads; the others call `follow_command`.
@@ -119,7 +121,8 @@ def compile(
         export,
         select,
     )
-    chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes, bos=bos))
+    reading = Reading(data_field, data_bytes, bos=bos, allow_unknown=allow_unknown)
+    chosen = TextChoice(data, eval_data, data_weights, reading)
     # The pruned weights stand beside the dense ones while the folder is written.
     learned = learn_from(opening, chosen, how, state_folder(path, resume), stages, copies=2.0 - ratio)
     return _finish(
@@ -153,6 +156,7 @@ def apply(
     data_field: str = TEXT_FIELD,
     data_bytes: int = TEXT_BYTES,
     bos: Bos = "auto",
+    allow_unknown: bool = False,
     eval_windows: int | None = None,
     tokenizer: str | None = None,
     dtype: str | None = None,
@@ -178,7 +182,8 @@ def apply(
     path = refuse_existing(Path(out).expanduser())
     read = plan if isinstance(plan, Plan) else Plan.load(plan)
     stages = Stages(observer or NullObserver())
-    chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes, bos=bos))
+    reading = Reading(data_field, data_bytes, bos=bos, allow_unknown=allow_unknown)
+    chosen = TextChoice(data, eval_data, data_weights, reading)
     with stages("open"):
         chosen.check()
         opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)

@@ -93,6 +93,7 @@ def finetune(
     data_field: str = TEXT_FIELD,
     data_bytes: int = TEXT_BYTES,
     bos: Bos = "auto",
+    allow_unknown: bool = False,
     dtype: str | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
@@ -131,7 +132,8 @@ def finetune(
     refuse_existing(path)
     state = state_folder(path, resume)
     peft_library()
-    chosen = TextChoice(data, eval_data, None, Reading(data_field, data_bytes, bos=bos))
+    reading = Reading(data_field, data_bytes, bos=bos, allow_unknown=allow_unknown)
+    chosen = TextChoice(data, eval_data, None, reading)
     chosen.check()
     opened = open_folder(folder, device=device or "cpu", trust_remote_code=trust_remote_code)
     _require_modules(opened)

@@ -105,6 +105,7 @@ def follow_command(
     data_field: str = TEXT_FIELD,
     data_bytes: int = TEXT_BYTES,
     bos: Bos = "auto",
+    allow_unknown: bool = False,
     tokenizer: str | None = None,
     ratio_of: BudgetOf = "blocks",
     settings: LearnSettings | None = None,
@@ -136,7 +137,8 @@ def follow_command(
     if resume and ((path / "report.json").is_file() or path.is_file()):
         return
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
-    chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes, bos=bos))
+    reading = Reading(data_field, data_bytes, bos=bos, allow_unknown=allow_unknown)
+    chosen = TextChoice(data, eval_data, data_weights, reading)
     how = Learning(
         ratio,
         ratio_of,

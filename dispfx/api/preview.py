@@ -39,6 +39,7 @@ def preview(
     data_field: str = TEXT_FIELD,
     data_bytes: int = TEXT_BYTES,
     bos: Bos = "auto",
+    allow_unknown: bool = False,
     tokenizer: str | None = None,
     ratio_of: BudgetOf = "blocks",
     settings: LearnSettings | None = None,
@@ -83,7 +84,8 @@ def preview(
         select=select,
     )
     opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
-    chosen = TextChoice(data, eval_data, data_weights, Reading(data_field, data_bytes, bos=bos))
+    reading = Reading(data_field, data_bytes, bos=bos, allow_unknown=allow_unknown)
+    chosen = TextChoice(data, eval_data, data_weights, reading)
     ready = ready_to_learn(opening, chosen, how, Stages(observer or NullObserver()))
     program = ready.program
     budget = Budget(ratio, ratio_of, how.alignment(program), ready.costs)

@@ -202,10 +202,14 @@ def open_text(source: Source, chosen: TextChoice) -> Text:
         return Text()
     learn = tokens = tuple(part.tokens for part in parts)
     if other is not None:
-        held_out, measure, about = (other.tokens,), other.tokens, TextFacts(other.name, None, of_other)
+        held_out, measure, about = (
+            (other.tokens,),
+            other.tokens,
+            TextFacts(other.name, None, of_other, other.unknown_share),
+        )
     else:
         learn, held_out = zip(*map(split_held_out, tokens), strict=True)
-        measure, about = _measured(held_out), TextFacts(name, HELD_OUT_SHARE, of_parts)
+        measure, about = _measured(held_out), TextFacts(name, HELD_OUT_SHARE, of_parts, _unknown_share(parts))
     return Text(
         learn=learn,
         held_out=held_out,
@@ -216,8 +220,17 @@ def open_text(source: Source, chosen: TextChoice) -> Text:
         bos=of_parts,
         separator=chosen.separator,
         largest=largest,
-        notes=(*chosen.repeated, *_notes_on_bos(source, read, {of_parts, of_other})),
+        notes=(
+            *chosen.repeated,
+            *(note for one in read for note in one.notes),
+            *_notes_on_bos(source, read, {of_parts, of_other}),
+        ),
     )
+
+
+def _unknown_share(parts: Sequence[ReadText]) -> float | None:
+    """Return the largest share that the tokenizer does not know of one part."""
+    return max((part.unknown_share for part in parts if part.unknown_share is not None), default=None)
 
 
 def _notes_on_bos(source: Source, read: Sequence[ReadText], begins: set[tuple[int, ...]]) -> list[str]:

@@ -27,6 +27,7 @@ def evaluate(
     data_field: given.DataField = None,
     data_bytes: given.DataBytes = None,
     bos: given.Bos = "auto",
+    allow_unknown: given.AllowUnknown = False,
     eval_windows: given.EvalWindows = None,
     context: Annotated[
         int | None, typer.Option(min=2, help="Tokens a window, and of a question at most.")
@@ -94,15 +95,17 @@ def evaluate(
         context=context,
         bos=bos,
     )
-    text: dict[str, Any] = reading_options(data_field, data_bytes) | {"eval_data": eval_data}
-    measured = api.evaluate(model, **decoder, **text, windows=eval_windows) if eval_data else None
-    alike = None
-    if measured is not None and dense is not None:
-        # The same windows, so that both figures are of the same positions.
-        same = {name: measured.protocol[name] for name in ("context", "windows")}
-        alike = api.agree(model, dense, **decoder | text | same)
+    text: dict[str, Any] = reading_options(data_field, data_bytes)
+    text |= {"eval_data": eval_data, "allow_unknown": allow_unknown}
+    measured = alike = None
     scores: list[TaskScores] = []
     with screen.observer() as observer:
+        if eval_data:
+            measured = api.evaluate(model, **decoder, **text, windows=eval_windows, observer=observer)
+        if measured is not None and dense is not None:
+            # The same windows, so that both figures are of the same positions.
+            same = {name: measured.protocol[name] for name in ("context", "windows")}
+            alike = api.agree(model, dense, **decoder | text | same)
         for each in (model, dense) if names else ():
             if each is not None:
                 asked: dict[str, Any] = dict(

@@ -120,6 +120,12 @@ Bos = Annotated[
         "tokenizer puts it in front of a text, and not before token ids."
     ),
 ]
+AllowUnknown = Annotated[
+    bool,
+    typer.Option(
+        "--allow-unknown", help="Read a text even if most of it is unknown to the tokenizer, or no text."
+    ),
+]
 EvalWindows = Annotated[
     int | None, typer.Option(min=1, help="Measure on the first so many windows of the text only.")
 ]

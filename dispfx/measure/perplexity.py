@@ -35,11 +35,13 @@ class TextFacts:
         name: of the text.
         held_out_share: share of the text's end that was held out for this, None where it is another text.
         bos: tokens that every window begins with.
+        unknown_share: share of the text that the tokenizer does not know, None where that cannot be seen.
     """
 
     name: str = ""
     held_out_share: float | None = None
     bos: tuple[int, ...] = ()
+    unknown_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Perplexity:
         value: exp of the mean negative log-likelihood over predicted tokens; infinite or NaN where
             the decoder's logits are.
         protocol: `text` (what was measured on), `context` (tokens a window), `windows` (how many were
-            used), `tokens` (how many were predicted), and `held_out_share` and `bos` of `TextFacts`.
+            used), `tokens` (how many were predicted), and `held_out_share`, `bos` and
+            `unknown_share` of `TextFacts`.
     """
 
     value: float
@@ -107,6 +110,7 @@ def perplexity(
         "tokens": predicted,
         "held_out_share": text.held_out_share,
         "bos": text.bos,
+        "unknown_share": text.unknown_share,
     }
     return Perplexity(_exp(likelihood / predicted), protocol)
 

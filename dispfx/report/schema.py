@@ -62,6 +62,7 @@ class Protocol:
     tokens: int
     held_out_share: float | None
     bos: tuple[int, ...] = ()
+    unknown_share: float | None = None
 
     @property
     def begins(self) -> str:

@@ -70,6 +70,7 @@ def test_the_report_has_the_fields_of_the_contract(compiled: Compiled):
         "tokens",
         "held_out_share",
         "bos",
+        "unknown_share",
     }
     for line in report["verify"]:
         assert set(line) == {"name", "shape", "max_abs_error", "max_rel_error", "tolerance"}

@@ -202,3 +202,18 @@ def test_a_file_that_is_learned_from_and_measured_on_is_told(source: Source, tmp
     assert "--eval-data and --data both have a.safetensors" in both
     (twice,) = open_text(source, TextChoice([a, b, a])).notes
     assert "--data has a.safetensors twice" in twice
+
+
+def test_what_a_text_is_warned_of_and_refused_for_reaches_every_command(decoder_folder: Path, tmp_path: Path):
+    (tmp_path / "ids.txt").write_text("12 345 " * 60)
+    (tmp_path / "nul.txt").write_bytes("no text ".encode("utf-16-le") * 60)
+    watcher = Watcher()
+    evaluate(str(decoder_folder), eval_data=tmp_path / "ids.txt", context=32, observer=watcher)
+    assert len(watcher.notes) == 1 and "token ids belong into" in watcher.notes[0]
+    nul: dict[str, Any] = {"eval_data": tmp_path / "nul.txt", "context": 32}
+    with pytest.raises(DataError, match="characters are no text"):
+        evaluate(str(decoder_folder), **nul)
+    protocol = evaluate(str(decoder_folder), **nul, allow_unknown=True).protocol
+    assert protocol["unknown_share"] == 0.0
+    with pytest.raises(DataError, match="characters are no text"):
+        dispfx.compile(MODEL, 0.3, out=tmp_path / "out", data=tmp_path / "nul.txt")

@@ -43,6 +43,7 @@ def test_a_bigram_table_is_measured_exactly_window_by_window():
         "tokens": 5,
         "held_out_share": 0.1,
         "bos": (),
+        "unknown_share": None,
     }
 
 

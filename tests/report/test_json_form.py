@@ -44,6 +44,7 @@ def test_the_file_has_the_agreed_fields(report: Report):
         "tokens",
         "held_out_share",
         "bos",
+        "unknown_share",
     }
     assert plain["verify"][0]["shape"] == [2, 9]
 

@@ -8,6 +8,7 @@ parquet     .parquet (pyarrow)               extras       libraries that only so
 dataset     datasets:NAME (datasets)
 token_file  .safetensors, mapped into memory
 tokenizing  text → token ids, in bounded memory
+legibility  how much of a text a decoder can make sense of
 bos         the tokens that every sequence begins with
 """
 

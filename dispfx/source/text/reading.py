@@ -17,6 +17,7 @@ from torch import Tensor
 from dispfx.errors import DataError
 from dispfx.source.text.dataset import NamedDataset
 from dispfx.source.text.json_lines import JsonLines
+from dispfx.source.text.legibility import Beginning, judged, unknown_share
 from dispfx.source.text.parquet import Parquet
 from dispfx.source.text.plain import PlainText
 from dispfx.source.text.token_file import joined_tokens, largest_id, stored_tokens
@@ -54,12 +55,16 @@ class ReadText:
         name: of the texts, and how much of them was read where that is not all.
         largest: of the token ids.
         given_ids: whether some of them came as ids, and not as text.
+        unknown_share: of the text, that the tokenizer does not know; None where that cannot be seen.
+        notes: lines of warning.
     """
 
     tokens: Tensor
     name: str
     largest: int
     given_ids: bool = False
+    unknown_share: float | None = None
+    notes: tuple[str, ...] = ()
 
 
 def read_text(words: Words, tokenizer: Any | None, reading: Reading | None = None) -> ReadText:
@@ -72,15 +77,14 @@ def read_text(words: Words, tokenizer: Any | None, reading: Reading | None = Non
 
     Raises:
         DataError: if a text is missing, empty, not UTF-8, broken or without the field, or there is no
-            tokenizer for it.
+            tokenizer for it, or most of it is unknown to the tokenizer or no text.
     """
-    return _read(_opened(words, reading), tokenizer, (reading or Reading()).between)
+    return _read(_opened(words, reading), tokenizer, reading or Reading())
 
 
 def read_apart(words: Words, tokenizer: Any | None, reading: Reading | None = None) -> list[ReadText]:
     """As `read_text`, but return every text by itself."""
-    between = (reading or Reading()).between
-    return [_read([one], tokenizer, between) for one in _opened(words, reading)]
+    return [_read([one], tokenizer, reading or Reading()) for one in _opened(words, reading)]
 
 
 def read_tokens(words: Words, tokenizer: Any | None, reading: Reading | None = None) -> Tensor:
@@ -139,28 +143,32 @@ class _Opened:
         origin: what the user named.
         stream: None for a token file.
         room: bytes that may be read.
+        allow_unknown: as of `Reading`.
     """
 
-    def __init__(self, origin: TextOrigin, stream: TextStream | None, room: int):
+    def __init__(self, origin: TextOrigin, stream: TextStream | None, room: int, allow_unknown: bool):
         self.origin = origin
         self.stream = stream
+        self.notes: list[str] = []
         self._room = room
         self._bytes_read = 0
+        self._allow_unknown = allow_unknown
 
     def texts(self) -> Iterator[str]:
         """Yield the text, and count its bytes.
 
         Raises:
-            DataError: at the end, if there was nothing but spaces and line breaks.
+            DataError: at the end, if there was nothing but spaces and line breaks, or it was no text.
         """
         assert self.stream is not None
-        blank = True
-        for text in self.stream.texts(self._room):
+        blank, beginning = True, Beginning()
+        for text in beginning.watch(self.stream.texts(self._room)):
             blank = blank and not text.strip()
             self._bytes_read += len(text.encode())
             yield text
         if blank:
             raise DataError("the text is empty", where=self.stream.where)
+        self.notes = beginning.notes(self.stream.where, self._allow_unknown)
 
     @property
     def name(self) -> str:
@@ -182,20 +190,37 @@ def _opened(words: Words, reading: Reading | None) -> list[_Opened]:
     streams = [None if o.form == "tokens" else text_stream(o, chosen.field, chosen.between) for o in origins]
     sizes = [0 if stream is None else stream.size() for stream in streams]
     rooms = shares(sizes, chosen.most_bytes)
-    return [_Opened(*of) for of in zip(origins, streams, rooms, strict=True)]
+    allow = chosen.allow_unknown
+    return [_Opened(*of, allow) for of in zip(origins, streams, rooms, strict=True)]
 
 
-def _read(opened: Sequence[_Opened], tokenizer: Any | None, between: str) -> ReadText:
-    parts = []
+def _read(opened: Sequence[_Opened], tokenizer: Any | None, reading: Reading) -> ReadText:
+    parts, shares, notes = [], [], []
     for stored, group in groupby(opened, key=lambda one: one.stream is None):
         members = list(group)
         if stored:
             parts += [stored_tokens(one.origin.path) for one in members]
-        else:
-            parts.append(encode_stream(_joined(members, between), tokenizer, where=members[0].origin.place))
+            continue
+        where, beginning = members[0].origin.place, Beginning()
+        parts.append(
+            encode_stream(beginning.watch(_joined(members, reading.between)), tokenizer, where=where)
+        )
+        share = unknown_share(parts[-1], beginning.sample, tokenizer)
+        notes += [
+            *(note for one in members for note in one.notes),
+            *judged(share, where, reading.allow_unknown),
+        ]
+        shares.append((share, len(parts[-1])))
     name = ", ".join(one.name for one in opened)
     largest = max(largest_id(part, where=name) for part in parts)
-    return ReadText(joined_tokens(parts), name, largest, any(one.stream is None for one in opened))
+    given_ids = any(one.stream is None for one in opened)
+    return ReadText(joined_tokens(parts), name, largest, given_ids, _mean(shares), tuple(notes))
+
+
+def _mean(shares: Sequence[tuple[float | None, int]]) -> float | None:
+    """Return the mean of shares by their numbers of tokens, of those that are known."""
+    known = [(share, count) for share, count in shares if share is not None]
+    return sum(share * count for share, count in known) / sum(c for _, c in known) if known else None
 
 
 def _joined(opened: Sequence[_Opened], between: str) -> Iterator[str]:
