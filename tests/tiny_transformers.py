@@ -10,6 +10,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GPTNeoXConfig,
     Lfm2Config,
     LlamaConfig,
     MixtralConfig,
@@ -61,6 +62,8 @@ def _config(name: str) -> PreTrainedConfig:
             return GPT2Config(
                 vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
             )
+        case "neox":
+            return GPTNeoXConfig(**_SIZES)
         case "phi":
             rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
             return PhiConfig(**_SIZES, rope_parameters=rope)

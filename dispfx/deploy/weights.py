@@ -4,8 +4,8 @@
 `read_tensors` maps them into memory.  Reading trusts nothing: a damaged header, a dtype of another kind
 and an index that names a file elsewhere are refused before a tensor is used.
 
-The header's `format` is "dispfx".  Loaders that do not know these files and check that entry
-(transformers before 5, accelerate) stop there instead of filling what does not fit with noise.
+The header's `format` is "pt", which accelerate asks for: names and shapes are those of the loaded model, so
+its loaders can fill one from these files.
 """
 
 import json
@@ -31,7 +31,7 @@ INDEX_FILE = "model.safetensors.index.json"
 INDEX_BUFFERS = "dispfx_index."
 MAX_SHARD_BYTES = 5 * 10**9
 
-_FORMAT = "dispfx"
+_FORMAT = "pt"
 # What file systems take, in bytes.
 _LONGEST_NAME = 255
 _DTYPES = {

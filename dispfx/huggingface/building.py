@@ -6,15 +6,15 @@ beside a dense one, which it shares every uncut tensor with.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from dispfx.errors import PlanMismatchError
-from dispfx.huggingface.layout import MARK, READ, SELECT, WRITE, Layout, ModuleLayout
-from dispfx.huggingface.modules import PrunedModule, empty_index, selecting
+from dispfx.huggingface.layout import MARK, WRITE, Layout, ModuleLayout
+from dispfx.huggingface.modules import empty_index, make_gathering
 
 Values = Callable[[str], Tensor]
 
@@ -23,7 +23,7 @@ def shape_modules(model: nn.Module, layout: Layout, values: Mapping[str, Tensor]
     """Give the modules of `model` the shapes of the layout, and empty tensors or the given values.
 
     Args:
-        model: the dense decoder, or its body without the head.
+        model: the dense decoder, or its body with another head or without one.
         layout: with the paths of the decoder that has the head.
         values: cut parameters and index buffers, by their path in the dense decoder.
 
@@ -32,15 +32,15 @@ def shape_modules(model: nn.Module, layout: Layout, values: Mapping[str, Tensor]
     """
     # Walked once: there are hundreds of modules, and every search for one walks from the top.
     modules = dict(model.named_modules(remove_duplicate=False))
-    missing_prefix = headless_prefix(model)
-    for path, module_layout in layout.modules.items():
-        own = _find(modules, path, missing_prefix)
-        if own is None:
-            continue
-        wrapper = _shape(model, modules[own], path, module_layout, values)
-        if wrapper is not None:
-            parent, _, leaf = own.rpartition(".")
-            modules[parent]._modules[leaf] = wrapper
+    found = {path: modules.get(own_path(model, path)) for path in layout.modules}
+    _require_body(model, found)
+    width = _embedded_width(model)
+    for path, module in found.items():
+        if module is not None:
+            _shape(model, module, path, layout.modules[path], values)
+    if _embedded_width(model) != width:
+        known = {id(module) for module in found.values()}
+        _shape_new_heads(model, width, known)
     for path in layout.buffers:
         _keep_buffer(model, path)
     if layout.marked:
@@ -69,24 +69,47 @@ def pruned_twin(model: nn.Module, layout: Layout, values: Mapping[str, Tensor]) 
     return twin
 
 
-def _find(modules: Mapping[str, nn.Module], path: str, missing_prefix: str) -> str | None:
-    """Return where a module of the layout is, or None where it is part of a head that the model lacks."""
-    own = path.removeprefix(missing_prefix)
-    if own in modules:
-        return own
-    if own == path and missing_prefix:
-        return None
-    raise PlanMismatchError(
-        "the layout names a module that this decoder does not have",
-        where=path,
-        hint="config.json must be the one that was written with the weights",
-    )
+def _require_body(model: nn.Module, found: Mapping[str, nn.Module | None]) -> None:
+    """Require every module of the layout but those of a head, which a model may lack or have another of."""
+    body = f"{getattr(model, 'base_model_prefix', '')}."
+    missing = [path for path, module in found.items() if module is None]
+    kind = type(model).__name__
+    if missing and len(missing) == len(found):
+        raise PlanMismatchError(
+            f"{kind} has none of the pruned modules: its body has another name than the checkpoint's",
+            where=missing[0],
+            hint="load the folder with another class; all weights of this one would be random",
+        )
+    if required := [path for path in missing if path.startswith(body)]:
+        raise PlanMismatchError(
+            f"the layout names a module that {kind} does not have",
+            where=required[0],
+            hint="config.json must be the one that was written with the weights",
+        )
+
+
+def _embedded_width(model: nn.Module) -> int | None:
+    """Return the width of the token embedding, which is that of the residual stream where it is cut."""
+    find = getattr(model, "get_input_embeddings", None)
+    weight = getattr(find() if find else None, "weight", None)
+    return None if weight is None else weight.shape[-1]
+
+
+def _shape_new_heads(model: nn.Module, full: int | None, known: Collection[int]) -> None:
+    """Let linear layers outside of the body, which the layout does not know, take the narrower stream."""
+    body = set(getattr(model, "base_model", model).modules())
+    kept = _embedded_width(model)
+    for module in set(model.modules()) - body:
+        if isinstance(module, nn.Linear) and module.in_features == full and id(module) not in known:
+            old = module.weight
+            module.weight = nn.Parameter(_empty(old, (len(old), kept)), requires_grad=old.requires_grad)
+            module.in_features = kept
 
 
 def _shape(
     model: nn.Module, module: nn.Module, path: str, layout: ModuleLayout, values: Mapping[str, Tensor] | None
-) -> PrunedModule | None:
-    """Give one module its shapes, and return the one that is to stand around it, or None."""
+) -> None:
+    """Give one module its shapes and its indices."""
     for name, shape in layout.shapes.items():
         old = module._parameters.get(name)
         if old is None:
@@ -103,21 +126,14 @@ def _shape(
             setattr(module, name, size)
         else:
             raise PlanMismatchError("the layout names a size that the module has not", where=f"{path}.{name}")
-    indices = layout.indices
-    if not indices:
-        return None
     device = next(chain(module.parameters(), model.parameters())).device
-    made = {
+    indices = {
         name: empty_index(features if name == WRITE else kept, device)
         if values is None
         else values[f"{path}.{name}"].to(device)
-        for name, (features, kept) in indices.items()
+        for name, (features, kept) in layout.indices.items()
     }
-    if SELECT in made:
-        selecting(module, made[SELECT])
-    if not layout.wraps:
-        return None
-    return PrunedModule(module, made.get(READ), made.get(WRITE), padded=layout.padded)
+    make_gathering(module, indices, padded=layout.padded)
 
 
 def _empty(old: nn.Parameter, shape: tuple[int, ...]) -> Tensor:

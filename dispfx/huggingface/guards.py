@@ -28,12 +28,17 @@ def is_pruned(config: Any) -> bool:
     return getattr(section, "quant_method", None) == METHOD
 
 
+def is_unlocked(config: Any) -> bool:
+    """Whether `from_pretrained` is building a model from a config; a class with a head builds its body so."""
+    return getattr(config, LOCK, REFUSAL) is None
+
+
 def _guard_building() -> None:
     """A config alone cannot give the pruned decoder, and must not give the dense one without a word."""
     build = PreTrainedModel._from_config.__func__  # type: ignore[attr-defined]
 
     def guarded(cls: type, config: Any, **kwargs: Any) -> Any:
-        if is_pruned(config):
+        if is_pruned(config) and not is_unlocked(config):
             raise OutputError(
                 "this config describes a pruned decoder, whose kept indices lie with its weights",
                 where=str(getattr(config, "name_or_path", "") or type(config).__name__),

@@ -24,8 +24,6 @@ from dispfx.json_text import parse_json
 
 SELECT, READ, WRITE = "dispfx_select", "dispfx_read", "dispfx_write"
 INDEX_NAMES = (SELECT, READ, WRITE)
-# The smaller module inside one that reads or writes; on disk its tensors keep the dense decoder's names.
-INNER = "linear"
 # A tensor of a decoder without indices, so that what lists unknown tensors names dispfx for it, too.
 MARK = "dispfx_pruned"
 
@@ -51,11 +49,6 @@ class ModuleLayout:
     read: tuple[int, int] | None = None
     padded: bool = False
     write: tuple[int, int] | None = None
-
-    @property
-    def wraps(self) -> bool:
-        """Whether the module is put inside one that reads or writes."""
-        return self.read is not None or self.write is not None
 
     @cached_property
     def indices(self) -> dict[str, tuple[int, int]]:
@@ -154,13 +147,6 @@ class Layout:
     def marked(self) -> bool:
         """Whether the decoder holds the mark, for want of indices."""
         return not any(module.indices for module in self.modules.values())
-
-    def stored_name(self, path: str) -> str:
-        """Return the name on disk of a tensor at `path` in the pruned decoder."""
-        owner, _, name = path.rpartition(".")
-        outer, _, last = owner.rpartition(".")
-        inside = last == INNER and outer in self.modules and self.modules[outer].wraps
-        return f"{outer}.{name}" if inside else path
 
     def check_indices(self, buffers: Mapping[str, Tensor]) -> None:
         """Pass if the index buffers are in range and are those that this layout was made with.

@@ -1,133 +1,159 @@
-"""The modules of a pruned decoder that are not ordinary smaller ones.
+"""What the modules of a pruned decoder do besides being smaller: they gather their input or their output.
 
-`selecting` makes a norm gather its output, once for all its readers.  `PrunedModule` holds an ordinary
-smaller module and gathers before it, after it, or both:
+    x → x[…, read] → module → pad with a zero → [write]        x → norm → [select]
 
-    x → x[…, read] → linear → pad with a zero → [write]
-
-The zero that pruned features point at is part of the computation and not of the weight: zero rows in a
-weight would learn with the first optimizer step.
+1. A module keeps its class, its path and the names of its tensors, so every loader and every tool finds it
+   as in the dense decoder.  Forward hooks gather, by index buffers of the module.
+2. What replaces a module at its path, such as an adapter or a quantised layer, gets the hooks, for the rest
+   of the decoder still has the full width.  What stood there before loses them: it may be inside.
+3. The zero that pruned features point at is part of the computation and not of the weight: zero rows in a
+   weight would learn with the first optimizer step.
 """
 
 import inspect
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
-from dispfx.huggingface.layout import INNER, READ, SELECT, WRITE
+from dispfx.errors import PassError
+from dispfx.huggingface.layout import INDEX_NAMES, READ, SELECT, WRITE
 
 
-class PrunedModule(nn.Module):
-    """An ordinary module on fewer features, with the interface of the one that it stands for.
+@dataclass(frozen=True)
+class GatherInput:
+    """A forward pre-hook: the module gets the features of its first argument that `dispfx_read` names.
 
     Args:
-        inner: maps the last dimension of its first argument to the last of its result.
-        read: (K,) int32 positions of the input that `inner` takes, or None where it takes all.
-        padded: whether `read` may point one past the last feature, at a zero.
-        write: (N,) int32 place of every output feature in the result of `inner`, or one past its last
-            where the feature is zero; None where the result is the output.
+        padded: whether the index may point one past the last feature, at a zero.
     """
 
-    dispfx_read: Tensor | None
-    dispfx_write: Tensor | None
+    padded: bool
 
-    def __init__(
-        self,
-        inner: nn.Module,
-        read: Tensor | None = None,
-        write: Tensor | None = None,
-        *,
-        padded: bool = False,
-    ):
-        super().__init__()
-        self.linear = inner
-        self.padded = padded
-        self.register_buffer(READ, read)
-        self.register_buffer(WRITE, write)
-        self.training = inner.training
-        # What a decoder may ask of the module.  What is put around it later (an adapter) stays its own.
-        own = {INNER, READ, WRITE}
-        self._given = (_names_of_class(type(inner)) | _own_names(inner)) - own
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the dense module would, with zeros for pruned features of the output."""
-        if self.dispfx_read is not None:
-            args, kwargs = self._selected(self.dispfx_read, args, kwargs)
-        result = self.linear(*args, **kwargs)
-        if self.dispfx_write is None:
-            return result
-        if isinstance(result, tuple):
-            return (_scattered(result[0], self.dispfx_write), *result[1:])
-        return _scattered(result, self.dispfx_write)
-
-    def _selected(self, read: Tensor, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def __call__(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments with the first one gathered, by position or by name."""
         if args:
-            return (_gathered(args[0], read, self.padded), *args[1:]), kwargs
-        first = next(iter(inspect.signature(self.linear.forward).parameters))
-        return args, {**kwargs, first: _gathered(kwargs[first], read, self.padded)}
+            return (self._gathered(module, args[0]), *args[1:]), kwargs
+        first = next(iter(inspect.signature(module.forward).parameters))
+        return args, {**kwargs, first: self._gathered(module, kwargs[first])}
 
-    def __getattr__(self, name: str) -> Any:
-        """Give what the inner module had at first: a decoder may ask its projection for a dtype."""
-        if name in self.__dict__.get("_given", ()):
-            return getattr(self.linear, name)
-        return super().__getattr__(name)
-
-    def extra_repr(self) -> str:
-        """Say which widths the module has outside."""
-        read, write = self.dispfx_read, self.dispfx_write
-        parts = [f"reads {len(read)} features"] if read is not None else []
-        parts += [f"writes {len(write)} features"] if write is not None else []
-        return ", ".join(parts)
+    def _gathered(self, module: nn.Module, x: Tensor) -> Tensor:
+        return (F.pad(x, (0, 1)) if self.padded else x).index_select(-1, _index(module, READ, x))
 
 
-class _Selecting:
-    """Mixed into a norm's class: the norm sees all features and gives the kept ones."""
+@dataclass(frozen=True)
+class GatherOutput:
+    """A forward hook: the first result of the module is gathered.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs).index_select(-1, getattr(self, SELECT))  # type: ignore[misc]
+    Args:
+        name: of the index; `dispfx_write` may point one past the last feature, at a zero.
+    """
 
+    name: str
 
-@cache
-def _selecting_class(norm: type[nn.Module]) -> type[nn.Module]:
-    return type(norm.__name__, (_Selecting, norm), {"__module__": norm.__module__, "__doc__": norm.__doc__})
+    def __call__(self, module: nn.Module, args: tuple, result: Any) -> Any:
+        """Return the result with its first tensor gathered."""
+        if isinstance(result, tuple):
+            return (self._gathered(module, result[0]), *result[1:])
+        return self._gathered(module, result)
 
-
-def selecting(norm: nn.Module, kept: Tensor) -> None:
-    """Let a norm gather its output by `kept` (K,) int32 after its own forward; its class stays a base."""
-    norm.__class__ = _selecting_class(type(norm))
-    norm.register_buffer(SELECT, kept)
-
-
-@cache
-def _names_of_class(of: type[nn.Module]) -> frozenset[str]:
-    return frozenset(name for name in dir(of) if not name.startswith("_") and not hasattr(nn.Module, name))
+    def _gathered(self, module: nn.Module, x: Tensor) -> Tensor:
+        return (F.pad(x, (0, 1)) if self.name == WRITE else x).index_select(-1, _index(module, self.name, x))
 
 
-def _own_names(module: nn.Module) -> set[str]:
-    names = {*vars(module), *module._parameters, *module._buffers, *module._modules}
-    return {name for name in names if not name.startswith("_") and not hasattr(nn.Module, name)}
+def make_gathering(module: nn.Module, indices: dict[str, Tensor], *, padded: bool = False) -> None:
+    """Let a module gather by its indices, int32 (K,), which become its buffers.
 
-
-def _gathered(x: Tensor, read: Tensor, padded: bool) -> Tensor:
-    return (F.pad(x, (0, 1)) if padded else x).index_select(-1, read)
-
-
-def _scattered(x: Tensor, write: Tensor) -> Tensor:
-    return F.pad(x, (0, 1)).index_select(-1, write)
+    Args:
+        indices: by the names in `dispfx.huggingface.layout`.
+        padded: whether the one for reading may point at a zero.
+    """
+    for name, index in indices.items():
+        module.register_buffer(name, index)
+    gathers: list[GatherInput | GatherOutput] = [GatherInput(padded)] if READ in indices else []
+    _attach(module, gathers + [GatherOutput(name) for name in (WRITE, SELECT) if name in indices])
 
 
 def index_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the index buffers of a decoder by path."""
-    return {
-        path: buffer
-        for path, buffer in module.named_buffers()
-        if path.rpartition(".")[2] in (SELECT, READ, WRITE)
-    }
+    return {path: buffer for path, buffer in module.named_buffers() if path.rpartition(".")[2] in INDEX_NAMES}
 
 
 def empty_index(length: int, device: torch.device) -> Tensor:
     """Return room for `length` indices."""
     return torch.empty(length, dtype=torch.int32, device=device)
+
+
+def held_index(owner: nn.Module, name: str) -> Tensor:
+    """Return an index of a module, from the disk where accelerate keeps it there."""
+    index = owner._buffers[name]
+    assert index is not None
+    hook = getattr(owner, "_hf_hook", None) if index.is_meta else None
+    maps = [getattr(part, "weights_map", None) for part in getattr(hook, "hooks", (hook,))]
+    return next((held[name] for held in maps if held is not None), index)
+
+
+def _index(module: nn.Module, name: str, x: Tensor) -> Tensor:
+    owner = module if name in module._buffers else _owner(module, name)
+    index = owner._buffers[name]
+    assert index is not None
+    if index.device != x.device:
+        # Kept on disk, or the module's own code moves what it is given to where its weights are.
+        index = held_index(owner, name).to(x.device)
+    return index
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module:
+    """Return the module with the index inside of what has replaced it."""
+    for inner in module.modules():
+        if name in inner._buffers:
+            return inner
+    raise PassError(f"{name} is not a buffer of {type(module).__name__}, which gathers by it")
+
+
+def _attach(module: nn.Module, gathers: list[GatherInput | GatherOutput]) -> None:
+    for gather in gathers:
+        if isinstance(gather, GatherInput):
+            module.register_forward_pre_hook(gather, with_kwargs=True)
+        else:
+            module.register_forward_hook(gather)
+
+
+def _detach(module: nn.Module) -> list[GatherInput | GatherOutput]:
+    """Take the hooks of this file off a module, and return them."""
+    found: list[GatherInput | GatherOutput] = []
+    for hooks, kinds in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+    ):
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, GatherInput | GatherOutput):
+                found.append(hook)
+                del hooks[key]
+                kinds.pop(key, None)
+    return found
+
+
+def _follow(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Give what replaces a module at its path the hooks, and the indices if it lacks them (rule 2)."""
+    old = parent._modules.get(name)
+    if old is None or module is None or module is old:
+        return
+    gathers = _detach(old)
+    if not gathers:
+        return
+    inside = list(module.modules())
+    for inner in inside:
+        _detach(inner)  # a copy of the old module has them, too
+    for index in INDEX_NAMES:
+        if index in old._buffers and not any(index in inner._buffers for inner in inside):
+            module.register_buffer(index, old._buffers[index])
+    _attach(module, gathers)
+
+
+register_module_module_registration_hook(_follow)

@@ -4,7 +4,7 @@
     quantization_config   makes a DispfxConfig and its quantizer
     transformers_weights  would raise it as an error                `_unlock` takes it away
                           builds the dense decoder without memory   its modules get the pruned shapes
-                          reads the weights into it                 renamed where a module is wrapped
+                          reads the weights into it
                           marks the model as quantised              the indices are checked, the mark goes
 
 A loaded model is an ordinary one: it can be cast, trained, saved and quantised.  Importing this module
@@ -13,8 +13,6 @@ then is imported where it is used.
 """
 
 import copy
-import re
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +27,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dispfx.errors import OutputError
 from dispfx.huggingface.building import headless_prefix, own_path, shape_modules
-from dispfx.huggingface.entries import LOCK, METHOD, checked_section
-from dispfx.huggingface.layout import INNER, Layout
-from dispfx.huggingface.modules import PrunedModule, index_buffers
+from dispfx.huggingface.entries import LOCK, METHOD, REFUSAL, SECTION, checked_section
+from dispfx.huggingface.layout import Layout
+from dispfx.huggingface.modules import held_index, index_buffers
 
 
 class DispfxConfig(QuantizationConfigMixin):
@@ -54,7 +52,6 @@ class DispfxQuantizer(HfQuantizer):
     def __init__(self, quantization_config: DispfxConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.layout = _layout_of(quantization_config.section)
-        self._dtypes: dict[str, torch.dtype] = {}
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Called with the config before the weights are looked for, since transformers 5.20."""
@@ -73,17 +70,11 @@ class DispfxQuantizer(HfQuantizer):
         """Whether a loaded model can be trained."""
         return True
 
-    def get_weight_conversions(self) -> list[Any]:
-        """Rename the tensors of wrapped modules, which have the dense decoder's names on disk."""
-        wrapped = [path for path, module in self.layout.modules.items() if module.wraps]
-        return [_renaming(wrapped)] if wrapped else []
-
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         _require_own_class(model)
         for path, dtype in self.layout.dtypes.items():
             _expect_dtype(model, path, getattr(torch, dtype), kwargs.get("dtype"))
         shape_modules(model, self.layout)
-        self._dtypes = {path: parameter.dtype for path, parameter in _wrapped_parameters(model)}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         found = index_buffers(model)
@@ -93,9 +84,8 @@ class DispfxQuantizer(HfQuantizer):
             for path, module in self.layout.modules.items()
             for name in module.indices
         }
-        indices = {named[own]: _held(model, own, index) for own, index in found.items() if own in named}
+        indices = {named[own]: _held(model, own) for own in found if own in named}
         self.layout.check_indices(indices)
-        _cast(model, self._dtypes)
         _leave_quantised_mode(model)
         return model
 
@@ -122,8 +112,7 @@ def _layout_of(section: dict[str, Any]) -> Layout:
 
 
 def _unlock(config: Any) -> Any:
-    if getattr(config, LOCK, None) is not None:
-        setattr(config, LOCK, None)
+    setattr(config, LOCK, None)
     return config
 
 
@@ -135,17 +124,6 @@ def _require_own_class(model: Any) -> None:
             f"the decoder's class is code that comes with the folder, not {type(model).__name__}",
             hint="read that code, then allow it with trust_remote_code=True",
         )
-
-
-def _renaming(paths: Sequence[str]) -> Any:
-    """Let the stored names be those of the dense decoder; index buffers keep theirs.
-
-    All modules are in one pattern: each one is tried on every tensor.
-    """
-    from transformers.core_model_loading import WeightRenaming
-
-    any_of = "|".join(re.escape(path) for path in paths)
-    return WeightRenaming(rf"({any_of})\.(?!dispfx_|{INNER}\.)", rf"\1.{INNER}.")
 
 
 def _expect_dtype(model: Any, path: str, dtype: torch.dtype, asked: torch.dtype | None) -> None:
@@ -162,35 +140,13 @@ def _expect_dtype(model: Any, path: str, dtype: torch.dtype, asked: torch.dtype 
         module._parameters[name] = nn.Parameter(old.to(dtype), requires_grad=old.requires_grad)
 
 
-def _held(model: nn.Module, path: str, index: Tensor) -> Tensor:
-    """Return an index that may be kept on disk; accelerate fetches it when its module runs."""
-    if not index.is_meta:
-        return index
+def _held(model: nn.Module, path: str) -> Tensor:
     owner, _, name = path.rpartition(".")
-    hook = getattr(model.get_submodule(owner), "_hf_hook", None)
-    for part in getattr(hook, "hooks", (hook,)):
-        held = getattr(part, "weights_map", None)
-        if held is not None:
-            return held[name]
-    return index
-
-
-def _cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Give renamed weights the dtype that was asked for; transformers 5.17 reads them as stored."""
-    for path, parameter in _wrapped_parameters(model):
-        if not parameter.is_meta and parameter.dtype != dtypes.get(path, parameter.dtype):
-            parameter.data = parameter.data.to(dtypes[path])
-
-
-def _wrapped_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for path, module in model.named_modules():
-        if isinstance(module, PrunedModule):
-            for name, parameter in module.linear.named_parameters(recurse=False):
-                yield f"{path}.{INNER}.{name}", parameter
+    return held_index(model.get_submodule(owner), name)
 
 
 def _leave_quantised_mode(model: Any) -> None:
-    """Nothing is quantised; transformers forbids casts and training where something is."""
+    """Lock configs again.  Nothing is quantised; transformers forbids casts and training where it is."""
     from transformers.modeling_utils import PreTrainedModel
 
     for name in ("hf_quantizer", "quantization_method"):
@@ -199,8 +155,11 @@ def _leave_quantised_mode(model: Any) -> None:
     model.is_quantized = False
     for module in model.modules():
         config = getattr(module, "config", None)
-        if isinstance(module, PreTrainedModel) and hasattr(config, "_is_quantized"):
-            delattr(config, "_is_quantized")
+        if isinstance(module, PreTrainedModel):
+            if hasattr(config, "_is_quantized"):
+                delattr(config, "_is_quantized")
+            if getattr(config, SECTION, None) is not None:
+                setattr(config, LOCK, REFUSAL)
 
 
 install()

@@ -28,16 +28,12 @@ class PrunedModel:
 
     def stored_parameters(self) -> dict[str, Tensor]:
         """Return the parameters by their names on disk, a tied one once."""
-        return {self.layout.stored_name(path): value for path, value in self.model.named_parameters()}
+        return dict(self.model.named_parameters())
 
     def stored_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that the model saves, index buffers among them, by their names on disk."""
         saved = self.model.state_dict().keys()
-        return {
-            self.layout.stored_name(path): buffer
-            for path, buffer in self.model.named_buffers()
-            if path in saved
-        }
+        return {path: buffer for path, buffer in self.model.named_buffers() if path in saved}
 
 
 def build_pruned(

@@ -21,13 +21,13 @@ from dispfx.demo import DECODER_FOLDER
 from dispfx.demo.text import generate_text
 from dispfx.errors import DataError, DispfxError, OutputError
 from dispfx.huggingface.adapter_training import Keeping, TuneStep, train
-from dispfx.huggingface.modules import PrunedModule
 from dispfx.huggingface.tuning import TuneSettings
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.learning.text import TokenBatches
 from dispfx.report import Tuning, load_report
 from tests.api.conftest import MODEL, Watcher
 from tests.programs import token_ids
+from tests.pruned_modules import writers
 
 pytest.importorskip("peft")
 
@@ -119,15 +119,13 @@ def test_what_was_pruned_is_zero_to_the_bit_after_tuning(merged: tuple[Path, Tun
     assert len(changed) > 10, "the weights were tuned"
     seen = []
 
-    def look(module: PrunedModule, inputs: Any, output: torch.Tensor) -> None:
-        assert module.dispfx_write is not None
-        gone = module.dispfx_write == module.dispfx_write.max()
-        seen.append(int(gone.sum()))
-        assert not output[..., gone].any()
+    for module, gone in writers(model):
 
-    for module in model.modules():
-        if isinstance(module, PrunedModule) and module.dispfx_write is not None:
-            module.register_forward_hook(look)
+        def look(module: Any, inputs: Any, output: torch.Tensor, gone: torch.Tensor = gone) -> None:
+            seen.append(int(gone.sum()))
+            assert not output[..., gone].any()
+
+        module.register_forward_hook(look)
     model(IDS)
     assert seen and sum(seen) > 0
 

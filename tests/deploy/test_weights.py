@@ -94,10 +94,10 @@ def test_a_view_is_written_without_its_base(tmp_path: Path) -> None:
     assert weights.count_bytes(tmp_path) < 1_000
 
 
-def test_the_header_says_dispfx_where_other_loaders_look_for_pt(sharded: Path) -> None:
+def test_the_header_says_pt_which_accelerate_asks_for(sharded: Path) -> None:
     for file in weights.weight_files(sharded):
         with safe_open(file, framework="pt") as opened:
-            assert opened.metadata()["format"] == "dispfx"
+            assert opened.metadata()["format"] == "pt"
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +15,14 @@ from torch import Tensor, nn
 
 from dispfx.api import capture
 from dispfx.api.compilation import apply
+from dispfx.api.programs import lower_program
+from dispfx.deploy.checkpoint import underived_buffers, write_checkpoint
+from dispfx.huggingface.saving import PrunedModel, build_pruned
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
-from tests.tiny_transformers import tiny_transformer
+from tests.captures import plain
+from tests.programs import token_ids
+from tests.tiny_transformers import VOCABULARY, tiny_transformer
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +62,41 @@ def write_folder(path: Path, dense: nn.Module, *, ratio: float = 0.4, seed: int 
     plan = Plan.random(program, ratio, seed)
     apply(dense, plan, out=path, export="none")
     return Folder(path, dense, program, plan)
+
+
+@pytest.fixture(scope="session")
+def unverified(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of a tiny decoder by name, made once: a checkpoint and its plan, with no report."""
+    return cache(lambda name: write_unverified(tmp_path_factory.mktemp(name) / "pruned", name))
+
+
+def write_unverified(path: Path, name: str) -> Path:
+    """Prune a tiny decoder by a random plan and write its checkpoint alone, in a fifth of the time."""
+    dense: Any = tiny_transformer(name)
+    program = plain(name)
+    plan = Plan.random(program, 0.4, 3)
+    pruned = build_pruned(
+        program, plan.kept, dense, lower_program(program, plan).graph_module,
+        underived=underived_buffers(dense, dense.config), agrees=lambda model: disagreement(model, dense),
+    )  # fmt: skip
+    assert isinstance(pruned, PrunedModel), pruned
+    path.mkdir()
+    write_checkpoint(
+        path, parameters=pruned.stored_parameters(), buffers=pruned.stored_buffers(), layout=pruned.layout,
+        plan=plan, sites=program.sites, config=dense.config, architecture=type(dense).__name__,
+        generation_config=dense.generation_config,
+    )  # fmt: skip
+    return path
+
+
+def disagreement(model: nn.Module, dense: nn.Module) -> str | None:
+    """Return what goes wrong when a pruned decoder is called, or None."""
+    ids = token_ids(2, 5, vocabulary=VOCABULARY)
+    try:
+        with torch.no_grad():
+            return None if model(ids).logits.shape == dense(ids).logits.shape else "other shapes"
+    except RuntimeError as error:
+        return str(error)
 
 
 @pytest.fixture(scope="session")

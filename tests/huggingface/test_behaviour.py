@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from dispfx.api.verification import zeroed_tensors
-from dispfx.huggingface.modules import PrunedModule
 from tests.huggingface.conftest import Folder
 from tests.programs import relative_error, token_ids
+from tests.pruned_modules import writers
 from tests.tiny_transformers import VOCABULARY, tiny_transformer
 
 IDS = token_ids(2, 7, vocabulary=VOCABULARY)
@@ -103,14 +103,12 @@ def outputs_of_writers(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tenso
     """Return what each writing module gave in one pass, and which of its features are pruned."""
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     handles = []
-    for module in model.modules():
-        if isinstance(module, PrunedModule) and module.dispfx_write is not None:
-            pruned = module.dispfx_write == module.dispfx_write.max()
+    for module, pruned in writers(model):
 
-            def keep(module: Any, args: Any, output: Any, pruned: torch.Tensor = pruned) -> None:
-                found.append((output, pruned))
+        def keep(module: Any, args: Any, output: Any, pruned: torch.Tensor = pruned) -> None:
+            found.append((output, pruned))
 
-            handles.append(module.register_forward_hook(keep))
+        handles.append(module.register_forward_hook(keep))
     with torch.no_grad():
         model(IDS)
     for handle in handles:

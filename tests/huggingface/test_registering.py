@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from dispfx.huggingface.modules import PrunedModule
 from tests.huggingface.conftest import Folder
+from tests.pruned_modules import writers
 
 CHECKOUT = Path(__file__).parents[2]
 LOAD = """
@@ -130,7 +130,7 @@ def test_a_script_that_does_not_know_dispfx_trains_a_folder(
     assert len(folders) == len(scripts)
     for folder in folders:
         tuned = AutoModelForCausalLM.from_pretrained(folder)
-        assert any(isinstance(module, PrunedModule) for module in tuned.modules())
+        assert writers(tuned)
 
 
 def test_a_finder_that_waits_finds_nothing_else() -> None:
