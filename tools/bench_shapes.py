@@ -43,8 +43,7 @@ OTHER_SHAPES = ("llama-2-7b", "qwen3-8b", "phi-2", "mixtral-8x7b")
 ALIGNMENTS = (1, 8, 16, 64, 128)
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5)
 BATCHES = (1, 8, 32, 128)
-ALL = ("library", "generated", "fused")
-NO_GENERATED = ("library", "fused")
+ALL = ("library", "generated")
 
 
 @dataclass
@@ -70,7 +69,6 @@ class Bench:
     def row(
         self, name: str, dense: Contender, pruned: Contender, shape: CachedShape, *,
         mode: Mode = "compiled", kernels: Sequence[str] = ("library",),
-        pruned_kernels: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         """Measure one row, print it and write everything so far; leave it out when time is up."""
         if self.seconds_left < self.args.row_seconds:
@@ -83,7 +81,6 @@ class Bench:
             shape,
             mode,
             kernels=kernels,
-            pruned_kernels=pruned_kernels,
             rounds=self.args.rounds,
         )
         self.rows.append(row)
@@ -118,8 +115,7 @@ class Bench:
             "plan": f"widths repeat every {self.args.period} layers and are multiples of {self.args.align} "
             "unless a row says otherwise; indices are random in every layer",
             "compiled": "torch.compile and a CUDA graph for dense and pruned, fused projections on both; "
-            "the fastest of the tried kernels counts; ᵍ: products by kernels that the compiler made, "
-            "ᶠ: write, norm and selection in one kernel of dispfx",
+            "the fastest of the tried kernels counts; ᵍ: products by kernels that the compiler made",
         }
 
 
@@ -140,22 +136,21 @@ def main() -> None:
 
 def run_short(bench: Bench) -> None:
     """The rows of the table, the most important first; tuning the compiler's own products comes last."""
-    both, fused = ("library", "fused"), ("fused",)
     dense, pruned = pair(bench, bench.args.shape, bench.args.layers, 0.5)
     name = f"{bench.args.shape}, {share(pruned)} removed"
-    bench.row(name, dense, pruned, prefill(bench, 1, 2048), pruned_kernels=both)
-    bench.row(name, dense, pruned, decode(bench, 1, 1024), pruned_kernels=both)
-    bench.row(name, dense, pruned, decode(bench, 64, 256), pruned_kernels=fused)
+    bench.row(name, dense, pruned, prefill(bench, 1, 2048))
+    bench.row(name, dense, pruned, decode(bench, 1, 1024))
+    bench.row(name, dense, pruned, decode(bench, 64, 256))
     for shape in (decode(bench, 1, 1024), prefill(bench, 1, 2048)):
-        for side, one, kind in (("pruned", pruned, "fused"), ("dense", dense, "library")):
-            profile(bench, side, one, shape, kind)
+        for side, one in (("pruned", pruned), ("dense", dense)):
+            profile(bench, side, one, shape, "library")
     for ratio in (0.3, 0.2, 0.1):
         _, less = pair(bench, bench.args.shape, bench.args.layers, ratio)
         name = f"{bench.args.shape}, {share(less)} removed"
-        bench.row(name, dense, less, prefill(bench, 1, 2048), pruned_kernels=fused)
-        bench.row(name, dense, less, decode(bench, 1, 1024), pruned_kernels=fused)
+        bench.row(name, dense, less, prefill(bench, 1, 2048))
+        bench.row(name, dense, less, decode(bench, 1, 1024))
     for batch in BATCHES[1:]:
-        bench.row(name, dense, less, decode(bench, batch, 256), pruned_kernels=fused)
+        bench.row(name, dense, less, decode(bench, batch, 256))
     name = f"{bench.args.shape}, {share(pruned)} removed"
     bench.row(name, dense, pruned, prefill(bench, 1, 2048), kernels=("layers",))
     bench.row(name, dense, pruned, decode(bench, 1, 1024), kernels=("generated",))
@@ -175,9 +170,9 @@ def run_main(bench: Bench) -> None:
     """The rows of the table: 50 % removed."""
     dense, pruned = pair(bench, bench.args.shape, bench.args.layers, 0.5)
     name = f"{bench.args.shape}, {share(pruned)} removed"
-    bench.row(name, dense, pruned, prefill(bench, 1, 2048), kernels=NO_GENERATED)
+    bench.row(name, dense, pruned, prefill(bench, 1, 2048))
     bench.row(name, dense, pruned, decode(bench, 1, 1024), kernels=ALL)
-    bench.row(name, dense, pruned, decode(bench, 64, 256), kernels=NO_GENERATED)
+    bench.row(name, dense, pruned, decode(bench, 64, 256))
     bench.row(name, dense, pruned, prefill(bench, 1, 2048), mode="eager")
     bench.row(name, dense, pruned, decode(bench, 1, 1024), mode="eager")
 
@@ -188,11 +183,10 @@ def run_profile(bench: Bench) -> None:
         print("a profile needs a GPU")
         return
     dense, pruned = pair(bench, bench.args.shape, bench.args.layers, 0.5)
-    for shape, kernels in ((decode(bench, 1, 1024), ALL), (prefill(bench, 1, 2048), NO_GENERATED)):
+    for shape, kernels in ((decode(bench, 1, 1024), ALL), (prefill(bench, 1, 2048), ("library",))):
         for kind in kernels:
             for name, one in (("dense", dense), ("pruned", pruned)):
-                if kind != "fused" or one is pruned:
-                    profile(bench, name, one, shape, kind)
+                profile(bench, name, one, shape, kind)
 
 
 def profile(bench: Bench, side: str, one: Contender, shape: CachedShape, kind: str) -> None:
@@ -244,7 +238,7 @@ def run_shapes(bench: Bench) -> None:
                 _captured.cache_clear()
                 dense, pruned = pair(bench, shape, layers, 0.5, experts=experts_for(step))
                 name = f"{shape}, {layers} layers, {share(pruned)} removed"
-                bench.row(name, dense, pruned, step, pruned_kernels=NO_GENERATED)
+                bench.row(name, dense, pruned, step)
 
 
 def pair(

@@ -40,8 +40,6 @@ BATCHES = (1, 8, 32, 128)
 ONNX_FACTS = {"runtime": "ONNX Runtime", "head": "it reads all tokens"}
 LENGTHS = {"cuda": (128, 512, 2048), "cpu": (16, 64)}
 _STANDARD_DEVIATION = 0.02
-# Tried on a GPU; a CPU runs what the compiler makes.
-_KERNELS = ("library", "generated", "fused")
 
 
 @dataclass(frozen=True)
@@ -149,9 +147,7 @@ def bench(
         facts |= {"perplexity of the plan": ", ".join(f"{name} {value:.3f}" for name, (_, value) in named)}
     rows: list[SpeedRow] = []
     for shape, mode in steps.shapes():
-        kernels = (
-            ("library", "generated", "fused") if place.type == "cuda" and shape.batch == 1 else ("library",)
-        )
+        kernels = ("library", "generated") if place.type == "cuda" and shape.batch == 1 else ("library",)
         row = compare(Path(folder).name, *sides.of(experts_for(shape)), shape, mode, kernels=kernels)
         rows.append(row)
         on_row(row)

@@ -14,7 +14,6 @@ from dispfx.passes.drop_causal_masks import DropCausalMasks
 from dispfx.passes.find_branches import FindBranches
 from dispfx.passes.find_residual_stream import FindResidualStream
 from dispfx.passes.find_sites import FindSites
-from dispfx.passes.fuse_norms import FuseNorms
 from dispfx.passes.fuse_projections import FuseProjections
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.passes.group_heads import GroupHeads
@@ -37,7 +36,6 @@ PASSES = (
     LowerGates.name,
     AlignGroups.name,
     GatherAdd.name,
-    FuseNorms.name,
     FuseProjections.name,
     GroupHeads.name,
     LastLogits.name,

@@ -23,7 +23,6 @@ from dispfx.layered import LayeredDecoder
 from dispfx.measure.bound import bound, step_cost
 from dispfx.measure.speed import Call, compare_times, peak_bytes, recorded
 from dispfx.measure.speed_row import Side, SpeedRow
-from dispfx.passes.fuse_norms import FuseNorms
 from dispfx.passes.outline_layers import OutlineLayers
 from dispfx.pipeline import Pipeline
 
@@ -38,12 +37,10 @@ class Kernels:
 
     Args:
         options: of `torch.compile`.
-        fuse_norms: write, norm and selection are one kernel of dispfx.
         by_layer: layers are compiled once for each kind, not with the whole graph: a shorter start.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    fuse_norms: bool = False
     by_layer: bool = False
 
 
@@ -52,7 +49,6 @@ class Kernels:
 KERNELS: Mapping[str, Kernels] = {
     "library": Kernels(),
     "generated": Kernels({"coordinate_descent_tuning": True}),
-    "fused": Kernels(fuse_norms=True),
     "layers": Kernels(by_layer=True),
 }
 
@@ -80,7 +76,6 @@ def compare(
     mode: Mode,
     *,
     kernels: Sequence[str] = ("library",),
-    pruned_kernels: Sequence[str] | None = None,
     rounds: int = 7,
 ) -> SpeedRow:
     """Measure one step of both decoders, and say how much faster the pruned one is.
@@ -89,7 +84,6 @@ def compare(
         name: of the row.
         shape: of the step.
         kernels: names in `KERNELS` to try for a compiled step; each decoder keeps its fastest.
-        pruned_kernels: those of the pruned decoder, where they are others.
         rounds: how often each has its turn.
 
     Returns:
@@ -102,10 +96,9 @@ def compare(
     unpruned = {part: share for part, share in shares.items() if not part.startswith("layer")}
     row = partial(SpeedRow, name, shape, mode, bound=limit, unpruned=unpruned)
     try:
-        tried = {dense: kernels, pruned: pruned_kernels or kernels}
-        if mode == "eager":
-            tried = dict.fromkeys(tried, ("library",))
-        sides = _measured(tried, shape, mode, rounds)
+        sides = _measured(
+            (dense, pruned), kernels if mode == "compiled" else ("library",), shape, mode, rounds
+        )
     except (DispfxError, RuntimeError) as error:
         return row(dense=None, pruned=None, note=first_line(error))
     finally:
@@ -114,17 +107,10 @@ def compare(
 
 
 def _measured(
-    tried: Mapping[Contender, Sequence[str]], shape: CachedShape, mode: Mode, rounds: int
+    contenders: Sequence[Contender], kernels: Sequence[str], shape: CachedShape, mode: Mode, rounds: int
 ) -> list[Side]:
-    contenders = list(tried)
     device = contenders[0].fast.device
-    # A dense decoder selects nothing, so there is nothing to fuse with its norms.
-    made = [
-        (place, kind)
-        for place, contender in enumerate(contenders)
-        for kind in tried[contender]
-        if contender.removed or not KERNELS[kind].fuse_norms
-    ]
+    made = [(place, kind) for place in range(len(contenders)) for kind in kernels]
     calls, starts, peaks = [], [], []
     for place, kind in made:
         began = time.perf_counter()
@@ -151,8 +137,6 @@ def step_call(program: Program, shape: CachedShape, mode: Mode, kernels: str = "
         program: lowered, with a cache.
     """
     length = -(-(shape.past + shape.tokens) // _PLACES_MULTIPLE) * _PLACES_MULTIPLE
-    if KERNELS[kernels].fuse_norms:
-        program = Pipeline([FuseNorms()]).run(program.clone())
     programs = static_programs(program, length)
     chosen = programs.decode if shape.tokens == 1 else programs.prefill
     inputs = step_inputs(chosen, shape, length)

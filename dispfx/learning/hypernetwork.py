@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from dispfx.choices import choice
 from dispfx.learning.outer_product import OuterProduct, OuterProducts
-from dispfx.learning.recurrence import bidirectional
 from dispfx.learning.settings import HypernetworkName, seed_for
 
 INPUT_WIDTH = 32
@@ -88,7 +87,7 @@ class RecurrentHypernetwork(Hypernetwork):
 
     def forward(self) -> Tensor:
         """Return logits (N,)."""
-        hidden_GF = bidirectional(self.recurrent, self.z_G32)
+        hidden_GF, _ = self.recurrent(self.z_G32)
         return self.heads(self.activation(self.norm(hidden_GF))) + self.bias
 
     def outer_gradients(self, of_logits_N: Tensor) -> OuterProducts:

@@ -30,7 +30,6 @@ from dispfx.learning.estimators import estimator
 from dispfx.learning.hypernetwork import build_hypernetwork
 from dispfx.learning.interrupt import uninterrupted
 from dispfx.learning.objective import next_token_loss
-from dispfx.learning.outer_adamw import OuterAdamW
 from dispfx.learning.readout import reading
 from dispfx.learning.settings import LearnSettings, seed_for
 from dispfx.learning.state import Position, restore_run, run_tensors
@@ -142,8 +141,8 @@ class Learner:
             seed=settings.seed,
             start_N=start_N,
         ).to(device)
-        self._optimizer = OuterAdamW(
-            self._hypernetwork.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, note=note
+        self._optimizer = torch.optim.AdamW(
+            self._hypernetwork.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, fused=True
         )
         self._batches = Ahead(problem.batch, device)
         self._shape = problem.mask_shape
@@ -216,7 +215,10 @@ class Learner:
         """Step the optimizer, which changes nothing where one of the numbers is not finite."""
         for group in self._optimizer.param_groups:
             group["lr"] = self.problem.settings.learning_rate(self.position.step)
-        self._optimizer.apply(self._update.outer, numbers.isfinite().all().logical_not().float())
+        for parameter, product in self._update.outer.items():
+            parameter.grad = product.written()
+        self._optimizer.found_inf = numbers.isfinite().all().logical_not().float()  # type: ignore[attr-defined]
+        self._optimizer.step()
 
     def _move_on(self, finite: bool) -> None:
         before = self.position

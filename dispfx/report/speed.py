@@ -19,7 +19,7 @@ _PARTS = {
     "embedding_bytes": "embedding", "cache_bytes": "KV cache",
 }  # fmt: skip
 _LEAST_SHARE = 0.005
-_MARKS = {"generated": " ᵍ", "fused": " ᶠ", "layers": " ˡ"}
+_MARKS = {"generated": " ᵍ", "layers": " ˡ"}
 
 
 def speed_markdown(rows: Sequence[SpeedRow], facts: Mapping[str, str]) -> str:

@@ -5,8 +5,8 @@ spelled as the product it is, so that it fuses with what is around it:
 
     g = gate(x, mask, dim)     →     g = (x.float() · mask).to(x.dtype)
 
-What a compiler would read several times in the backward pass is one operation before that: projections that
-read one value (`sibling_products`), and norms with the gates around them (`norm_gates`).
+Projections that read one value are joined first (`sibling_products`): a compiler would read that value
+several times in the backward pass.
 """
 
 import copy
@@ -22,13 +22,12 @@ from dispfx.ir import ops
 from dispfx.ir.gate import gate_product
 from dispfx.ir.outline import Part
 from dispfx.layered import BodyCall
-from dispfx.training.norm_gates import Fits, join_norm_gates
 from dispfx.training.sibling_products import join_siblings
 
 BACKEND = "inductor"
 
 
-def compiled_call(part: Part, *, join: bool = True, norm_gates: Fits | None = None) -> BodyCall:
+def compiled_call(part: Part, *, join: bool = True) -> BodyCall:
     """Return a call of the part's body that compiles itself when it is first called.
 
     It is compiled once for every shape of its inputs, so once for all parts that share the body.  The part's
@@ -36,13 +35,10 @@ def compiled_call(part: Part, *, join: bool = True, norm_gates: Fits | None = No
 
     Args:
         join: compute projections that read one value by `sibling_products`.
-        norm_gates: for which streams norms and gates are computed by `add_norm_gate`; for none by default.
     """
     graph = copy.deepcopy(part.body.graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     frozen = frozenset(inputs[len(part.values) :])
-    if norm_gates is not None:
-        join_norm_gates(graph, frozen, norm_gates)
     _spell_gates(graph)
     if join:
         join_siblings(graph, frozen)

@@ -19,7 +19,6 @@ from dispfx.layered import BodyCall, LayeredDecoder
 from dispfx.learning.objective import next_token_loss, next_tokens
 from dispfx.training.bodies import compiled_call, compiled_function
 from dispfx.training.head_loss import ChunkLoss, chunk_rows, chunked_loss, loss_and_gradient
-from dispfx.training.norm_gates import Fits
 from dispfx.training.shards import Sharding, Shards, hollow
 
 # Chunks through the epilogue may run in other kernels than the whole.
@@ -35,7 +34,6 @@ class TrainingDecoder(nn.Module):
         compiled: compile every kind of layer once.
         checkpointing: keep only what enters a layer, and compute the layer again in the backward pass.
         join: in compiled layers, sum the gradient of projections that read one value where it is written.
-        norm_gates: in compiled layers, for which streams the gradient of norms and gates is one kernel's.
         sharding: how the weights lie in parts on several ranks; whole by default.
 
     Raises:
@@ -49,7 +47,6 @@ class TrainingDecoder(nn.Module):
         compiled: bool = False,
         checkpointing: bool = False,
         join: bool = True,
-        norm_gates: Fits | None = None,
         sharding: Sharding | None = None,
     ):
         super().__init__()
@@ -60,7 +57,7 @@ class TrainingDecoder(nn.Module):
         self.rows = chunk_rows(program.vocabulary_size)
         self.separator = program.separator
         self.compiled = False
-        self._join, self._norm_gates = join, norm_gates
+        self._join = join
         self._plain = dict(self.layered.bodies)
         self._compiled: dict[Body, BodyCall] = {}
         self._compiled_chunk: ChunkLoss | None = None
@@ -81,8 +78,7 @@ class TrainingDecoder(nn.Module):
         outline = self.layered.outline
         for part in (*outline.layers, outline.epilogue):
             if wanted and part.body not in self._compiled:
-                call = compiled_call(part, join=self._join, norm_gates=self._norm_gates)
-                self._compiled[part.body] = call
+                self._compiled[part.body] = compiled_call(part, join=self._join)
         if wanted and self._compiled_chunk is None:
             self._compiled_chunk = compiled_function(loss_and_gradient)
         self.compiled = wanted

@@ -16,7 +16,6 @@ from dispfx.choices import check_choices, option
 from dispfx.chosen_device import chosen_device
 from dispfx.errors import DispfxError, UnsupportedGraphError, VerificationError, first_line
 from dispfx.ir.program import Program
-from dispfx.kernels.norm_gate import obstacle
 from dispfx.learning.objective import next_token_loss
 from dispfx.training.comparison import (
     Comparison,
@@ -46,8 +45,6 @@ class Compute:
         checkpointing: compute layers again in the backward pass; auto does so where memory is short.
         replay: replay the pass as one CUDA graph; auto does so where layers are compiled and whole.
         join: in compiled layers, sum the gradient of projections that read one value where it is written.
-        norm_gates: in compiled layers on CUDA, compute the gradient of norms and the gates around them by a
-            kernel, where it can be had.
         shard_on: device of this process, where every process of the run has a part of the weights only, and
             the decoder itself is elsewhere; by default each has all of them where the decoder is.
     """
@@ -56,7 +53,6 @@ class Compute:
     checkpointing: Choice = "auto"
     replay: Choice = "auto"
     join: bool = True
-    norm_gates: bool = True
     shard_on: str | None = None
 
     def __post_init__(self) -> None:
@@ -200,9 +196,7 @@ class _Preparation:
                 )
             self._say("the layers cannot be told apart: the whole graph runs as it is")
             return None
-        decoder = TrainingDecoder(
-            self.fast, join=self.compute.join, norm_gates=self._has_norm_gates, sharding=self.sharding
-        )
+        decoder = TrainingDecoder(self.fast, join=self.compute.join, sharding=self.sharding)
         reference = (
             ordinary.loss if decoder.shards is None else GatheredDecoder(self.plain, decoder.shards).loss
         )
@@ -218,16 +212,6 @@ class _Preparation:
             self._say(f"the layers differ from the ordinary capture ({found}): the whole graph runs as it is")
             return None
         return decoder
-
-    def _has_norm_gates(self, dtype: torch.dtype, width: int) -> bool:
-        """Whether a kernel computes the gradient of norms and gates; where a GPU has none, say why."""
-        device = self.ids_BT.device
-        if not self.compute.norm_gates or device.type != "cuda":
-            return False
-        reason = obstacle(device, dtype, width)
-        if reason is not None:
-            self._say_once(f"the gradient of norms and gates is left to the compiler: {reason}")
-        return reason is None
 
     def _replays(self) -> bool:
         # A graph would have to hold what the ranks say to each other.
@@ -306,10 +290,6 @@ class _Preparation:
 
     def _compare(self, loss: Loss, reference: Loss) -> Comparison:
         return compare(loss, reference, self.ids_BT, self.masks, self.plain.dtype, self.sizes)
-
-    def _say_once(self, text: str) -> None:
-        if text not in self.notes:
-            self._say(text)
 
     def _say(self, text: str) -> None:
         self.notes.append(text)

@@ -68,7 +68,7 @@ def test_a_pass_that_did_not_run_is_told_and_not_where_the_command_failed():
 
 def test_passes_of_timed_steps_are_printed():
     watcher = Watcher()
-    names = ["fuse-norms", "fuse-projections", "last-logits", "static-cache", "group-heads"]
+    names = ["fuse-projections", "last-logits", "static-cache", "group-heads"]
     with printing(names, watcher):
-        step_call(lowered_with_cache("llama", 0.4), CachedShape(1, 5, 0), "eager", "fused")
+        step_call(lowered_with_cache("llama", 0.4), CachedShape(1, 5, 0), "eager")
     assert set(watcher.printed_names) == set(names)

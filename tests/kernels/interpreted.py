@@ -5,9 +5,6 @@ import json
 import torch
 
 from dispfx.kernels.cached_attention import reference
-from dispfx.kernels.norm_gate import apart_from_reference
-from dispfx.kernels.norm_select import in_one_kernel
-from dispfx.kernels.norm_select import reference as norm_reference
 from dispfx.kernels.split_attention import split_attention
 
 # batch, query heads, key heads, places, head size, last place in use, parts
@@ -32,34 +29,5 @@ def error(batch: int, heads: int, groups: int, places: int, size: int, start: in
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
-CPU = torch.device("cpu")
-# widths
-GATES = [40, 64]
-
-# width, features of the branch, kept
-NORMS = [(96, 33, 41), (40, 9, 1), (64, 65, 64)]
-
-
-def norm_errors(width: int, columns: int, kept: int) -> list[float]:
-    """Return max|a − b| / max|b| of write, norm and selection, for both norms, with and without a write."""
-    torch.manual_seed(width)
-    x, written = torch.randn(2, 3, width), torch.randn(2, 3, columns)
-    weight, bias = torch.randn(2, width)
-    inverse = torch.randint(columns, (width,), dtype=torch.int32)
-    places = torch.full((width,), -1, dtype=torch.int32)
-    places[torch.randperm(width)[:kept].sort().values] = torch.arange(kept, dtype=torch.int32)
-    errors = []
-    for is_rms in (True, False):
-        for added, columns_of in ((written, inverse), (None, None)):
-            taken = (x, added, columns_of, weight, None if is_rms else bias, places, kept, 1e-5, is_rms)
-            for each in (1, 4):  # of six tokens: the second program of four has two
-                pairs = zip(in_one_kernel(*taken, each), norm_reference(*taken), strict=True)
-                errors += [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
-    return errors
-
-
 if __name__ == "__main__":
-    norms = [value for norm in NORMS for value in norm_errors(*norm)]
-    gates = [value for width in GATES for value in apart_from_reference(CPU, torch.float32, width)]
-    attention = [error(*shape) for shape in SHAPES]
-    print(json.dumps({"attention": attention, "norms": norms, "gates": gates}))
+    print(json.dumps({"attention": [error(*shape) for shape in SHAPES]}))

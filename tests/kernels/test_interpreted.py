@@ -13,8 +13,6 @@ from tests.kernels.interpreter import require_interpreter
 
 # Eleven bits of half precision, once for the shares and once for the result.
 HALF = 2e-3
-# A sum over the width in another order.
-SINGLE = 1e-6
 
 
 def test_the_kernels_compute_their_references():
@@ -26,6 +24,3 @@ def test_the_kernels_compute_their_references():
     assert done.returncode == 0, done.stderr
     errors = json.loads(done.stdout)
     assert len(errors["attention"]) == 6 and max(errors["attention"]) <= HALF
-    assert len(errors["norms"]) == 48 and max(errors["norms"]) <= SINGLE
-    # Four gradients of a norm with a write, two of a norm alone and of a write alone; one mask and two.
-    assert len(errors["gates"]) == 2 * 2 * (2 * (4 + 2) + 2) and max(errors["gates"]) <= SINGLE

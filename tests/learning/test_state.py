@@ -19,7 +19,7 @@ from torch import Tensor
 from dispfx.errors import DataError, PlanMismatchError
 from dispfx.ir.plan import Budget
 from dispfx.learning import readout
-from dispfx.learning.outer_adamw import OuterAdamW
+from dispfx.learning.learner import Learner
 from dispfx.learning.settings import LearnSettings
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.learning.trainer import Learned, learn
@@ -159,23 +159,23 @@ def test_an_interrupt_within_a_forward_pass_leaves_a_sound_state(tmp_path):
 )
 def test_an_interrupt_at_the_end_of_a_step_leaves_it_whole(tmp_path, place, monkeypatch):
     """Whatever the device was told to do is done, so the step counts: the fourth of six."""
-    steps, optimize, read = [], OuterAdamW.apply, readout.reading
+    steps, optimize, read = [], Learner._optimize, readout.reading
 
     def interrupt_at(here: str) -> None:
         if len(steps) == 4 and here == place:
             os.kill(os.getpid(), signal.SIGINT)
 
-    def optimizing(optimizer, *arguments):
+    def optimizing(learner, *arguments):
         steps.append(1)
         interrupt_at("before the optimizer")
-        optimize(optimizer, *arguments)
+        optimize(learner, *arguments)
         interrupt_at("behind the optimizer")
 
     def waiting(numbers: Tensor):
         wait = read(numbers)
         return lambda: (interrupt_at("before the numbers are known"), wait())[1]
 
-    monkeypatch.setattr(OuterAdamW, "apply", optimizing)
+    monkeypatch.setattr(Learner, "_optimize", optimizing)
     monkeypatch.setattr("dispfx.learning.learner.reading", waiting)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     try:

@@ -13,7 +13,7 @@ FACTS = {"device": "a card", "dtype": "bfloat16"}
 
 
 def row(dense: float = 0.004, pruned: float = 0.0025, shape: CachedShape = PREFILL) -> SpeedRow:
-    sides = Side(dense, dense, 8 * 10**9, 20.0), Side(pruned, pruned, 5 * 10**9, 25.0, "fused")
+    sides = Side(dense, dense, 8 * 10**9, 20.0), Side(pruned, pruned, 5 * 10**9, 25.0, "generated")
     unpruned = {"head_operations": 0.001, "attention_operations": 0.08}
     return SpeedRow("a decoder", shape, "compiled", *sides, bound=2.0, unpruned=unpruned)
 
@@ -22,10 +22,10 @@ def test_a_row_says_how_much_faster_and_what_share_of_the_bound_that_is():
     (line,) = (line for line in speed_markdown([row()], FACTS).splitlines() if "a decoder" in line)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells == [
-        "a decoder", "prefill", "2 × 512", "compiled", "4.000 ms", "2.500 ms ᶠ", "1.60", "2.00", "80%",
+        "a decoder", "prefill", "2 × 512", "compiled", "4.000 ms", "2.500 ms ᵍ", "1.60", "2.00", "80%",
         "256,000 → 409,600", "8.00 GB → 5.00 GB", "20 → 25 s", "attention 8%",
     ]  # fmt: skip
-    assert "× 1.600 of 2.000 (80%) [library → fused]" in speed_line(row())
+    assert "× 1.600 of 2.000 (80%) [library → generated]" in speed_line(row())
 
 
 def test_a_decode_step_names_its_cached_tokens():
@@ -63,4 +63,4 @@ def test_both_files_hold_every_row_and_the_facts(tmp_path: Path):
     first = written["rows"][0]
     assert first["shape"] == {"batch": 2, "tokens": 512, "past": 0} and first["kind"] == "prefill"
     assert first["speedup"] == 1.6 and first["share_of_bound"] == 0.8
-    assert first["pruned_tokens_per_second"] == 409_600 and first["pruned"]["kernels"] == "fused"
+    assert first["pruned_tokens_per_second"] == 409_600 and first["pruned"]["kernels"] == "generated"
