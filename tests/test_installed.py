@@ -8,6 +8,7 @@ second interpreter is made there by pip, with the wheel, its extras and what the
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -17,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.wheels import CHECKOUT, build, copied_checkout
+from tests.huggingface.test_gguf import write_gguf
+from tests.wheels import CHECKOUT, build, copied_checkout, declared, link_distributions
 
 EXTRAS = "peft,lm-eval"
 NAMED = re.compile(r"^```\w+\n(# ([\w/]+\.(?:py|yaml)).*?)^```", re.MULTILINE | re.DOTALL)
@@ -71,6 +73,66 @@ ALONE = pytest.param(
         pytest.mark.skipif("DISPFX_CLIENTS" not in os.environ, reason="DISPFX_CLIENTS names no folder"),
     ],
 )
+
+
+MINE = """
+from transformers import AutoModelForCausalLM
+
+def build():
+    return AutoModelForCausalLM.from_pretrained(DECODER_FOLDER)
+"""
+FORMS = """
+import json, sys
+from dispfx.errors import SourceError
+from dispfx.source import load_source
+
+for name in ("peft", "lm_eval", "pyarrow"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    raise SystemExit(f"{name} is no dependency, and can be imported")
+for spec in json.loads(sys.argv[1]):
+    source = load_source(spec)
+    print(source.origin, type(source.model).__name__, source.tokenizer is not None)
+try:
+    load_source("sentencepiece_alone")
+except SourceError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_every_form_of_model_opens_with_the_declared_dependencies_alone(wheel: Path, tmp_path: Path):
+    place = tmp_path / "venv"
+    venv.create(place)
+    python = place / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index"]
+    subprocess.run([*pip, "--no-deps", str(wheel)], check=True, timeout=300)
+    (library,) = place.glob("lib/*/site-packages")
+    (installed,) = metadata.distributions(name="dispfx", path=[str(library)])
+    link_distributions(declared(installed), tmp_path / "declared")
+    (library / "declared.pth").write_text(f"{tmp_path / 'declared'}\n")
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "mine.py").write_text("from dispfx.demo import DECODER_FOLDER\n" + MINE)
+    folder = Path(str(installed.locate_file("dispfx/demo/decoder")))
+    cached = tmp_path / ".cache/huggingface/hub/models--somebody--tiny"
+    shutil.copytree(folder, cached / "snapshots" / ("0" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("0" * 40)
+    alone = shutil.copytree(folder, tmp_path / "sentencepiece_alone")
+    for file in alone.glob("tokenizer*"):
+        file.unlink()
+    (alone / "tokenizer.model").write_bytes(b"")
+    (alone / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (tmp_path / "forms.py").write_text(FORMS)
+
+    forms = json.dumps(["demo", str(folder), "tiny.gguf", "mine:build", "somebody/tiny"])
+    *opened, problem, where, hint = run(python, tmp_path, f"python forms.py '{forms}'").splitlines()
+
+    assert [line.split()[0] for line in opened] == ["demo", "folder", "gguf", "function", "hub"]
+    assert [line.split()[2] for line in opened] == ["True", "True", "True", "False", "True"]
+    assert "tokenizer cannot be read" in problem and "pip install" in hint, (problem, where, hint)
 
 
 @pytest.fixture(scope="module", params=["beside", ALONE])

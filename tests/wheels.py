@@ -1,9 +1,13 @@
 """Builds a wheel or sdist of the checkout without a network, leaving nothing in the checkout."""
 
+import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 CHECKOUT = Path(__file__).parent.parent
 
@@ -29,3 +33,37 @@ def build(kind: str, source: Path, into: Path) -> Path:
     )
     assert done.returncode == 0, done.stderr
     return into / done.stdout.split()[-1]
+
+
+def declared(wheel: metadata.Distribution) -> dict[str, metadata.Distribution]:
+    """Return the installed distributions that pip would install with a wheel without extras, by name.
+
+    Args:
+        wheel: as it is installed; it is not among them.
+    """
+    found: dict[str, metadata.Distribution] = {}
+    waiting = [(one, "") for one in wheel.requires or ()]
+    while waiting:
+        text, extra = waiting.pop()
+        needed = Requirement(text)
+        if needed.marker is not None and not needed.marker.evaluate({"extra": extra}):
+            continue
+        name = re.sub(r"[-_.]+", "-", needed.name).lower()
+        if name in found and not needed.extras:
+            continue
+        try:
+            found[name] = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue  # such as CUDA's libraries, where torch was built without
+        waiting += [(one, each) for one in found[name].requires or () for each in (*needed.extras, "")]
+    return found
+
+
+def link_distributions(found: dict[str, metadata.Distribution], into: Path) -> None:
+    """Make a folder of links to what distributions consist of; nothing else can be imported from it."""
+    into.mkdir()
+    for distribution in found.values():
+        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", ".")}:
+            target = Path(str(distribution.locate_file(top)))
+            if target.exists() and not (into / top).exists() and top != "__pycache__":
+                (into / top).symlink_to(target)

@@ -12,6 +12,10 @@ from transformers.utils import logging as transformers_logging
 
 from dispfx.source.location import Location
 
+_PIP = re.compile(
+    r"pip install (-U |--upgrade )?([A-Za-z][\w.-]*(?![\w+])(?:\[[\w,-]+\])?(?:[<>=!~]=?[\w.]+)?)"
+)
+
 
 @contextlib.contextmanager
 def quiet(location: Location) -> Iterator[None]:
@@ -38,15 +42,11 @@ def quiet(location: Location) -> Iterator[None]:
 
 
 def installation(error: BaseException) -> str | None:
-    """Return the command that installs what an error says is missing, or None where it says no such thing."""
-    if not isinstance(error, ImportError):
-        return None
-    named = re.search(
-        r"pip install (?:-U |--upgrade )?([\w.-]+(?:\[[\w,-]+\])?(?:[<>=!~]=?[\w.]+)?)", str(error)
-    )
+    """Return how to install what an error says is missing, or None where it says no such thing."""
+    named = _PIP.search(str(error))
     if named:
-        return f"pip install '{named[1].rstrip('.')}'"
-    return f"install the package {error.name}" if error.name else None
+        return f"pip install {named[1] or ''}'{named[2].rstrip('.')}'"
+    return f"install the package {error.name}" if isinstance(error, ImportError) and error.name else None
 
 
 def short(error: Exception) -> str:

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from dispfx.errors import DispfxError, SourceError
 from dispfx.source import load_folder_tokenizer, load_source, location
+from dispfx.source.quiet import installation
 
 BERT = BertConfig(
     vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
@@ -258,3 +259,17 @@ def test_a_hub_id_out_of_reach_comes_from_the_cache(
     assert source.origin == "hub" and source.tokenizer is not None
     assert "tokenizer.json" in {path.name for path in source.tokenizer_files}
     assert all(path.is_file() for path in source.tokenizer_files)
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("`pip install compressed-tensors>=0.15.0`", "pip install 'compressed-tensors>=0.15.0'"),
+        ("with the command `pip install --upgrade transformers`. If", "pip install --upgrade 'transformers'"),
+        ("`tiktoken` is required. Install it with `pip install tiktoken`.", "pip install 'tiktoken'"),
+        ("`pip install git+https://somewhere/else`", None),
+        ("no such file", None),
+    ],
+)
+def test_what_an_error_says_is_missing_is_told_as_a_command(said: str, hint: str | None):
+    assert installation(ValueError(said)) == hint
