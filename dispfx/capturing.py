@@ -32,8 +32,9 @@ from dispfx.documents import ApartDocuments, refuse_mixing
 from dispfx.errors import CaptureError, first_line
 from dispfx.ir.program import Program
 from dispfx.tracing.caches import nothing_remembered
-from dispfx.tracing.exporting import traced, user_frame
+from dispfx.tracing.exporting import torch_unheard, traced, user_frame
 from dispfx.tracing.module_state import ModuleState, module_kept, random_state_kept
+from dispfx.tracing.refusals import refuse_export, refuse_fixed_length
 from dispfx.tracing.rounding import allowed_by_rounding, most_allowed
 from dispfx.tracing.warm_up import length_bound, warm_up
 from dispfx.unlifting import program_of, straight_line, user_inputs, user_outputs
@@ -91,10 +92,12 @@ def capture(
         if shapes:
             alike = [leaf for leaf in _tensors_in(returned) if leaf.shape == logits.shape]
             program.logits_returned = max(1, len(alike))
-        program.identity = {
-            shape: _identity(program, called, token_ids(model, vocabulary, shape), arguments)
-            for shape in shapes
-        }
+        for shape in shapes:
+            ids = token_ids(model, vocabulary, shape)
+            try:
+                program.identity = {**program.identity, shape: _identity(program, called, ids, arguments)}
+            except _FixedLength as error:
+                raise _refuse_fixed_length(program, called, ids, error.__cause__) from error.__cause__
         if separator is not None and shapes:
             _check_apart(program, model, token_ids(model, vocabulary, OTHER_SHAPE), separator)
     return program
@@ -220,7 +223,7 @@ def _run(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> Any:
     except Exception as error:
         raise CaptureError(
             f"the module must take token ids of shape {tuple(ids.shape)}; it raised {first_line(error)}",
-            where=type(model).__name__,
+            where=user_frame(error) or type(model).__name__,
             hint="wrap the decoder in a module whose forward takes token ids first",
         ) from error
 
@@ -280,11 +283,7 @@ def _export(model: nn.Module, ids: Tensor) -> ExportedProgram:
         with module_kept(model, values=False), nothing_remembered(model):
             return traced(_LogitsOnly(model), (ids,), dynamic)
     except Exception as error:
-        raise CaptureError(
-            f"torch.export cannot capture this module: {first_line(error)}",
-            where=user_frame(error) or type(model).__name__,
-            hint="run again with --debug for the whole report of torch.export",
-        ) from error
+        raise refuse_export(error, type(model).__name__) from error
 
 
 def _program_of(exported: ExportedProgram, model: nn.Module, called: nn.Module) -> Program:
@@ -343,19 +342,28 @@ def _require_same_twice(model: nn.Module, ids: Tensor, arguments: Mapping[str, A
         )
 
 
+class _FixedLength(CaptureError):
+    """The graph does not run at another length than the traced one."""
+
+
+def _refuse_fixed_length(program: Program, model: nn.Module, ids: Tensor, error: Any) -> CaptureError:
+    def traced_at(tokens: int) -> ExportedProgram:
+        return _export(model, token_ids(model, program.vocabulary_size, (TRACED_SHAPE[0], tokens)))
+
+    name = type(model).__name__
+    lengths = (TRACED_SHAPE[1], OTHER_SHAPE[1])
+    return refuse_fixed_length(program.graph_module, ids, error, name, traced_at, lengths)
+
+
 def _difference_at(
     program: Program, model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]
 ) -> Difference:
     expected = logits_of(_run(model, ids, arguments), ids)
     try:
-        actual = program.graph_module(ids)
+        with torch_unheard():
+            actual = program.graph_module(ids)
     except Exception as error:
-        raise CaptureError(
-            f"the graph traced at {TRACED_SHAPE} tokens does not run at {tuple(ids.shape)}: "
-            f"{first_line(error)}",
-            where=type(model).__name__,
-            hint="a loop over time fixes the length; such a decoder cannot be compiled",
-        ) from error
+        raise _FixedLength(f"the graph does not run at {tuple(ids.shape)} tokens") from error
     return difference(actual, expected)
 
 
