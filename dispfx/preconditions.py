@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dispfx.choices import require_choice
 from dispfx.errors import BudgetError, DataError, DispfxError, OutputError
+from dispfx.json_text import read_json
 from dispfx.python_code import current_folder
 
 SELECTIONS = ("after-norm", "before-norm")
@@ -80,16 +81,37 @@ def check_files(paths: Sequence[str | os.PathLike[str]], what: str) -> None:
             raise DataError(f"the {what} is empty", where=str(path))
 
 
-def check_folder(path: str | os.PathLike[str]) -> None:
-    """Check that a folder written by dispfx can be there.
+def is_saved_again(folder: Path) -> bool:
+    """Whether transformers wrote a folder, from a decoder that dispfx had pruned: it then has no report."""
+    if (folder / "report.json").is_file():
+        return False
+    try:
+        section = read_json(folder / "config.json")["quantization_config"]
+        return section["quant_method"] == "dispfx"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def check_folder(path: str | os.PathLike[str], *, report: bool = False) -> None:
+    """Check that a folder of a pruned decoder can be there.
+
+    Args:
+        report: whether it must have a report, which a folder saved again by transformers has not.
 
     Raises:
-        OutputError: if there is no folder of that name, or it has no report.
+        OutputError: if there is no folder of that name, or dispfx did not prune what is in it.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise OutputError("a folder written by dispfx was named and there is none", where=str(path))
-    if not (folder / "report.json").is_file():
+    saved_again = is_saved_again(folder)
+    if saved_again and report:
+        raise OutputError(
+            "transformers wrote this folder (save_pretrained), so it has no report",
+            where=str(path),
+            hint="verify, eval, generate, bench, export and finetune open it",
+        )
+    if not saved_again and not (folder / "report.json").is_file():
         raise OutputError(
             "the folder has no report.json, so dispfx did not write it",
             where=str(path),

@@ -57,6 +57,7 @@ from dispfx.measure.equivalence import (
     require,
 )
 from dispfx.measure.perplexity import Perplexity
+from dispfx.preconditions import is_saved_again
 from dispfx.report import (
     NullObserver,
     Observer,
@@ -272,6 +273,9 @@ def _write_merged(
         require(*lines)
     with stages("measure"):
         told = replace(told, after=gauge(again.decoder).value)
+    if is_saved_again(opened.path):
+        stages.observer.note("the folder has no report that the merged one could continue")
+        return told
     with stages("digest"):
         files = digests(folder)
     report = _report(opened, folder, told, tuple(lines), files, stages, command)

@@ -16,6 +16,7 @@ from dispfx.deploy.size import stored_size
 from dispfx.huggingface.loading import load_model
 from dispfx.ir.plan import Plan
 from dispfx.measure.equivalence import OF_REPORT, Verification, compare_decoders
+from dispfx.preconditions import is_saved_again
 from dispfx.report import Report, load_report
 
 
@@ -23,7 +24,8 @@ def verify(folder: str | Path, *, trust_remote_code: bool = False) -> list[Verif
     """Compare a folder's files with the digests in its report, and every form with the checkpoint.
 
     What the report tells of the folder's size and of the share that was removed is counted anew.  A file, a
-    figure or a form that differs gives a line that does not hold, and no error.
+    figure or a form that differs gives a line that does not hold, and no error.  A folder saved again by
+    transformers has no report, and only its forms are compared.
 
     Args:
         trust_remote_code: whether code that comes with the folder may run.
@@ -32,8 +34,10 @@ def verify(folder: str | Path, *, trust_remote_code: bool = False) -> list[Verif
         OutputError, DataError, PlanMismatchError: if the folder is not whole, or its report not of its plan.
     """
     opened = open_folder(folder, trust_remote_code=trust_remote_code)
-    require_record(opened.path)
-    lines = _file_lines(opened.path)
+    lines = []
+    if not is_saved_again(opened.path):
+        require_record(opened.path)
+        lines = _file_lines(opened.path)
     compared = partial(compare_decoders, vocabulary_size=opened.vocabulary_size)
     if opened.program is not None:
         tolerance = tolerance_of(opened.program)

@@ -25,6 +25,7 @@ from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.pipeline import Pipeline
+from dispfx.preconditions import is_saved_again
 from dispfx.report import load_report
 from dispfx.source import load_folder_tokenizer
 from dispfx.source.experts import Experts
@@ -142,7 +143,7 @@ class Opened:
             kept = _by_site(program, plan)
             planned = _planned_again(program, kept, model, layout.indices, self.path)
             convert = partial(planned.lowered, stays=site_cuts(program.sites, kept))
-            reload.fill(lowered.graph_module, self.path, convert)
+            reload.fill(lowered.graph_module, self.path, convert, buffers=dict(model.named_buffers()))
         lowered.graph_module.requires_grad_(False)
         # Graphs are cycles: without this the zeros of the skeleton's slices would stay.
         gc.collect()
@@ -150,9 +151,9 @@ class Opened:
 
 
 def is_output(path: str | Path) -> bool:
-    """Whether a folder was written by dispfx."""
+    """Whether a folder was written by dispfx, or by transformers from a decoder that dispfx had pruned."""
     folder = Path(path).expanduser()
-    return (folder / "plan.safetensors").is_file() and (folder / "report.json").is_file()
+    return ((folder / PLAN_FILE).is_file() and (folder / "report.json").is_file()) or is_saved_again(folder)
 
 
 def open_folder(

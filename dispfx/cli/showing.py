@@ -20,7 +20,7 @@ def report(
     debug: given.Debug = False,
 ) -> None:
     """Draw DIR/report.html and DIR/pictures/ from what the folder holds; every compile does so at its end."""
-    check_folder(folder)
+    check_folder(folder, report=True)
     from dispfx.report.page import write_page
 
     screen = Screen(json, quiet)
@@ -50,7 +50,7 @@ def compare(
         _compare_plans(paths, out, screen)
         return
     for path in paths:
-        check_folder(path)
+        check_folder(path, report=True)
     if out is not None and (out.suffix != ".html" or not out.expanduser().parent.is_dir()):
         raise OutputError("--out is an .html file in a folder that exists", where=str(out))
     _compare_runs(paths, out, screen)

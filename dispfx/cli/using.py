@@ -10,7 +10,7 @@ from dispfx.cli.faults import reports_faults
 from dispfx.cli.screen import Screen
 from dispfx.errors import OutputError
 from dispfx.origin import origin_of
-from dispfx.preconditions import check_folder
+from dispfx.preconditions import check_folder, is_saved_again
 
 
 @reports_faults
@@ -109,6 +109,8 @@ def verify(
         screen.print_text("the folder holds one form of the decoder, so there is nothing to compare it with")
     elif not json:
         print_verifications(verifications, screen.console)
+    if is_saved_again(folder):
+        screen.print_text("transformers wrote this folder; it has no report to compare its files with")
     require(*verifications)
 
 

@@ -12,7 +12,7 @@ stored are the tensors of the pruned modules, which may hold more than the graph
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.deploy.checkpoint import PLAN_FILE
-from dispfx.deploy.section import read_layout, read_section, selections_digest
+from dispfx.deploy.section import read_layout, read_section
 from dispfx.deploy.weights import INDEX_BUFFERS, is_index, read_headers, read_tensors
-from dispfx.errors import PlanMismatchError
+from dispfx.errors import DataError, PlanMismatchError
 from dispfx.ir.plan import Plan
 
 _ONE_COMPILATION = "config.json, plan.safetensors and the weights must come from one compilation"
@@ -37,14 +37,20 @@ def read_plan(folder: Path) -> Plan:
         OutputError: if the folder is not one of ours.
         PlanMismatchError: if the three do not describe the same selections.
     """
-    plan = Plan.load(folder / PLAN_FILE)
     section = read_section(folder)
+    if not (folder / PLAN_FILE).is_file():
+        raise DataError(
+            f"the folder has no {PLAN_FILE}; transformers and PEFT open it, commands of dispfx do not",
+            where=str(folder),
+            hint=f"copy {PLAN_FILE} from the folder that this one was made from",
+        )
+    plan = Plan.load(folder / PLAN_FILE)
     _compare(folder, "fingerprint", section.get("fingerprint"), plan.fingerprint)
     sites = _sites(section)
     claimed = [(site.name, site.size, site.kept) for site in sites]
     found = [(selection.site, selection.size, len(selection.kept)) for selection in plan.selections]
     _compare(folder, "sites", claimed, found)
-    _compare(folder, "selections", section.get("selections"), selections_digest(plan))
+    _compare(folder, "selections", section.get("selections"), plan.digest)
     layout = read_layout(folder)
     if layout is None:
         _check_indices(folder, plan, {site.name for site in sites if site.kind != "inner"})
@@ -54,7 +60,11 @@ def read_plan(folder: Path) -> Plan:
 
 
 def fill(
-    lowered: nn.Module, folder: Path, convert: Callable[[str, Tensor], Tensor] = lambda path, tensor: tensor
+    lowered: nn.Module,
+    folder: Path,
+    convert: Callable[[str, Tensor], Tensor] = lambda path, tensor: tensor,
+    *,
+    buffers: Collection[str] = (),
 ) -> None:
     """Replace the parameters of `lowered`, and the buffers that are stored, by the tensors of `folder`.
 
@@ -63,6 +73,7 @@ def fill(
     Args:
         lowered: a decoder with the right shapes and any values, on the device it is to stay on.
         convert: from a stored tensor to the lowered one, by path.
+        buffers: of the decoder, where the files do not say which tensors are buffers.
 
     Raises:
         DataError: if a file is missing or damaged.
@@ -72,7 +83,8 @@ def fill(
     own: dict[str, Tensor] = dict(lowered.named_parameters())
     own.update((name, buffer) for name, buffer in lowered.named_buffers() if name in headers)
     # A graph has no place for buffers that it does not read.
-    stored = [name for name, header in headers.items() if header.is_parameter or name in own]
+    parameters = {name for name, header in headers.items() if header.is_parameter} - set(buffers)
+    stored = [name for name in headers if name in parameters or name in own]
     tensors = {name: convert(name, tensor) for name, tensor in read_tensors(folder, stored).items()}
     _check_tensors(folder, tensors, own)
     path_of = {id(tensor): name for name, tensor in own.items()}

@@ -5,7 +5,6 @@ tokenizers save themselves.
 """
 
 import copy
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,15 +95,6 @@ def read_layout(folder: Path) -> Layout | None:
     return None if entries is None else Layout.from_json(entries)
 
 
-def selections_digest(plan: Plan) -> str:
-    """Return a digest of the features that every site keeps."""
-    found = hashlib.sha256()
-    for selection in plan.selections:
-        found.update(f"{selection.site}:{selection.size};".encode())
-        found.update(selection.kept.to(torch.int32).contiguous().numpy().tobytes())
-    return found.hexdigest()
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the entries of the folder's config.json.
 
@@ -126,7 +116,7 @@ def _section(plan: Plan, sites: Sequence[Site], config: Any) -> dict[str, Any]:
         "quant_method": METHOD,
         "schema_version": SCHEMA_VERSION,
         "fingerprint": plan.fingerprint,
-        "selections": selections_digest(plan),
+        "selections": plan.digest,
         "ratio": plan.budget.ratio,
         "achieved": plan.achieved,
         "of": plan.budget.of,

@@ -38,9 +38,9 @@ def shape_modules(model: nn.Module, layout: Layout, values: Mapping[str, Tensor]
     for path, module in found.items():
         if module is not None:
             _shape(model, module, path, layout.modules[path], values)
-    if _embedded_width(model) != width:
-        known = {id(module) for module in found.values()}
-        _shape_new_heads(model, width, known)
+    kept = _embedded_width(model)
+    if width is not None and kept is not None and width != kept:
+        _shape_new_heads(model, width, kept, {id(module) for module in found.values()})
     for path in layout.buffers:
         _keep_buffer(model, path)
     if layout.marked:
@@ -95,14 +95,13 @@ def _embedded_width(model: nn.Module) -> int | None:
     return None if weight is None else weight.shape[-1]
 
 
-def _shape_new_heads(model: nn.Module, full: int | None, known: Collection[int]) -> None:
+def _shape_new_heads(model: nn.Module, full: int, kept: int, known: Collection[int]) -> None:
     """Let linear layers outside of the body, which the layout does not know, take the narrower stream."""
     body = set(getattr(model, "base_model", model).modules())
-    kept = _embedded_width(model)
     for module in set(model.modules()) - body:
         if isinstance(module, nn.Linear) and module.in_features == full and id(module) not in known:
             old = module.weight
-            module.weight = nn.Parameter(_empty(old, (len(old), kept)), requires_grad=old.requires_grad)
+            module.weight = nn.Parameter(old.new_empty((len(old), kept)), requires_grad=old.requires_grad)
             module.in_features = kept
 
 

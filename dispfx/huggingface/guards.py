@@ -2,7 +2,7 @@
 
 1. A config alone cannot give the pruned decoder; building a model from it is refused.
 2. A config that is saved gets its lock again, which transformers takes off; `dispfx.huggingface.entries`
-   says what it is for.
+   says what it is for.  The plan goes with it, without which commands of dispfx cannot open the folder.
 
 Importing this module puts the guards up.
 """
@@ -15,9 +15,12 @@ from typing import Any
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from dispfx.errors import OutputError
-from dispfx.huggingface.entries import LOCK, METHOD, REFUSAL
+from dispfx.errors import DispfxError, OutputError
+from dispfx.huggingface.entries import LOCK, METHOD, REFUSAL, SECTION
+from dispfx.ir.plan import Plan
 from dispfx.json_text import read_json
+
+PLAN_FILE = "plan.safetensors"
 
 
 def is_pruned(config: Any) -> bool:
@@ -50,7 +53,7 @@ def _guard_building() -> None:
 
 
 def _guard_saving() -> None:
-    """A saved config of a pruned decoder gets the entry that stops programs without dispfx."""
+    """A saved config of a pruned decoder gets the entry that stops programs without dispfx, and its plan."""
     write = PreTrainedConfig.to_json_file
 
     def guarded(self: Any, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
@@ -60,8 +63,22 @@ def _guard_saving() -> None:
             entries = read_json(path)
             entries[LOCK] = REFUSAL
             path.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            _carry_plan(self, entries[SECTION], path.with_name(PLAN_FILE))
 
     PreTrainedConfig.to_json_file = guarded  # type: ignore[method-assign]
+
+
+def _carry_plan(config: Any, section: Mapping[str, Any], target: Path) -> None:
+    """Copy the plan from the folder that the decoder was loaded from, if it is still the decoder's."""
+    source = Path(str(getattr(config, "name_or_path", ""))) / PLAN_FILE
+    if not source.is_file() or source.resolve() == target.resolve():
+        return
+    try:
+        plan = Plan.load(source)
+    except DispfxError:
+        return
+    if plan.digest == section.get("selections"):
+        plan.save(target)
 
 
 _guard_building()

@@ -9,6 +9,7 @@ says how many experts there are.  Plans without that word have one selection for
 the same selection for each.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -153,6 +154,15 @@ class Plan:
     def kept(self) -> dict[str, Tensor]:
         """Kept indices by site name."""
         return {selection.site: selection.kept for selection in self.selections}
+
+    @property
+    def digest(self) -> str:
+        """Digest of the features that every site keeps."""
+        found = hashlib.sha256()
+        for selection in self.selections:
+            found.update(f"{selection.site}:{selection.size};".encode())
+            found.update(selection.kept.to(torch.int32).contiguous().numpy().tobytes())
+        return found.hexdigest()
 
     @property
     def emptied(self) -> tuple[str, ...]:

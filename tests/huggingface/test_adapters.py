@@ -153,6 +153,7 @@ class _Rounded(nn.Module):
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.scale = linear.weight.detach().abs().max() / 127
+        self.whole: torch.Tensor
         self.register_buffer("whole", (linear.weight.detach() / self.scale).round().to(torch.int8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,115 @@
+"""What `save_pretrained` writes from a pruned decoder is a folder that commands of dispfx open."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import dispfx
+from dispfx.api import finetune, verify
+from dispfx.cli.app import app
+from dispfx.errors import DataError, OutputError
+from dispfx.huggingface.tuning import TuneSettings
+from dispfx.ir.plan import Plan
+from dispfx.preconditions import check_folder
+from tests.programs import relative_error, token_ids
+from tests.tiny_transformers import VOCABULARY
+
+IDS = token_ids(2, 9, vocabulary=VOCABULARY)
+Folders = Callable[[str], Path]
+
+
+def saved(folder: Path, target: Path) -> Path:
+    """Change a weight of the decoder in a folder, and write it as any program of transformers would."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.5)
+    model.save_pretrained(target)
+    return target
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("name", ("llama", "gpt2", "mixtral"))
+def test_a_saved_folder_has_the_plan_and_its_forms_agree(
+    unverified: Folders, name: str, tmp_path: Path
+) -> None:
+    folder = saved(unverified(name), tmp_path / "saved")
+
+    lines = verify(folder)
+
+    assert lines and all(line.holds for line in lines)
+    expected = Plan.load(unverified(name) / "plan.safetensors")
+    assert Plan.load(folder / "plan.safetensors") == expected
+    loaded, before = dispfx.load(folder), dispfx.load(unverified(name))
+    # Experts may be computed in another form, which rounds otherwise.
+    assert relative_error(logits(loaded), logits(AutoModelForCausalLM.from_pretrained(folder))) < 1e-6
+    assert relative_error(logits(loaded), logits(before)) > 1e-2
+
+
+def test_a_folder_that_is_saved_twice_keeps_the_plan(unverified: Folders, tmp_path: Path) -> None:
+    once = saved(unverified("llama"), tmp_path / "once")
+
+    twice = saved(once, tmp_path / "twice")
+
+    assert all(line.holds for line in verify(twice))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_mixture_of_experts_is_tuned_and_merged_from_a_saved_folder(
+    unverified: Folders, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    folder = saved(unverified("mixtral"), tmp_path / "saved")
+    tokens = torch.randint(VOCABULARY, (1200,), generator=torch.Generator().manual_seed(0))
+    save_file({"tokens": tokens}, tmp_path / "text.safetensors")
+    settings = TuneSettings(rank=2, lr=1e-2, steps=3, batch_size=2, seq_len=16)
+
+    told = finetune(
+        folder, data=str(tmp_path / "text.safetensors"), out=tmp_path / "tuned", merge=True,
+        settings=settings, eval_windows=2,
+    )  # fmt: skip
+
+    assert told.after != told.before
+    assert all(line.holds for line in verify(tmp_path / "tuned"))
+    experts = [
+        dict(AutoModelForCausalLM.from_pretrained(place).named_parameters())[
+            "model.layers.0.mlp.experts.down_proj"
+        ]
+        for place in (folder, tmp_path / "tuned")
+    ]
+    assert experts[0].shape == experts[1].shape and not torch.equal(*experts)
+
+
+def test_verify_says_that_there_is_no_report_and_report_says_what_opens_the_folder(
+    unverified: Folders, tmp_path: Path
+) -> None:
+    folder = saved(unverified("llama"), tmp_path / "saved")
+
+    verified = CliRunner().invoke(app, ["verify", str(folder)])
+    with pytest.raises(OutputError, match="save_pretrained") as refused:
+        check_folder(folder, report=True)
+
+    assert verified.exit_code == 0 and "it has no report" in verified.output
+    assert "finetune open it" in str(refused.value)
+
+
+def test_a_plan_of_another_compilation_is_not_taken_along(unverified: Folders, tmp_path: Path) -> None:
+    shutil.copytree(unverified("llama"), tmp_path / "source")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    shutil.copyfile(unverified("gpt2") / "plan.safetensors", tmp_path / "source" / "plan.safetensors")
+
+    model.save_pretrained(tmp_path / "saved")
+
+    assert not (tmp_path / "saved" / "plan.safetensors").exists()
+    with pytest.raises(DataError, match=r"copy plan\.safetensors"):
+        verify(tmp_path / "saved")
