@@ -27,6 +27,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import UninitializedParameter
 
 from dispfx.documents import ApartDocuments, refuse_mixing
 from dispfx.errors import CaptureError, first_line
@@ -43,6 +44,7 @@ TRACED_SHAPE = (3, 13)
 OTHER_SHAPE = (2, 17)
 LONGEST = 2048
 IDENTITY_TOLERANCE = 1e-6
+_WRAPPERS = (torch.jit.ScriptModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
 # Attention sums over more places, most of them hidden, than for a document alone.
 _APART_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 _HALF_APART_TOLERANCE = 0.05
@@ -152,10 +154,29 @@ class Difference:
 
 
 def require_decoder(model: nn.Module) -> None:
+    """Pass if a module may be a decoder: it has parameters, with shapes, and Python code.
+
+    Raises:
+        CaptureError: otherwise.
+    """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"a decoder is a torch.nn.Module, this is a {type(model).__name__}")
     if next(model.parameters(), None) is None:
         raise CaptureError("a decoder has parameters, this module has none", where=type(model).__name__)
+    for path, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise CaptureError(
+                "a parameter has no shape before the module has run",
+                where=path,
+                hint="run the module on some token ids first",
+            )
+    for path, part in model.named_modules():
+        if isinstance(part, _WRAPPERS):
+            raise CaptureError(
+                f"a module in {type(part).__name__} cannot be captured",
+                where=path or type(model).__name__,
+                hint="give the module that it was made from",
+            )
 
 
 def _has_values(model: nn.Module) -> bool:
@@ -187,13 +208,13 @@ def embedding_rows(model: nn.Module) -> int:
 
 @contextmanager
 def evaluation(model: nn.Module, *, use_cache: bool = False) -> Iterator[ModuleState]:
-    """Hold the module in evaluation mode, and its config's `use_cache` as asked.
+    """Hold the module in evaluation mode, not compiled, and its config's `use_cache` as asked.
 
     Afterwards module and random states are as they were.
     """
     config = getattr(model, "config", None)
     before = getattr(config, "use_cache", None)
-    with module_kept(model) as state, random_state_kept():
+    with module_kept(model) as state, random_state_kept(), torch.compiler.set_stance("force_eager"):
         model.eval()
         if before is not None:
             config.use_cache = use_cache  # type: ignore[union-attr]

@@ -131,6 +131,7 @@ class _Search:
         stream = self.program.stream
         assert stream is not None
         self.nodes = self.program.nodes
+        self.parameters = frozenset(self.program.parameters)
         self.flow = Flow.of(self.program.graph)
         self.around = Surroundings(
             self.flow.dependent,
@@ -242,7 +243,7 @@ class _Search:
         if isinstance(found, Mismatch):
             self._refuse(leaf, kind, found, free[0])
             return names
-        if not any(node.op == "get_attr" for node, _ in found.labels):
+        if not any(self._is_parameter(node) for node, _ in found.labels):
             return names
         return [*names, self._add(leaf, kind, found)]
 
@@ -306,11 +307,15 @@ class _Search:
         taken = {cut.parameter for site in self.sites for cut in site.slices if cut.by_expert}
         return found if isinstance(found, ByExpert) and not paths & taken else None
 
+    def _is_parameter(self, node: fx.Node) -> bool:
+        """Buffers are cut with the closure, and counted by nobody."""
+        return node.op == "get_attr" and str(node.target) in self.parameters
+
     def _slices(self, closure: Closure, size: int, own: ByExpert | None) -> tuple[Slice, ...]:
         cut = [
             Slice(str(node.target), dim, self._compact(labels, size), own is not None)
             for (node, dim), labels in closure.labels.items()
-            if node.op == "get_attr"
+            if self._is_parameter(node)
         ]
         return tuple(sorted(cut, key=lambda item: (item.parameter, item.axis)))
 

@@ -46,6 +46,8 @@ def _hint(error: Exception, of_values: bool) -> str:
     frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     if "_detect_is_causal_mask" in frames:
         return "give is_causal=True beside the mask; without it torch looks at the mask's values"
+    if "inference tensor" in str(error):
+        return "build the module outside torch.inference_mode()"
     if "unhashable type: non-nested SymInt" in str(error):
         return "nothing can be looked up by a length; compute it, or slice a table of the longest length"
     return f"use masks or torch.where there; {_REPORT}" if of_values else _REPORT
