@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dispfx.chosen_device import chosen_device
 from dispfx.errors import DispfxError, first_line
+from dispfx.launcher import end_with_launcher
 
 # Ranks wait for each other while one of them compiles, measures or writes.
 _LONGEST_WAIT = timedelta(minutes=60)
@@ -138,6 +139,7 @@ def joined(device: str | None) -> Iterator[Ranks]:
     if ranks.size == 1:
         yield ranks
         return
+    end_with_launcher()
     on_cuda = (device or "").startswith("cuda")
     if on_cuda:
         torch.cuda.set_device(chosen_device(device))

@@ -11,6 +11,7 @@ from dispfx.cli import evaluating, making, measuring, showing, tuning, using
 from dispfx.cli.examples import epilog
 from dispfx.cli.repeating import Repeating
 from dispfx.errors import DispfxError
+from dispfx.launcher import end_with_launcher
 from dispfx.preconditions import check_current_folder
 
 app = typer.Typer(
@@ -65,6 +66,7 @@ def _dispfx(
 
 def main() -> None:
     """Run the command line and exit: 0 done, 1 our fault, 2 the input's fault, 130 interrupted."""
+    end_with_launcher()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             # A sign that an encoding such as ISO 8859-1 lacks must not end a run that has done its work.

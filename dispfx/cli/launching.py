@@ -1,7 +1,7 @@
 """Start the processes of one run on this host, and say which one ended it.
 
 `--launch N` starts this command N times, as torchrun does; torch.distributed watches the processes, and ends
-all of them within seconds when one fails.
+all of them within seconds when one fails.  The processes end with the launcher too (`dispfx.launcher`).
 """
 
 import logging
@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from dispfx.errors import DispfxError
+from dispfx.launcher import LAUNCHER
 
 _NAME = "--launch"
 # Each imports torch, some 0.4 GB, and more of them than this leave the host no time for anything else.
@@ -85,6 +86,7 @@ def _run(count: int, arguments: list[str]) -> None:
         max_restarts=0,
         monitor_interval=0.5,
     )
+    os.environ[LAUNCHER] = str(os.getpid())
     try:
         elastic_launch(config, sys.executable)("-m", "dispfx", *arguments)
     except SignalException:

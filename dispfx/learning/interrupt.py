@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# A terminal that is closed sends SIGHUP, where there is one.
+_REQUESTS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+_SIGNALS = (signal.SIGINT, *_REQUESTS)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Deliver SIGINT and SIGTERM that arrive inside the block when the block is done.
+    """Deliver SIGINT, SIGTERM and SIGHUP that arrive inside the block when the block is done.
 
     Outside the main thread nothing is to be done: Python handles signals in the main thread.
     """
@@ -36,15 +38,16 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def ending_as_interrupt() -> Iterator[None]:
-    """Let a request to end (SIGTERM) raise KeyboardInterrupt inside the block, as Ctrl-C does.
+    """Let a request to end (SIGTERM, SIGHUP) raise KeyboardInterrupt inside the block, as Ctrl-C does.
 
-    Who handles SIGTERM already goes on doing so.
+    Who handles one of them already, or ignores it, goes on doing so.
     """
     with ExitStack() as stack:
         main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _interrupt)
-            stack.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
+        for number in _REQUESTS:
+            if main and signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _interrupt)
+                stack.callback(signal.signal, number, signal.SIG_DFL)
         yield
 
 
