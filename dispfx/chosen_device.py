@@ -19,6 +19,18 @@ def chosen_device(device: "str | torch.device | None") -> "torch.device":
     """Return a device to compute on; the CPU for None.
 
     Raises:
+        DispfxError: as `check_device`.
+    """
+    check_device(device)
+    import torch
+
+    return torch.device("cpu" if device is None else device)
+
+
+def check_device(device: "str | torch.device | None") -> None:
+    """Pass if there is such a device; None is the CPU.
+
+    Raises:
         DispfxError: if it is neither the CPU nor a CUDA device, or torch does not see this card.
     """
     word = "cpu" if device is None else str(device)
@@ -27,18 +39,18 @@ def chosen_device(device: "str | torch.device | None") -> "torch.device":
             f"--device must be cpu, cuda or cuda:N, and {word!r} was given",
             hint="dispfx runs on CPUs and on CUDA devices; `dispfx doctor` lists those of this machine",
         )
+    if word.startswith("cpu"):
+        return
     import torch
 
-    target = torch.device(word)
-    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
+    found = torch.cuda.device_count()
+    if int(word.partition(":")[2] or 0) >= found:
         raise DispfxError(
-            f"--device {target} was asked and torch sees {found or 'no'} CUDA device(s)",
+            f"--device {word} was asked and torch sees {found or 'no'} CUDA device(s)",
             hint="use --device cpu, or install a CUDA build of torch"
             if not found
             else f"use --device cuda:{found - 1} or below",
         )
-    return target
 
 
 def local_device(device: str | None) -> str | None:

@@ -7,12 +7,20 @@ A message answers four questions: what was required, what was found, where in th
 file, and what to do next.
 """
 
+import errno
+import re
+from typing import Any
+
 EXIT_DONE = 0
 EXIT_OUR_FAULT = 1
 EXIT_INPUT_FAULT = 2
 EXIT_INTERRUPTED = 130
 
 _LONGEST_LINE = 300
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|can't allocate memory|[Cc]annot allocate memory|not enough memory|"
+    r"bad_alloc|bad allocation|[Ff]ailed to allocate memory|CUBLAS_STATUS_ALLOC_FAILED"
+)
 
 
 class DispfxError(Exception):
@@ -25,6 +33,8 @@ class DispfxError(Exception):
     """
 
     exit_code = EXIT_INPUT_FAULT
+    # What a command had found before, for its JSON.
+    document: dict[str, Any] | None = None
 
     def __init__(self, problem: str, *, where: str | None = None, hint: str | None = None):
         super().__init__(problem)
@@ -69,6 +79,10 @@ class OutputError(DispfxError):
     """The output folder exists, cannot be written, or is not a dispfx folder."""
 
 
+class MemoryShortage(DispfxError):
+    """The machine or the card has less memory than the work needs."""
+
+
 class PassError(DispfxError):
     """A pass broke a rule of the compiler; the message names it and the passes that ran before."""
 
@@ -79,6 +93,28 @@ class VerificationError(DispfxError):
     """Two forms of the same pruned decoder disagree by more than their tolerance."""
 
     exit_code = EXIT_OUR_FAULT
+
+
+def memory_shortage(error: BaseException) -> BaseException | None:
+    """Return what says that memory ran out: an error, or one that it was raised from or after; or None.
+
+    Python, torch, safetensors and ONNX Runtime each say it in another way.  What dispfx itself says of memory
+    does not count.
+    """
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if not isinstance(cause, DispfxError) and _is_of_memory(cause):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return bool(_OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}"))
 
 
 def first_line(error: BaseException) -> str:

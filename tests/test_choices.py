@@ -40,12 +40,11 @@ TAKES_ANY = {
     "dispfx/api/finetuning.py:tune_settings": "checked against the fields of TuneSettings",
     "dispfx/api/opening.py:learn_settings": "checked against the fields of LearnSettings",
     "dispfx/api/programs.py:learn": "checked against the fields of LearnSettings",
-    "dispfx/capturing.py:traced": "handed on whole to torch.export",
+    "dispfx/tracing/exporting.py:traced": "handed on whole to torch.export",
     "dispfx/cli/faults.py:run": "handed on whole to the verb",
     "dispfx/deploy/checkpoint.py:_without_weights": "handed on whole to transformers",
     "dispfx/huggingface/loading.py:load_model": "handed on whole to transformers",
     "dispfx/huggingface/guards.py:guarded": "handed on whole to the function of transformers that it guards",
-    "dispfx/huggingface/modules.py:forward": "handed on whole to the module inside",
     "dispfx/huggingface/quantizer.py:__init__": "the section of a config, checked where it is read",
     "dispfx/huggingface/quantizer.py:_process_model_before_weight_loading": "called by transformers",
     "dispfx/huggingface/quantizer.py:_process_model_after_weight_loading": "called by transformers",
@@ -189,7 +188,7 @@ def literals(function: Callable[..., Any]) -> dict[str, set[str]]:
 
 
 def test_the_command_line_offers_the_names_that_the_compiler_knows():
-    verbs = {command.name: command.callback for command in app.registered_commands}
+    verbs = {command.name: command.callback for command in app.registered_commands if command.callback}
     compile_, settings = literals(verbs["compile"]), literals(LearnSettings)
     shared = compile_.keys() & settings.keys()
     assert {"method", "estimator", "hypernetwork", "start", "schedule"} <= shared

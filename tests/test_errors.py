@@ -2,7 +2,7 @@
 
 import pytest
 
-from dispfx.errors import DataError, first_line
+from dispfx.errors import CaptureError, DataError, first_line, memory_shortage
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,22 @@ def test_the_first_line_names_a_foreign_error_and_takes_one_that_says_nothing(er
 
 def test_a_line_without_end_is_cut():
     assert len(first_line(OSError("x" * 10_000))) < 400
+
+
+def test_memory_that_ran_out_is_found_behind_other_errors():
+    try:
+        try:
+            bytearray(10**15)
+        except MemoryError as error:
+            raise CaptureError("the decoder cannot be captured") from error
+    except CaptureError as found:
+        assert isinstance(memory_shortage(found), MemoryError)
+    try:
+        try:
+            raise MemoryError
+        except MemoryError:
+            raise CaptureError("the decoder cannot be captured") from None
+    except CaptureError as found:
+        assert isinstance(memory_shortage(found), MemoryError)
+    assert memory_shortage(CaptureError("not enough memory for this")) is None
+    assert memory_shortage(RuntimeError("shape mismatch")) is None

@@ -27,6 +27,7 @@ from dispfx.deploy.generate import generate as continue_ids
 from dispfx.deploy.onnx.exporting import OPSET
 from dispfx.deploy.onnx.legalize import Flavor
 from dispfx.errors import DataError, VerificationError
+from dispfx.finite_weights import require_finite_weights
 from dispfx.ir.plan import BudgetOf, Plan
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Select
@@ -77,12 +78,14 @@ def inspect(
             then not compared with the decoder (`Program.measured`).
 
     Raises:
+        SourceError: if a weight contains NaN or infinity.
         CaptureError, UnsupportedGraphError: if nothing can be.
     """
     if isinstance(model, str) and (config_only or config_alone(model)):
         source = load_config(model, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code)
     else:
         source = Opening(model, revision, dtype, device, trust_remote_code).open()
+        require_finite_weights(source.model)
     return analyse(source.model, skip=skip, select=select)
 
 

@@ -25,7 +25,7 @@ from dispfx.deploy.onnx.session import (
     OnnxDecoder,
 )
 from dispfx.deploy.section import write_model_files
-from dispfx.errors import CaptureError, OutputError, UnsupportedGraphError, VerificationError
+from dispfx.errors import CaptureError, OutputError, UnsupportedGraphError, VerificationError, memory_shortage
 from dispfx.huggingface.own_code import carry_code
 from dispfx.ir.cached_inputs import cache_tensors
 from dispfx.ir.program import Program
@@ -112,7 +112,9 @@ def cached_twin(opened: Opened) -> Program | None:
         return None
     try:
         return opened.cached()
-    except (CaptureError, UnsupportedGraphError):
+    except (CaptureError, UnsupportedGraphError) as error:
+        if memory_shortage(error) is not None:
+            raise
         return None
 
 

@@ -3,6 +3,7 @@
 DIR.state beside the output holds the state of learning, and then the plan, until what it is for is complete.
 """
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,14 +22,18 @@ from dispfx.errors import OutputError
 from dispfx.ir.plan import Budget, BudgetOf, Plan
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Select
+from dispfx.learning.records import METRICS_FILE
 from dispfx.learning.settings import LearnSettings
-from dispfx.learning.state import saved_step
+from dispfx.learning.state import STATE_FILE, saved_step
+from dispfx.learning.tensorboard import FOLDER as TENSORBOARD_FOLDER
 from dispfx.ranks import Ranks
 from dispfx.report import NullObserver
 from dispfx.source import Source
 from dispfx.source.text import Words
 from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Bos, Reading
 from dispfx.training.preparation import Compute
+
+_OF_A_STATE = (STATE_FILE, PLAN_FILE, METRICS_FILE, TENSORBOARD_FOLDER)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,12 +174,18 @@ def follow_plan(opening: Opening, chosen: TextChoice, how: Learning) -> None:
 
 
 def state_folder(path: Path, resume: bool) -> Path:
-    """Return DIR.state, after refusing to overwrite an unfinished run.
+    """Return DIR.state, after refusing to overwrite an unfinished run, or what is none.
 
     Raises:
-        OutputError: if DIR.state exists and is not to be resumed.
+        OutputError: if DIR.state exists and is not to be resumed, or holds what no run wrote.
     """
     state = path.with_name(f"{path.name}.state")
+    if os.path.lexists(state) and not _is_state(state):
+        raise OutputError(
+            "the run keeps its state here until it is complete, and this is something else",
+            where=str(state),
+            hint="name another folder with --out",
+        )
     if state.exists() and not resume:
         raise OutputError(
             "an unfinished run left its state",
@@ -191,8 +202,16 @@ def resumption(state: Path) -> str:
 
 
 def remove_state(state: Path) -> None:
-    """Remove DIR.state once what it was for is complete."""
-    shutil.rmtree(state, ignore_errors=True)
+    """Remove DIR.state once what it was for is complete; something else of this name is left alone."""
+    if _is_state(state):
+        shutil.rmtree(state, ignore_errors=True)
+
+
+def _is_state(folder: Path) -> bool:
+    """Whether a folder holds nothing but what a run keeps there; half-written files begin with a dot."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return all(entry.name in _OF_A_STATE or entry.name.startswith(".") for entry in folder.iterdir())
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from dispfx.api.training import device_of_learning, prepared_loss
 from dispfx.capturing import capture as capture_module
 from dispfx.choices import require_choice
 from dispfx.errors import CaptureError, DispfxError, PlanMismatchError, UnsupportedGraphError
+from dispfx.finite_weights import require_finite_weights
 from dispfx.ir.budget import hard_masks
 from dispfx.ir.costs import CostTable
 from dispfx.ir.lookups import require_readable
@@ -75,9 +76,11 @@ def capture(
             other is.
 
     Raises:
+        SourceError: if a weight contains NaN or infinity.
         CaptureError: if torch.export cannot capture the decoder at every batch and length.
         UnsupportedGraphError: if there is no residual stream, or nothing can be pruned.
     """
+    require_finite_weights(model)
     return analyse(model, skip=skip, select=select, vocabulary_size=vocabulary_size, experts=experts)
 
 

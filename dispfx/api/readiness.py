@@ -22,6 +22,7 @@ from dispfx.api.text import Text, TextChoice, open_text, require_tokens, separat
 from dispfx.api.training import device_of_learning
 from dispfx.api.writing import check_export, require_decoder_for
 from dispfx.choices import check_choices, option, require_choice
+from dispfx.finite_weights import require_finite_weights
 from dispfx.ir.costs import CostTable, read_costs
 from dispfx.ir.lookups import require_readable
 from dispfx.ir.plan import BudgetOf
@@ -137,6 +138,7 @@ def analysed(
 ) -> Program:
     """Return the program of a decoder, as a stage that is told; `longest` as for `analyse`."""
     with stages("capture"):
+        require_finite_weights(source.model)
         program = analyse(source.model, skip=skip, select=select, longest=longest)
     stages.observer.found(program)
     return program

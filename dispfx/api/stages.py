@@ -4,7 +4,16 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from dispfx.errors import DispfxError, MemoryShortage, first_line, memory_shortage
 from dispfx.report import Observer
+
+# What makes a stage need less memory; the others need what they need.
+_LESS = {
+    "open": "--dtype bfloat16 halves float32 weights",
+    "learn": "use a smaller --batch-size or --seq-len, or --checkpointing on",
+    "tune": "use a smaller --batch-size or --seq-len",
+}
+_MORE = "end other programs, or use a machine or a card with more memory"
 
 
 class Stages:
@@ -21,11 +30,24 @@ class Stages:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the block as stage `name`."""
+        """Time the block as stage `name`.
+
+        Raises:
+            MemoryShortage: if memory runs out, naming the stage.
+        """
         self.observer.stage(name)
         start = time.perf_counter()
         try:
             yield
+        except Exception as error:
+            if isinstance(error, MemoryShortage) or (told := memory_shortage(error)) is None:
+                raise
+            raise _shortage(name, told) from error
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self.observer.stage(name, self.seconds[name])
+
+
+def _shortage(stage: str, told: BaseException) -> DispfxError:
+    problem = f"memory ran out in stage {stage}: {first_line(told)}"
+    return MemoryShortage(problem, hint=_LESS.get(stage, _MORE))

@@ -39,7 +39,7 @@ from dispfx.deploy.checkpoint import site_indices, underived_buffers, write_chec
 from dispfx.deploy.digests import digests
 from dispfx.deploy.folder import new_folder
 from dispfx.deploy.size import stored_size
-from dispfx.errors import DispfxError, first_line
+from dispfx.errors import DispfxError, first_line, memory_shortage
 from dispfx.huggingface.classes import code_of_class
 from dispfx.huggingface.dense import write_ordinary, zeroed_twin
 from dispfx.huggingface.layout import MARK
@@ -220,6 +220,8 @@ def modules_of(
         try:
             lines = module_lines(program, lowered, candidate)
         except Exception as error:
+            if memory_shortage(error) is not None:
+                raise
             # The code between the modules is the decoder's own and raises what it likes.
             return f"it raised {first_line(error)}"
         worst = max(line.max_rel_error for line in lines)

@@ -1,20 +1,63 @@
 """The verbs in one list, and the entry point of the `dispfx` command."""
 
+import difflib
 import sys
 from io import TextIOWrapper
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from dispfx import __version__
 from dispfx.cli import evaluating, making, measuring, showing, tuning, using
 from dispfx.cli.examples import epilog
+from dispfx.cli.faults import Fault, print_fault, refused
 from dispfx.cli.repeating import Repeating
 from dispfx.errors import DispfxError
 from dispfx.launcher import end_with_launcher
 from dispfx.preconditions import check_current_folder
 
+# Verbs of other programs, and what they are called here.
+_MEANT = {
+    **dict.fromkeys(("prune", "compress", "shrink", "slice", "run", "build"), "compile"),
+    **dict.fromkeys(("info", "show", "analyze", "analyse", "ls"), "inspect"),
+    **dict.fromkeys(("evaluate", "perplexity", "ppl", "measure"), "eval"),
+    **dict.fromkeys(("benchmark", "speed", "time"), "bench"),
+    **dict.fromkeys(("tune", "train", "fine-tune", "recover", "lora"), "finetune"),
+    **dict.fromkeys(("check", "test", "validate"), "verify"),
+    **dict.fromkeys(("onnx", "convert", "save"), "export"),
+    **dict.fromkeys(("chat", "sample", "complete"), "generate"),
+    "diff": "compare",
+    "lower": "apply",
+}
+# typer has a copy of click's classes in some versions, so this one is found by what it exports.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+class Verbs(TyperGroup):
+    """The verbs: an unknown one is told the one that is meant, and wrong arguments are told in JSON too."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a verb."""
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            if "--json" in sys.argv:
+                print_fault(Fault("UsageError", error.format_message()))  # type: ignore[attr-defined]
+            raise
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the verb of that name."""
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0].lower(), [*self.commands, *_MEANT], 1)
+            hint = f"did you mean {_MEANT.get(near[0], near[0])}?" if near else None
+            known = f"the commands are {', '.join(self.commands)}"
+            ctx.fail(f"No such command {args[0]!r}: {hint or known}")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=Verbs,
     name="dispfx",
     help="A compiler that makes a decoder language model smaller, without knowing its architecture.",
     no_args_is_help=True,
@@ -60,8 +103,7 @@ def _dispfx(
     try:
         check_current_folder()
     except DispfxError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(error.exit_code) from None
+        raise refused(error) from None
 
 
 def main() -> None:

@@ -6,8 +6,11 @@
 | a path that the system does not take, such as one that is too long | 2 |
 | a full disk under what the command prints | 2 |
 | Ctrl-C | 130, with the way to go on |
+| memory that runs out | 2, with the stage and the way to go on |
 | anything else | 1, and how to see the traceback |
 | wrong arguments | 2, from typer |
+
+With `--json`, stdout has `{"error": {"kind", "message", "where", "hint", "exit_code"}}` as well.
 """
 
 import errno
@@ -18,13 +21,23 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from dispfx.chosen_device import chosen_device, local_device
-from dispfx.errors import EXIT_INTERRUPTED, EXIT_OUR_FAULT, DispfxError, first_line
+from dispfx.chosen_device import check_device, local_device
+from dispfx.cli.screen import Screen
+from dispfx.errors import (
+    EXIT_INPUT_FAULT,
+    EXIT_INTERRUPTED,
+    EXIT_OUR_FAULT,
+    DispfxError,
+    MemoryShortage,
+    first_line,
+    memory_shortage,
+)
 
 # Too long a name, a loop of links, a place that may not be read, a file where a folder should be, and the
 # other way round.
@@ -44,24 +57,76 @@ def reports_faults(verb: Callable[..., None]) -> Callable[..., None]:
         if not debug:
             warnings.simplefilter("ignore")
         try:
-            chosen_device(local_device(options.get("device")))
+            check_device(local_device(options.get("device")))
             verb(**options)
         except (typer.Exit, BrokenPipeError):
             raise
         except KeyboardInterrupt:
-            _say(f"interrupted; {_way_on(options)}", debug)
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-        except DispfxError as error:
-            _say(f"error: {error}", debug)
-            raise typer.Exit(error.exit_code) from None
+            end = Fault("Interrupted", "interrupted", hint=_way_on(options), exit_code=EXIT_INTERRUPTED)
+            raise _ended(end, f"interrupted; {end.hint}", options) from None
         except Exception as error:
-            if (refused := _refused_path(error)) is not None:
-                _say(f"error: {refused}", debug)
-                raise typer.Exit(refused.exit_code) from None
-            _say(f"error: {first_line(error)}\n  run again with --debug to see where", debug)
-            raise typer.Exit(EXIT_OUR_FAULT) from None
+            found = error.document if isinstance(error, DispfxError) else None
+            raise _ended(*_fault_of(error, options), options, found) from None
 
     return run
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What ended a command, as its JSON tells it."""
+
+    kind: str
+    message: str
+    where: str | None = None
+    hint: str | None = None
+    exit_code: int = EXIT_INPUT_FAULT
+
+
+def print_fault(fault: Fault, document: dict[str, Any] | None = None) -> None:
+    """Print a fault as JSON, with what the command had found before."""
+    Screen(json=True, quiet=True).print_json({**(document or {}), "error": asdict(fault)})
+
+
+def refused(error: DispfxError) -> typer.Exit:
+    """Tell an error from before a verb runs, and return what ends the process with its exit code."""
+    return _ended(*_fault_of(error, {}), {"debug": False, "json": "--json" in sys.argv})
+
+
+def _fault_of(error: Exception, options: dict[str, Any]) -> tuple[Fault, str]:
+    """Return what ended a command, and how people are told."""
+    told = _out_of_memory(error, options) or _refused_path(error)
+    if told is None and not isinstance(error, DispfxError):
+        hint = "run again with --debug to see where"
+        fault = Fault(type(error).__name__, str(error), hint=hint, exit_code=EXIT_OUR_FAULT)
+        return fault, f"error: {first_line(error)}\n  {hint}"
+    told = told or error
+    assert isinstance(told, DispfxError)
+    fault = Fault(type(told).__name__, told.problem, told.where, told.hint, told.exit_code)
+    return fault, f"error: {told}"
+
+
+def _ended(
+    fault: Fault, message: str, options: dict[str, Any], document: dict[str, Any] | None = None
+) -> typer.Exit:
+    """Tell what ended a command, and return what ends the process with its exit code."""
+    _say(message, options["debug"])
+    # Of several processes, the leading one alone prints results.
+    if options.get("json") and os.environ.get("RANK", "0") == "0":
+        print_fault(fault, document)
+    return typer.Exit(fault.exit_code)
+
+
+def _out_of_memory(error: Exception, options: dict[str, Any]) -> MemoryShortage | None:
+    """Return the error for memory that ran out, with the way to go on, or None."""
+    told = memory_shortage(error)
+    if told is None:
+        return None
+    if isinstance(error, MemoryShortage):
+        problem, hint = error.problem, error.hint
+    else:
+        problem, hint = f"memory ran out: {first_line(told)}", "end other programs, or use a larger machine"
+    way_on = f"; {_way_on(options)}" if "resume" in options else ""
+    return MemoryShortage(problem, hint=f"{hint}{way_on}")
 
 
 def _refused_path(error: Exception) -> DispfxError | None:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from typer.core import TyperCommand
 
+from dispfx.cli.faults import refused
 from dispfx.errors import DataError, DispfxError
 from dispfx.origin import origin_of
 
@@ -68,8 +68,7 @@ class Repeating(TyperCommand):
                     hint=f"read that code, then allow it with {_TRUST}",
                 )
         except DispfxError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(error.exit_code) from None
+            raise refused(error) from None
         return rest
 
     def _valued(self) -> set[str]:

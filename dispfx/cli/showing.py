@@ -95,10 +95,13 @@ def doctor(json: given.Json = False, quiet: given.Quiet = False, debug: given.De
 
     screen = Screen(json, quiet)
     findings = api.doctor()
-    screen.print_json({"findings": to_plain(findings)})
+    document = {"findings": to_plain(findings)}
     if not json:
         rows = [(finding.name, finding.state, finding.detail) for finding in findings]
         print_rows([rows], screen.console, ("", "state", ""))
     missing = [finding.name for finding in findings if finding.state == "missing"]
     if missing:
-        raise DispfxError(f"something that dispfx needs is missing: {', '.join(missing)}")
+        error = DispfxError(f"something that dispfx needs is missing: {', '.join(missing)}")
+        error.document = document
+        raise error
+    screen.print_json(document)

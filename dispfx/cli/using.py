@@ -8,7 +8,7 @@ import typer
 from dispfx.cli import options as given
 from dispfx.cli.faults import reports_faults
 from dispfx.cli.screen import Screen
-from dispfx.errors import OutputError
+from dispfx.errors import OutputError, VerificationError
 from dispfx.origin import origin_of
 from dispfx.preconditions import check_folder, is_saved_again
 
@@ -104,14 +104,19 @@ def verify(
     screen = Screen(json, quiet)
     with screen.observer() as observer, api.printing(print_after or (), observer):
         verifications = api.verify(folder, trust_remote_code=trust_remote_code)
-    screen.print_json({"verify": to_plain(verifications)})
+    document = {"verify": to_plain(verifications)}
     if not verifications:
         screen.print_text("the folder holds one form of the decoder, so there is nothing to compare it with")
     elif not json:
         print_verifications(verifications, screen.console)
     if is_saved_again(folder):
         screen.print_text("transformers wrote this folder; it has no report to compare its files with")
-    require(*verifications)
+    try:
+        require(*verifications)
+    except VerificationError as error:
+        error.document = document
+        raise
+    screen.print_json(document)
 
 
 @reports_faults

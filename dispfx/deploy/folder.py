@@ -39,8 +39,19 @@ def _refuse_name(path: Path) -> None:
         raise OutputError(
             "the output folder must not exist yet",
             where=str(path),
-            hint="name another folder with --out, or remove this one",
+            hint=_other_place(path),
         )
+
+
+def _other_place(path: Path) -> str:
+    """Return what to do about a name that is taken; what dispfx did not write is not to be removed."""
+    if _is_written_by_us(path.parent):
+        return "move it elsewhere to write it anew"
+    return "name another folder with --out" + (", or remove this one" if _is_written_by_us(path) else "")
+
+
+def _is_written_by_us(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in ("plan.safetensors", "report.json"))
 
 
 def _require_room(path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dispfx.disk import cannot_write
-from dispfx.errors import DataError, DispfxError
+from dispfx.errors import DataError, DispfxError, memory_shortage
 from dispfx.ir.budget import Groups, ParameterCount, check_reachable, hard_masks, harden
 from dispfx.ir.plan import Budget
 from dispfx.ir.sites import Site
@@ -249,7 +249,8 @@ def _run(
 ) -> tuple[StepRecord, ...]:
     settings = learner.problem.settings
     pace = Pace(settings.batch_size * settings.seq_len * settings.accumulate)
-    records, measured = [], learner.position.step
+    first_step = learner.position.step
+    records, measured = [], first_step
 
     def save() -> None:
         # A second request to end, as for a rank that was lost, must not cut the first one's state off.
@@ -275,6 +276,10 @@ def _run(
             raise
         except DispfxError:  # between two steps, where the other ranks wait for masks
             send_stop(learner.problem, learner.position.step, measured=measured)
+            raise
+        except Exception as error:
+            if memory_shortage(error) is not None and learner.position.step > first_step:
+                save()
             raise
     return tuple(records)
 

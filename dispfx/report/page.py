@@ -60,7 +60,7 @@ def _make_pictures_folder(folder: Path) -> None:
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise OutputError(
-            "a folder of this name is needed, and this is none", where=str(folder), hint="remove it"
+            "a folder of this name is needed, and this is none", where=str(folder), hint="move it elsewhere"
         )
     with writing(folder):
         folder.mkdir(exist_ok=True)

@@ -56,6 +56,24 @@ def test_an_existing_folder_file_or_link_is_refused_before_any_work(tmp_path: Pa
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_only_a_folder_of_dispfx_is_said_to_be_removable(tmp_path: Path) -> None:
+    model, own, plain = tmp_path / "QWEN", tmp_path / "own", tmp_path / "file"
+    for folder in (model, own):
+        folder.mkdir()
+    plain.write_text("mine")
+    (model / "config.json").write_text("{}")
+    for name in ("plan.safetensors", "report.json"):
+        (own / name).write_text("{}")
+    hints = {}
+    for path in (model, own, plain, own / "report.json"):
+        with pytest.raises(OutputError) as error:
+            refuse_existing(path)
+        hints[path] = error.value.hint
+    assert hints[model] == hints[plain] == "name another folder with --out"
+    assert hints[own] == "name another folder with --out, or remove this one"
+    assert hints[own / "report.json"] == "move it elsewhere to write it anew"
+
+
 def test_a_folder_that_appears_during_the_work_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(OutputError), new_folder(out) as partial:

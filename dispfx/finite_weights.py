@@ -1,0 +1,48 @@
+"""Weights must be finite: a NaN in one of them is told by its name before a decoder is captured."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dispfx.errors import SourceError
+
+_SHOWN = 3
+
+
+def require_finite_weights(model: nn.Module) -> None:
+    """Pass if no parameter contains NaN or infinity; -inf alone is let pass, for masks have it.
+
+    Each weight is read once, without a copy.
+
+    Raises:
+        SourceError: naming the weights.
+    """
+    found = [(path, tensor) for path, tensor in model.named_parameters() if not _is_finite(tensor)]
+    if found:
+        path, tensor = found[0]
+        raise SourceError(
+            f"weights must be finite: {_counted(tensor)} in {path}{_others(name for name, _ in found[1:])}",
+            where=path,
+            hint="the checkpoint is damaged, or its values overflow: copy it again, or use --dtype float32",
+        )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
+        return True
+    value = tensor.detach()
+    least, most = torch.aminmax(value if value.dtype.itemsize > 1 else value.float())
+    return not bool(least.isnan() | most.isposinf())
+
+
+def _counted(tensor: Tensor) -> str:
+    value = tensor.detach().float()
+    counts = {"NaN": int(value.isnan().sum()), "infinity": int(value.isinf().sum())}
+    return " and ".join(f"{count:,} times {name}" for name, count in counts.items() if count)
+
+
+def _others(names: Iterable[str]) -> str:
+    further = list(names)
+    shown = ", ".join(further[:_SHOWN]) + (", …" if len(further) > _SHOWN else "")
+    return f"; also in {shown}" if further else ""
