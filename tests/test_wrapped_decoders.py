@@ -18,6 +18,10 @@ from tests.plain_decoders import FORMS, Decoder, build
 Around = Callable[[nn.Module], nn.Module]
 
 
+def doubled(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output * 2
+
+
 def of_up(change: Callable[[nn.Module], object]) -> Around:
     """Return what changes the first projection of an MLP."""
 
@@ -63,7 +67,8 @@ def with_adapter(model: nn.Module) -> nn.Module:
 
 
 def compiled_part(model: nn.Module) -> nn.Module:
-    model.get_submodule("layers.0").mlp = torch.compile(model.get_submodule("layers.0.mlp"), backend="eager")
+    part: nn.Module = torch.compile(model.get_submodule("layers.0.mlp"), backend="eager")  # type: ignore[assignment]
+    model.get_submodule("layers.0").mlp = part
     return model
 
 
@@ -72,7 +77,7 @@ AROUND: dict[str, Around] = {
     "spectral norm": of_up(parametrizations.spectral_norm),
     "orthogonal weight": of_up(parametrizations.orthogonal),
     "pruned by torch": of_up(lambda up: torch.nn.utils.prune.l1_unstructured(up, "weight", 0.5)),
-    "a hook that changes": of_up(lambda up: up.register_forward_hook(lambda m, given, output: output * 2)),
+    "a hook that changes": of_up(lambda up: up.register_forward_hook(doubled)),
     "a hook with keywords": of_up(
         lambda up: up.register_forward_pre_hook(lambda m, given, named: (given, named), with_kwargs=True)
     ),
@@ -118,6 +123,10 @@ def plain() -> nn.Module:
     return build(FORMS["plain-mlp"], layers=1)
 
 
+def scripted() -> nn.Module:
+    return torch.jit.trace(plain().eval(), torch.zeros(2, 5, dtype=torch.int64))  # type: ignore[return-value]
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "without shapes": (
         lazy,
@@ -125,7 +134,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "run the module on some token ids first",
     ),
     "TorchScript": (
-        lambda: torch.jit.trace(plain().eval(), torch.zeros(2, 5, dtype=torch.int64)),
+        scripted,
         "a module in TopLevelTracedModule cannot be captured",
         "give the module that it was made from",
     ),

@@ -16,7 +16,7 @@ def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None = No
 
     A decoder that is there already is not asked to move.
     """
-    wanted = {"device": device} if dtype is None else {"device": device, "dtype": dtype}
+    wanted: dict[str, Any] = {"device": device} if dtype is None else {"device": device, "dtype": dtype}
     if all(_is_there(tensor, device, dtype) for tensor in (*model.parameters(), *model.buffers())):
         return model
     try:

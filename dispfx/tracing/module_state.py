@@ -71,9 +71,11 @@ class ModuleState:
         """Make everything what it was."""
         for container, items in self._containers:
             if not _same(_items(container), items):
+                # What a subclass does with its items is its own.
                 kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+                fill = kind.extend if kind is list or kind is deque else kind.update
                 kind.clear(container)
-                (kind.extend if kind in (list, deque) else kind.update)(container, items)
+                fill(container, items)
         with torch.no_grad():
             for tensor, value in self._tensors:
                 if not torch.equal(tensor, value):

@@ -106,7 +106,8 @@ def _line_of_number(exported: ExportedProgram) -> str | None:
         for size in getattr(node.meta.get("val"), "shape", ())
         if isinstance(size, torch.SymInt)
     ]
-    for guard in sizes[0].node.shape_env.guards if sizes else ():
+    shapes: Any = sizes[0].node.shape_env if sizes else None
+    for guard in shapes.guards if sizes else ():
         asked: Any = getattr(guard.sloc, "framework_loc", None)
         file = getattr(asked, "filename", _TORCH)
         if guard.expr.is_Equality and len(guard.expr.free_symbols) == 1 and not file.startswith(_TORCH):

@@ -4,6 +4,7 @@ A trace would keep those of the traced length.  So the module runs once at the l
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -35,5 +36,6 @@ def length_bound(exported: ExportedProgram, name: str) -> int | None:
     size = next(node for node in exported.graph.nodes if node.name == name).meta["val"].shape[1]
     if not isinstance(size, torch.SymInt):
         return int(size)
-    bounds = exported.range_constraints.get(size.node.expr)
+    symbol: Any = size.node.expr
+    bounds = exported.range_constraints.get(symbol)
     return int(bounds.upper) if bounds is not None and bounds.upper.is_Integer else None

@@ -22,15 +22,14 @@ class TwoOutputs(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.mlp = Middle(lambda m, h: F.gelu(h * m.scale))
-        self.second = nn.Module()
-        self.second.mlp = Middle(lambda m, h: F.gelu(h * m.scale))
+        self.second = nn.ModuleDict({"mlp": Middle(lambda m, h: F.gelu(h * m.scale))})
         self.second_scale = nn.Parameter(torch.ones(WIDTH))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         x = self.embedding(ids)
         x = x + self.mlp(x)
-        return self.head(x), self.head(self.second_scale * (x + self.second.mlp(x)))
+        return self.head(x), self.head(self.second_scale * (x + self.second["mlp"](x)))
 
 
 def two_outputs() -> nn.Module:
@@ -43,7 +42,7 @@ def test_every_part_is_named_with_its_size():
     program = dispfx.capture(model)
     assert program.size == sum(tensor.numel() for tensor in model.parameters())
     assert not program.refused
-    second = sum(tensor.numel() for tensor in model.second.parameters())
+    second = sum(tensor.numel() for tensor in model.get_submodule("second").parameters())
     found = {refusal.name: refusal.reason for refusal in program.left_dense}
     assert set(found) == {"second", "second_scale"}
     assert found["second"].startswith("not read for the logits, the first of 2 outputs of that shape")
@@ -67,7 +66,7 @@ def test_the_written_folder_and_its_report_have_them(tmp_path: Path):
     assert report.parameters.pruned == sum(tensor.numel() for tensor in lowered.parameters())
     assert {entry.name for entry in report.refused} == {"second", "second_scale"}
     kept = load_program(tmp_path / "out").state_dict()
-    for path, tensor in model.second.named_parameters(prefix="second"):
+    for path, tensor in model.get_submodule("second").named_parameters(prefix="second"):
         assert torch.equal(kept[path], tensor), path
 
 

@@ -143,7 +143,7 @@ def test_a_module_that_fails_at_once_is_as_before():
 
 def test_no_random_number_is_drawn():
     def draw(m: Decoder, ids: Tensor) -> None:
-        random.random(), np.random.rand(), torch.rand(2)
+        _ = random.random(), np.random.rand(), torch.rand(2)
 
     torch.manual_seed(1)
     random.seed(1)
