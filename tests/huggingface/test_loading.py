@@ -84,7 +84,7 @@ def test_importing_dispfx_imports_neither_torch_nor_transformers() -> None:
 def test_linear_layers_stay_plain_and_have_their_true_sizes(llama: Folder) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(llama.path)
     kept = llama.plan.kept
-    layer = model.model.layers[0]
+    layer: Any = model.model.layers[0]
 
     assert type(layer.self_attn.q_proj) is torch.nn.Linear
     assert layer.self_attn.q_proj.in_features == len(kept["model.layers.0.self_attn.read"])
