@@ -26,7 +26,8 @@ def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None = No
             own: Any = model.to
             model = own(each) or model  # what moves in place may return nothing
         return model
-    return model.to(**wanted) or model
+    together: Any = model.to
+    return together(**wanted) or model
 
 
 def _is_there(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> bool:

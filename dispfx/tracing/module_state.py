@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 # Nearest the module first; a data set or a tokenizer that it holds is not walked through to its end.
 _MOST_OBJECTS = 200_000
-_CONTAINERS = (OrderedDict, dict, list, set, deque)
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
 _NOT_FOLLOWED = (
     int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, FunctionType, MethodType,
     BuiltinFunctionType, ModuleType, nn.Parameter, fx.Graph,
@@ -72,8 +72,8 @@ class ModuleState:
         for container, items in self._containers:
             if not _same(_items(container), items):
                 # What a subclass does with its items is its own.
-                kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
-                fill = kind.extend if kind is list or kind is deque else kind.update
+                kind = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+                fill = kind.extend if kind in (list, deque) else kind.update
                 kind.clear(container)
                 fill(container, items)
         with torch.no_grad():
