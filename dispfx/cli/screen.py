@@ -11,21 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from dispfx.settings.field import setting
+
 if TYPE_CHECKING:
     from dispfx.report import TerminalObserver
 
 
 @dataclass(frozen=True)
 class Screen:
-    """How one verb shows its work.
+    """How one verb shows its work."""
 
-    Args:
-        json: whether the result is printed as JSON.
-        quiet: whether nothing else is printed.
-    """
-
-    json: bool
-    quiet: bool
+    json: bool = setting(False, "Print the result as JSON; progress goes to stderr.")
+    quiet: bool = setting(False, "Print nothing but errors.")
+    debug: bool = setting(False, "Show tracebacks and warnings.")
 
     @property
     def console(self) -> Console:

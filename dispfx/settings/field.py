@@ -1,0 +1,171 @@
+"""One setting: its default, documentation, unit, range and spelling, in one place.
+
+    @dataclass(frozen=True)
+    class LearnSettings:
+        steps: int = setting(10_000, "Optimizer steps.", default="5,000; demo: 400", least=1)
+
+A dataclass made of such fields is a *section*.  The command line, its help, the API and the report read
+the same fields, so a setting is described once.  The type of a field names its choices (`Literal`).
+"""
+
+import math
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, Literal
+
+from dispfx.errors import DispfxError
+
+_KEY = "dispfx"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known about one field of a section.
+
+    Args:
+        doc: one sentence, for help, API reference and error messages.
+        default: the default as people read it, where it depends on other settings.
+        least: smallest value; `above` excludes the bound itself.
+        most: largest value; `below` excludes the bound itself.
+        metavar: placeholder of the value in help.
+        common: whether most runs need it, so that help lists it first.
+        functions: whether `file.py:function` is allowed beside the choices.
+        repeats: type of one value, where the option may be given several times.
+        on_command_line: False for a setting that only the API has.
+        per_run: whether it says where and how a run goes, not what it gives; `--config` leaves it alone.
+    """
+
+    doc: str
+    default: str = ""
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    metavar: str | None = None
+    common: bool = False
+    functions: bool = False
+    repeats: type | None = None
+    on_command_line: bool = True
+    per_run: bool = False
+
+    def range_text(self) -> str:
+        """Return the allowed range in words, or an empty text."""
+        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+
+    def allows(self, value: float) -> bool:
+        """Whether a finite number lies in the range."""
+        return (
+            math.isfinite(value)
+            and (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+
+def setting(value: Any, doc: str, **facts: Any) -> Any:
+    """Return a dataclass field with a default and what `Setting` says of it."""
+    return field(default=value, metadata={_KEY: Setting(doc, **facts)})
+
+
+def required(doc: str, **facts: Any) -> Any:
+    """Return a dataclass field without a default."""
+    return field(metadata={_KEY: Setting(doc, **facts)})
+
+
+@dataclass(frozen=True)
+class Field:
+    """One setting of a section, resolved: name, type and facts."""
+
+    name: str
+    kind: Any
+    value: Any
+    facts: Setting
+
+    @property
+    def option(self) -> str:
+        """Spelling on the command line, such as `--lambda` for `lambda_`."""
+        return "--" + self.name.strip("_").replace("_", "-")
+
+    @property
+    def typed(self) -> Any:
+        """Type of a value on the command line: without None, and a list for what may be repeated."""
+        if self.facts.repeats is not None:
+            return list[self.facts.repeats]
+        return next(kind for kind in _members(self.kind) if kind is not type(None))
+
+    @property
+    def required(self) -> bool:
+        """Whether there is no default."""
+        return self.value is MISSING
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Allowed words, or none where any value of the type is allowed."""
+        return next((typing.get_args(kind) for kind in _members(self.kind) if _is_literal(kind)), ())
+
+
+@cache
+def section_fields(section: type) -> tuple[Field, ...]:
+    """Return the settings of a section, in order."""
+    hints = typing.get_type_hints(section)
+    return tuple(
+        Field(one.name, hints[one.name], one.default, one.metadata[_KEY])
+        for one in fields(section)
+        if _KEY in one.metadata
+    )
+
+
+def check_section(section: Any) -> None:
+    """Check every choice and range of a section; to be called from `__post_init__`.
+
+    Raises:
+        DispfxError: naming the setting, what it may be, and what was given.
+    """
+    for one in section_fields(type(section)):
+        value = getattr(section, one.name)
+        if value is None:
+            continue
+        if one.choices and value not in one.choices and not (one.facts.functions and ":" in str(value)):
+            raise _refused(section, one, unknown(value, one.choices), "")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not one.facts.allows(value):
+            allowed = one.facts.range_text() or "a finite number"
+            raise _refused(section, one, f"must be {allowed}", f", {value!r} was given")
+
+
+def unknown(word: object, known: Sequence[str]) -> str:
+    """Say that a word is none of the known ones, with the closest of them."""
+    close = get_close_matches(str(word), known, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"must be one of {', '.join(known)}; {word!r} was given{hint}"
+
+
+def refuse_unknown_names(names: Sequence[str], known: Sequence[str]) -> None:
+    """Raise for names of settings that do not exist.
+
+    Raises:
+        TypeError: naming the first unknown setting, and the closest known one.
+    """
+    for name in names:
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            raise TypeError(f"there is no setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+
+
+def _refused(section: Any, one: Field, problem: str, found: str) -> DispfxError:
+    return DispfxError(f"{one.name} {problem}{found}", where=f"{type(section).__name__}.{one.name}")
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def _is_literal(kind: Any) -> bool:
+    return typing.get_origin(kind) is Literal

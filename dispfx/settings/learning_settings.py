@@ -1,0 +1,221 @@
+"""How masks are learned: every constant of the method, with the paper's values as defaults.
+
+Constants of arXiv 2410.11988, appendix: bias 3, temperature 1, λ 6, AdamW with learning rate 1e-3 and weight
+decay 0.05, 10,000 steps of one sequence of 2048 tokens.  `docs/recipe.md` says what the `informed` recipe
+changes, and what each change was worth.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from dispfx.errors import DispfxError
+from dispfx.settings.field import check_section, refuse_unknown_names, setting, unknown
+
+EstimatorName = Literal["reinmax", "gumbel", "straight-through"]
+HypernetworkName = Literal["full", "linear", "none"]
+Schedule = Literal["constant", "cosine"]
+Start = Literal["uniform", "sensitivity"]
+Packing = Literal["joined", "documents"]
+BudgetOn = Literal["masks", "probabilities"]
+Method = Literal["learned", "magnitude", "activation", "fluctuation", "sensitivity", "random"]
+RecipeName = Literal["paper", "informed"]
+
+DEFAULT_RECIPE: RecipeName = "informed"
+# What a recipe sets; `paper` is what LearnSettings says.  Both learn from 20.5 million tokens.
+RECIPES: Mapping[str, Mapping[str, Any]] = {
+    "paper": {},
+    "informed": {
+        "steps": 5_000,
+        "batch_size": 2,
+        "seq_len": 2048,
+        "lr": 3e-3,
+        "samples": 2,
+        "antithetic": True,
+        "sharpen": 3.0,
+        "start": "sensitivity",
+        "weight_decay": 1.0,
+        "schedule": "cosine",
+    },
+}
+# What a recipe sets besides, in a run of fewer steps than FEW_STEPS (docs/recipe.md).
+FEW_STEPS = 2_500
+RECIPES_OF_FEW_STEPS: Mapping[str, Mapping[str, Any]] = {
+    "informed": {"budget_on": "probabilities", "budget_width": 0.1},
+}
+# The demo is small.  Four hundred steps are too few for a falling learning rate to gain anything.
+DEMO: Mapping[str, Any] = {
+    "steps": 400,
+    "seq_len": 128,
+    "batch_size": 8,
+    "lr": 3e-3,
+    "schedule": "constant",
+    "weight_decay": 0.05,
+}
+# Settings that adapt to the decoder while they have their defaults.
+_ADAPTABLE = ("samples", "seq_len", "batch_size")
+
+
+@dataclass(frozen=True)
+class LearnSettings:
+    """How masks are learned.
+
+    Args:
+        adaptable: names of settings left at their default.  These may be adapted to the model; explicit ones
+            never are.
+        log_every: steps between two records.
+        held_out_every: steps between two measurements of the held-out loss; 0 never measures.
+    """
+
+    method: Method = setting("learned", "Learn the masks, or score features once.", default="learned")
+    steps: int = setting(10_000, "Optimizer steps.", default="5,000; demo: 400", least=1, common=True)
+    seq_len: int = setting(
+        2048, "Tokens per sequence.", default="2048, or what the decoder reads; demo: 128", least=2, common=True
+    )
+    batch_size: int = setting(
+        1, "Sequences per forward pass, of all processes.", default="2, more if short; demo: 8", least=1, common=True
+    )
+    accumulate: int = setting(1, "Forward passes per step; they share one sample of the masks.", least=1)
+    packing: Packing = setting(
+        "joined", "A sequence is one text, or several documents that do not see each other."
+    )
+    lr: float = setting(1e-3, "Learning rate of AdamW.", default="3e-3", above=0.0)
+    weight_decay: float = setting(0.05, "Weight decay of AdamW.", default="1; demo: 0.05", least=0.0)
+    lambda_: float = setting(6.0, "Weight of the budget loss.", least=0.0)
+    budget_on: BudgetOn = setting(
+        "masks",
+        "The budget loss counts drawn masks, or the probability that each feature is kept.",
+        default="masks; probabilities below 2,500 steps",
+    )
+    budget_width: float = setting(
+        0.0,
+        "Make the budget loss quadratic where it is below this; 0 leaves it as it is.",
+        default="0; 0.1 below 2,500 steps",
+        least=0.0,
+    )
+    samples: int = setting(
+        1, "Masks drawn per step, a divisor of the batch size.", default="one per sequence", least=1
+    )
+    antithetic: bool = setting(
+        False, "Draw masks in pairs from u and 1 − u.", default="on with two or more samples"
+    )
+    sharpen: float = setting(
+        1.0,
+        "Factor that the logits grow to over the second half of the steps; 1 for none.",
+        default="3",
+        least=1.0,
+    )
+    adaptable: tuple[str, ...] = ()
+    start: Start = setting(
+        "uniform", "First logits: all equal, or by the sensitivity of the loss.", default="sensitivity"
+    )
+    estimator: EstimatorName = setting("reinmax", "Gradient estimator of the sampled masks.")
+    hypernetwork: HypernetworkName = setting(
+        "full", "What the logits come from; none learns them one by one."
+    )
+    constrained: bool = setting(False, "Share one selection between all reads and writes.")
+    bias: float = setting(3.0, "Added to every logit, so that learning starts with nearly everything kept.")
+    temperature: float = setting(1.0, "Temperature of the estimator.", above=0.0)
+    schedule: Schedule = setting(
+        "constant", "Learning rate over the steps; cosine falls to 0.", default="cosine; demo: constant"
+    )
+    seed: int = setting(0, "Seed of everything random. The same seed gives the same plan.")
+    save_every: int = setting(500, "Steps between two saved states.", least=1, per_run=True)
+    max_bad_steps: int = setting(
+        10, "Steps in a row without a finite loss and gradient that end the run.", least=1, per_run=True
+    )
+    log_every: int = 1
+    held_out_every: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values with which no run makes sense.
+
+        Raises:
+            DispfxError: naming the setting, what it may be and what was given.
+        """
+        check_section(self)
+        if self.log_every < 1 or self.held_out_every < 0:
+            raise DispfxError("log_every must be at least 1 and held_out_every at least 0")
+        if self.batch_size % self.samples:
+            raise DispfxError(
+                f"samples must be a divisor of batch_size ({self.batch_size}), {self.samples} was given",
+                where="LearnSettings.samples",
+            )
+
+    @property
+    def depends_on_steps(self) -> bool:
+        """Whether a step differs in a longer run, so that a finished run cannot be continued."""
+        return self.schedule != "constant" or self.sharpen != 1.0
+
+    def sharpness(self, step: int) -> float:
+        """Return the factor of the logits in a step, counted from 0."""
+        return 1.0 + (self.sharpen - 1.0) * max(0.0, 2.0 * step / self.steps - 1.0)
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
+        if self.schedule == "constant":
+            return self.lr
+        return self.lr * 0.5 * (1.0 + math.cos(math.pi * step / self.steps))
+
+
+def recipe_settings(name: str, steps: int | None = None) -> dict[str, Any]:
+    """Return what a recipe sets, by the names of LearnSettings.
+
+    Args:
+        steps: of the run; the recipe's own by default.
+
+    Raises:
+        DispfxError: listing the recipes.
+    """
+    if name not in RECIPES:
+        raise DispfxError(f"recipe {unknown(name, tuple(RECIPES))}")
+    few = steps is not None and steps < FEW_STEPS
+    return {**RECIPES[name], **(RECIPES_OF_FEW_STEPS.get(name, {}) if few else {})}
+
+
+def learn_settings(model: object = None, *, recipe: str | None = None, **chosen: Any) -> LearnSettings:
+    """Return the chosen settings, over those of the demo and of a recipe.
+
+    Args:
+        model: MODEL; `demo` has sizes of its own.
+        recipe: `informed`, the default, or `paper`.
+        chosen: single settings by their names.
+
+    Raises:
+        TypeError: if a name is no setting of learning.
+        DispfxError: if there is no such recipe, or a value makes no sense.
+    """
+    refuse_unknown_names(tuple(chosen), tuple(LearnSettings.__dataclass_fields__))
+    changes = {**(DEMO if isinstance(model, str) and model == "demo" else {}), **chosen}
+    settings = recipe_settings(recipe or DEFAULT_RECIPE, changes.get("steps")) | changes
+    return LearnSettings(**_consistent_sizes(settings, chosen))
+
+
+def changed_settings(settings: LearnSettings, changes: Mapping[str, Any]) -> LearnSettings:
+    """Return the settings with further choices, as if they had been chosen from the beginning.
+
+    Raises:
+        TypeError: if a name is no setting of learning.
+        DispfxError: if a value makes no sense.
+    """
+    refuse_unknown_names(tuple(changes), tuple(LearnSettings.__dataclass_fields__))
+    chosen = {name: getattr(settings, name) for name in _ADAPTABLE if name not in settings.adaptable}
+    return LearnSettings(**_consistent_sizes(asdict(settings) | dict(changes), chosen | dict(changes)))
+
+
+def _consistent_sizes(settings: dict[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Let batch and masks fit each other where only one of them was chosen."""
+    batch_size, samples = settings.get("batch_size", 1), settings.get("samples", 1)
+    if "samples" not in chosen and samples > 1:
+        samples = batch_size  # one per sequence, in a batch of another size too
+    if "batch_size" not in chosen:
+        batch_size = max(batch_size, samples)
+    adaptable = tuple(name for name in _ADAPTABLE if name not in chosen)
+    return settings | {"batch_size": batch_size, "samples": samples, "adaptable": adaptable}
+
+
+def seed_for(seed: int, purpose: str) -> int:
+    """Return the seed of one use of randomness, so that no two uses draw the same numbers."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{purpose}".encode()).digest()[:8], "big") >> 1

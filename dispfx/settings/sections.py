@@ -1,0 +1,173 @@
+"""The sections of a run's settings, but for learning: model, text, budget, compute, output.
+
+A value of None means that the default depends on the model or the device; `Setting.default` says how.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dispfx.settings.field import check_section, required, setting
+
+Switch = Literal["auto", "on", "off"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+RatioOf = Literal["blocks", "total"]
+Select = Literal["after-norm", "before-norm"]
+Target = Literal["cuda", "cpu"]
+Export = Literal["none", "onnx", "pt2", "dense"]
+
+TEXT_FIELD = "text"
+# About 32 million tokens of English; the method's own recipe reads 20.5 million.
+TEXT_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSettings:
+    """Which decoder, and how it is opened."""
+
+    model: Any = required("`demo`, a folder, a .gguf file, a hub id, or package.module:function.")
+    revision: str | None = setting(None, "Branch, tag or commit of a hub id.")
+    dtype: Dtype | None = setting(None, "Type of the weights.", default="that of the checkpoint")
+    device: str | None = setting(None, "Device to run on: cpu, cuda or cuda:N.", default="cpu", common=True)
+    tokenizer: str | None = setting(None, "Folder or hub id of a tokenizer, if MODEL has none.")
+    trust_remote_code: bool = setting(False, "Run code that comes with the checkpoint.", per_run=True)
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+
+@dataclass(frozen=True, eq=False)
+class TextSettings:
+    """Text to learn from and to measure on."""
+
+    data: Any = setting(
+        None,
+        "Text to learn from: a UTF-8, .jsonl, .jsonl.gz, .parquet or .safetensors (tokens) file, or "
+        "datasets:NAME[:CONFIG[:SPLIT]]. May be repeated.",
+        default="demo: its own text",
+        common=True,
+        repeats=str,
+    )
+    eval_data: Any = setting(
+        None,
+        "Text to measure on, as --data. Never learned from. May be repeated.",
+        default="the last tenth of the data",
+        common=True,
+        repeats=str,
+    )
+    data_weight: Sequence[float] | None = setting(
+        None,
+        "Share of the sequences from each --data, in order.",
+        default="texts are joined",
+        repeats=float,
+    )
+    data_field: str = setting(TEXT_FIELD, "Field or column that holds the text.")
+    data_bytes: int = setting(
+        TEXT_BYTES,
+        "Bytes of text to read at most. Longer text is sampled in evenly spaced pieces.",
+        default="128 MiB",
+        least=1,
+    )
+    eval_windows: int | None = setting(None, "Windows to measure on at most.", default="all", least=1)
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+
+@dataclass(frozen=True)
+class BudgetSettings:
+    """How much to remove, and from where."""
+
+    ratio: float = required("Share of the parameters to remove.", above=0.0, below=1.0, common=True)
+    ratio_of: RatioOf = setting("blocks", "Parameters that count: the layers' weights, or all of them.")
+    align: int | None = setting(
+        None, "Widths become multiples of this.", default="16 for cuda, 8 for cpu", least=1
+    )
+    target: Target | None = setting(None, "Device that the result is for.", default="the device it runs on")
+    costs: Path | None = setting(
+        None,
+        "Latency table of the target (tools/measure_costs.py). Branches that would become slower stay dense.",
+        metavar="FILE",
+    )
+    skip: tuple[str, ...] = setting((), "Branch to leave dense, a name or a pattern. May be repeated.", repeats=str)
+    select: Select = setting(
+        "after-norm",
+        "Select features after every norm; or before them, with one selection for the whole residual stream "
+        "(needs --constrained).",
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+
+@dataclass(frozen=True)
+class ComputeSettings:
+    """How fast learning runs and how much memory it takes; the masks stay the same."""
+
+    compile: Switch = setting(
+        "auto", "Compile each kind of layer once for learning.", default="auto: on CUDA"
+    )
+    checkpointing: Switch = setting(
+        "auto", "Compute layers again in the backward pass.", default="auto: if memory is short"
+    )
+    launch: int | None = setting(
+        None, "Processes on this host that share every batch.", least=1, default="1", per_run=True
+    )
+    shard: bool = setting(
+        False, "Keep a part of the weights per process, for a decoder too large for one device.", per_run=True
+    )
+    replay: Switch = setting("auto", "Replay a step as one CUDA graph.", on_command_line=False)
+    join: bool = setting(
+        True, "Sum the gradients of projections that share an input in place.", on_command_line=False
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+    def compiles(self, device_type: str) -> bool:
+        """Whether layers are compiled on a device of this type, if they can be."""
+        return self.compile == "on" or (self.compile == "auto" and device_type == "cuda")
+
+
+@dataclass(frozen=True)
+class OutputSettings:
+    """What is written, and where."""
+
+    out: Path | None = setting(None, "Folder to write. It must not exist.", common=True, per_run=True)
+    export: Export | None = setting(
+        None,
+        "What to write next to the checkpoint: an ONNX model, program.pt2, or dense: a full-size checkpoint "
+        "with zeros (with --select before-norm a smaller ordinary one).",
+        default="none; demo: onnx",
+        common=True,
+    )
+    resume: bool = setting(
+        False, "Continue from the state that an interrupted run left.", common=True, per_run=True
+    )
+    dry_run: bool = setting(
+        False,
+        "Capture and analyse, say what the run would do and what it takes, and write nothing.",
+        common=True,
+        per_run=True,
+    )
+    print_after: tuple[str, ...] = setting(
+        (), "Print the graph after this pass (see `dispfx passes`). May be repeated.", metavar="PASS", repeats=str
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+    @property
+    def path(self) -> Path:
+        """The folder or file to write, with ~ expanded."""
+        assert self.out is not None, "the verb requires --out"
+        return Path(self.out).expanduser()
+
+    @property
+    def state(self) -> Path:
+        """Where the resumable state of the run is kept."""
+        path = self.path
+        return path.with_name(f"{path.name}.state")
+
+

@@ -1,0 +1,102 @@
+"""A tree of settings: sections under one name each, built from flat names and written as plain values.
+
+    RunSettings.of(model="demo", ratio=0.3, steps=100)      flat names, as options and keyword arguments
+    settings.budget.ratio                                   how code reads one
+    settings.plain()                                        what report.json stores, by section
+"""
+
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from pathlib import PurePath
+from typing import Any, Self
+
+from dispfx.settings.field import Field, refuse_unknown_names, section_fields
+
+
+class Tree:
+    """Base of a frozen dataclass whose fields are sections."""
+
+    @classmethod
+    @cache
+    def sections(cls) -> Mapping[str, type]:
+        """Return the class of every section by its name."""
+        hints = typing.get_type_hints(cls)
+        return {one.name: hints[one.name] for one in fields(typing.cast(Any, cls))}
+
+    @classmethod
+    @cache
+    def settings(cls) -> Mapping[str, Field]:
+        """Return every setting of the tree by its flat name.
+
+        Raises:
+            AssertionError: if two sections share a name.
+        """
+        found: dict[str, Field] = {}
+        for section in cls.sections().values():
+            for one in section_fields(section):
+                assert one.name not in found, f"two sections of {cls.__name__} have {one.name}"
+                found[one.name] = one
+        return found
+
+    @classmethod
+    def of(cls, **flat: Any) -> Self:
+        """Return the settings with these values; all others have their defaults.
+
+        Raises:
+            TypeError: if a name is no setting; the closest one is named.
+            DispfxError: if a value makes no sense.
+        """
+        refuse_unknown_names(tuple(flat), cls._names())
+        return cls(**{name: cls._section(name, kind, flat) for name, kind in cls.sections().items()})
+
+    def changed(self, **flat: Any) -> Self:
+        """Return the settings with other values.
+
+        Raises:
+            TypeError, DispfxError: as `of`.
+        """
+        refuse_unknown_names(tuple(flat), self._names())
+        changes = {}
+        for name, kind in self.sections().items():
+            own = {one: flat[one] for one in _names_of(kind) if one in flat}
+            if own:
+                changes[name] = replace(getattr(self, name), **own)
+        return replace(typing.cast(Any, self), **changes)
+
+    def plain(self) -> dict[str, dict[str, Any]]:
+        """Return every value by section and name, ready for JSON."""
+        return {
+            name: {
+                one.name: _plain(getattr(getattr(self, name), one.name))
+                for one in fields(typing.cast(Any, kind))
+            }
+            for name, kind in self.sections().items()
+        }
+
+    @classmethod
+    def _names(cls) -> tuple[str, ...]:
+        return tuple(cls.settings())
+
+    @classmethod
+    def _section(cls, name: str, kind: type, flat: Mapping[str, Any]) -> Any:
+        return kind(**{one: flat[one] for one in _names_of(kind) if one in flat})
+
+
+def _names_of(section: type) -> tuple[str, ...]:
+    return tuple(one.name for one in section_fields(section))
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain(entry) for entry in value]
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    return type(value).__qualname__  # a module or a tensor: given by a program, not repeatable from a file

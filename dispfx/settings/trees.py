@@ -1,0 +1,66 @@
+"""The settings of every verb, as trees of sections.
+
+`RunSettings` is what compile, learn, apply and preview take, what the processes of a run share, and what
+report.json stores.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from dispfx.settings.field import check_section, required, setting
+from dispfx.settings.learning_settings import LearnSettings, changed_settings, learn_settings
+from dispfx.settings.sections import (
+    BudgetSettings,
+    ComputeSettings,
+    ModelSettings,
+    OutputSettings,
+    TextSettings,
+)
+from dispfx.settings.tree import Tree
+
+RECIPE = "recipe"
+
+
+@dataclass(frozen=True, eq=False)
+class RunSettings(Tree):
+    """One run that learns or applies a plan.
+
+    Args:
+        model: the decoder.
+        text: to learn from and to measure on.
+        budget: how much to remove.
+        learning: how masks are learned, with the defaults of recipe and model filled in.
+        compute: how fast, and on how many processes.
+        output: what is written.
+    """
+
+    model: ModelSettings
+    text: TextSettings
+    budget: BudgetSettings
+    learning: LearnSettings
+    compute: ComputeSettings
+    output: OutputSettings
+
+    @classmethod
+    def _names(cls) -> tuple[str, ...]:
+        return (*super()._names(), RECIPE)
+
+    @classmethod
+    def _section(cls, name: str, kind: type, flat: Mapping[str, Any]) -> Any:
+        if kind is not LearnSettings:
+            return super()._section(name, kind, flat)
+        return learn_settings(flat.get("model"), recipe=flat.get(RECIPE), **_learning_of(flat))
+
+    def changed(self, **flat: Any) -> Self:
+        """Return the settings with other values; chosen sizes of learning are not adapted any more."""
+        learning = _learning_of(flat)
+        rest = {name: value for name, value in flat.items() if name not in learning}
+        found = super().changed(**rest)
+        return replace(found, learning=changed_settings(found.learning, learning)) if learning else found
+
+
+def _learning_of(flat: Mapping[str, Any]) -> dict[str, Any]:
+    names = LearnSettings.__dataclass_fields__
+    return {name: value for name, value in flat.items() if name in names}
