@@ -51,6 +51,10 @@ class DispfxError(Exception):
         return "\n".join(lines)
 
 
+class UnknownSettingError(DispfxError, TypeError):
+    """A keyword or a field of a settings file is no setting."""
+
+
 class SourceError(DispfxError):
     """MODEL cannot be found, read or built."""
 

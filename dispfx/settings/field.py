@@ -11,13 +11,13 @@ the same fields, so a setting is described once.  The type of a field names its 
 import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
-from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal
 
-from dispfx.errors import DispfxError
+from dispfx.choices import closest, require_choice
+from dispfx.errors import DispfxError, UnknownSettingError
 
 _KEY = "dispfx"
 
@@ -34,8 +34,10 @@ class Setting:
         metavar: placeholder of the value in help.
         common: whether most runs need it, so that help lists it first.
         functions: whether `file.py:function` is allowed beside the choices.
+        takes: type on the command line, where it is narrower than the field's.
         repeats: type of one value, where the option may be given several times.
         on_command_line: False for a setting that only the API has.
+        error: what is raised for a number outside the range.
         per_run: whether it says where and how a run goes, not what it gives; `--config` leaves it alone.
     """
 
@@ -48,8 +50,10 @@ class Setting:
     metavar: str | None = None
     common: bool = False
     functions: bool = False
+    takes: type | None = None
     repeats: type | None = None
     on_command_line: bool = True
+    error: type[DispfxError] = DispfxError
     per_run: bool = False
 
     def range_text(self) -> str:
@@ -97,6 +101,8 @@ class Field:
         """Type of a value on the command line: without None, and a list for what may be repeated."""
         if self.facts.repeats is not None:
             return list[self.facts.repeats]
+        if self.facts.takes is not None:
+            return self.facts.takes
         return next(kind for kind in _members(self.kind) if kind is not type(None))
 
     @property
@@ -131,36 +137,27 @@ def check_section(section: Any) -> None:
         value = getattr(section, one.name)
         if value is None:
             continue
-        if one.choices and value not in one.choices and not (one.facts.functions and ":" in str(value)):
-            raise _refused(section, one, unknown(value, one.choices), "")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if not one.facts.allows(value):
+        if one.choices and not (one.facts.functions and ":" in str(value)):
+            require_choice(one.choices, value, one.name)
+        numbers = value if isinstance(value, list | tuple) else [value]
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, int | float) or one.facts.allows(number):
+                continue
             allowed = one.facts.range_text() or "a finite number"
-            raise _refused(section, one, f"must be {allowed}", f", {value!r} was given")
+            where = f"{type(section).__name__}.{one.name}"
+            raise one.facts.error(f"{one.name} must be {allowed}, and {number!r} was given", where=where)
 
 
-def unknown(word: object, known: Sequence[str]) -> str:
-    """Say that a word is none of the known ones, with the closest of them."""
-    close = get_close_matches(str(word), known, 1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"must be one of {', '.join(known)}; {word!r} was given{hint}"
-
-
-def refuse_unknown_names(names: Sequence[str], known: Sequence[str]) -> None:
-    """Raise for names of settings that do not exist.
+def refuse_unknown_names(names: Iterable[str], known: Iterable[str]) -> None:
+    """Pass if every name is a known setting.
 
     Raises:
-        TypeError: naming the first unknown setting, and the closest known one.
+        UnknownSettingError: naming the first unknown setting, and the closest known ones.
     """
+    known = list(known)
     for name in names:
         if name not in known:
-            close = get_close_matches(name, known, 1)
-            raise TypeError(f"there is no setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
-
-
-def _refused(section: Any, one: Field, problem: str, found: str) -> DispfxError:
-    return DispfxError(f"{one.name} {problem}{found}", where=f"{type(section).__name__}.{one.name}")
+            raise UnknownSettingError(f"there is no setting {name!r}", hint=closest(name, known))
 
 
 def _members(kind: Any) -> tuple[Any, ...]:

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from dispfx.choices import choice
 from dispfx.errors import DispfxError
-from dispfx.settings.field import check_section, refuse_unknown_names, setting, unknown
+from dispfx.settings.field import check_section, refuse_unknown_names, setting
 
 EstimatorName = Literal["reinmax", "gumbel", "straight-through"]
 HypernetworkName = Literal["full", "linear", "none"]
@@ -72,10 +73,18 @@ class LearnSettings:
     method: Method = setting("learned", "Learn the masks, or score features once.", default="learned")
     steps: int = setting(10_000, "Optimizer steps.", default="5,000; demo: 400", least=1, common=True)
     seq_len: int = setting(
-        2048, "Tokens per sequence.", default="2048, or what the decoder reads; demo: 128", least=2, common=True
+        2048,
+        "Tokens per sequence.",
+        default="2048, or what the decoder reads; demo: 128",
+        least=2,
+        common=True,
     )
     batch_size: int = setting(
-        1, "Sequences per forward pass, of all processes.", default="2, more if short; demo: 8", least=1, common=True
+        1,
+        "Sequences per forward pass, of all processes.",
+        default="2, more if short; demo: 8",
+        least=1,
+        common=True,
     )
     accumulate: int = setting(1, "Forward passes per step; they share one sample of the masks.", least=1)
     packing: Packing = setting(
@@ -169,10 +178,9 @@ def recipe_settings(name: str, steps: int | None = None) -> dict[str, Any]:
     Raises:
         DispfxError: listing the recipes.
     """
-    if name not in RECIPES:
-        raise DispfxError(f"recipe {unknown(name, tuple(RECIPES))}")
+    found = choice(RECIPES, name, "recipe")
     few = steps is not None and steps < FEW_STEPS
-    return {**RECIPES[name], **(RECIPES_OF_FEW_STEPS.get(name, {}) if few else {})}
+    return {**found, **(RECIPES_OF_FEW_STEPS.get(name, {}) if few else {})}
 
 
 def learn_settings(model: object = None, *, recipe: str | None = None, **chosen: Any) -> LearnSettings:
@@ -184,7 +192,7 @@ def learn_settings(model: object = None, *, recipe: str | None = None, **chosen:
         chosen: single settings by their names.
 
     Raises:
-        TypeError: if a name is no setting of learning.
+        UnknownSettingError: if a name is no setting of learning.
         DispfxError: if there is no such recipe, or a value makes no sense.
     """
     refuse_unknown_names(tuple(chosen), tuple(LearnSettings.__dataclass_fields__))
@@ -197,7 +205,7 @@ def changed_settings(settings: LearnSettings, changes: Mapping[str, Any]) -> Lea
     """Return the settings with further choices, as if they had been chosen from the beginning.
 
     Raises:
-        TypeError: if a name is no setting of learning.
+        UnknownSettingError: if a name is no setting of learning.
         DispfxError: if a value makes no sense.
     """
     refuse_unknown_names(tuple(changes), tuple(LearnSettings.__dataclass_fields__))

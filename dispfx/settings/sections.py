@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from dispfx.errors import BudgetError, DataError
 from dispfx.settings.field import check_section, required, setting
 
 Switch = Literal["auto", "on", "off"]
@@ -43,7 +44,7 @@ class TextSettings:
 
     data: Any = setting(
         None,
-        "Text to learn from: a UTF-8, .jsonl, .jsonl.gz, .parquet or .safetensors (tokens) file, or "
+        "Text to learn from: a UTF-8, .jsonl, .json, .jsonl.gz, .parquet or .safetensors (tokens) file, or "
         "datasets:NAME[:CONFIG[:SPLIT]]. May be repeated.",
         default="demo: its own text",
         common=True,
@@ -67,7 +68,16 @@ class TextSettings:
         TEXT_BYTES,
         "Bytes of text to read at most. Longer text is sampled in evenly spaced pieces.",
         default="128 MiB",
-        least=1,
+        least=2**20,
+        error=DataError,
+    )
+    bos: Switch = setting(
+        "auto",
+        "Begin sequences, windows and prompts with the beginning-of-sequence token.",
+        default="auto: where the tokenizer puts it in front of a text, and not before token ids",
+    )
+    allow_unknown: bool = setting(
+        False, "Read text even if most of it is unknown to the tokenizer, or is no text."
     )
     eval_windows: int | None = setting(None, "Windows to measure on at most.", default="all", least=1)
 
@@ -79,18 +89,23 @@ class TextSettings:
 class BudgetSettings:
     """How much to remove, and from where."""
 
-    ratio: float = required("Share of the parameters to remove.", above=0.0, below=1.0, common=True)
+    ratio: float = required(
+        "Share of the parameters to remove.", above=0.0, below=1.0, common=True, error=BudgetError
+    )
     ratio_of: RatioOf = setting("blocks", "Parameters that count: the layers' weights, or all of them.")
     align: int | None = setting(
         None, "Widths become multiples of this.", default="16 for cuda, 8 for cpu", least=1
     )
     target: Target | None = setting(None, "Device that the result is for.", default="the device it runs on")
-    costs: Path | None = setting(
+    costs: Any = setting(
         None,
         "Latency table of the target (tools/measure_costs.py). Branches that would become slower stay dense.",
         metavar="FILE",
+        takes=Path,
     )
-    skip: tuple[str, ...] = setting((), "Branch to leave dense, a name or a pattern. May be repeated.", repeats=str)
+    skip: tuple[str, ...] = setting(
+        (), "Branch to leave dense, a name or a pattern. May be repeated.", repeats=str
+    )
     select: Select = setting(
         "after-norm",
         "Select features after every norm; or before them, with one selection for the whole residual stream "
@@ -117,6 +132,9 @@ class ComputeSettings:
     shard: bool = setting(
         False, "Keep a part of the weights per process, for a decoder too large for one device.", per_run=True
     )
+    shard_on: str | None = setting(
+        None, "Device of this process, which has a part of the weights.", on_command_line=False
+    )
     replay: Switch = setting("auto", "Replay a step as one CUDA graph.", on_command_line=False)
     join: bool = setting(
         True, "Sum the gradients of projections that share an input in place.", on_command_line=False
@@ -125,9 +143,9 @@ class ComputeSettings:
     def __post_init__(self) -> None:
         check_section(self)
 
-    def compiles(self, device_type: str) -> bool:
-        """Whether layers are compiled on a device of this type, if they can be."""
-        return self.compile == "on" or (self.compile == "auto" and device_type == "cuda")
+    def compiles(self, device: Any) -> bool:
+        """Whether layers are compiled on a `torch.device`, if they can be."""
+        return self.compile == "on" or (self.compile == "auto" and device.type == "cuda")
 
 
 @dataclass(frozen=True)
@@ -151,9 +169,6 @@ class OutputSettings:
         common=True,
         per_run=True,
     )
-    print_after: tuple[str, ...] = setting(
-        (), "Print the graph after this pass (see `dispfx passes`). May be repeated.", metavar="PASS", repeats=str
-    )
 
     def __post_init__(self) -> None:
         check_section(self)
@@ -169,5 +184,3 @@ class OutputSettings:
         """Where the resumable state of the run is kept."""
         path = self.path
         return path.with_name(f"{path.name}.state")
-
-

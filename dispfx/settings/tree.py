@@ -1,8 +1,8 @@
 """A tree of settings: sections under one name each, built from flat names and written as plain values.
 
-    RunSettings.of(model="demo", ratio=0.3, steps=100)      flat names, as options and keyword arguments
-    settings.budget.ratio                                   how code reads one
-    settings.plain()                                        what report.json stores, by section
+RunSettings.of(model="demo", ratio=0.3, steps=100)      flat names, as options and keyword arguments
+settings.budget.ratio                                   how code reads one
+settings.plain()                                        what report.json stores, by section
 """
 
 import typing
@@ -45,7 +45,7 @@ class Tree:
         """Return the settings with these values; all others have their defaults.
 
         Raises:
-            TypeError: if a name is no setting; the closest one is named.
+            UnknownSettingError: if a name is no setting; the closest one is named.
             DispfxError: if a value makes no sense.
         """
         refuse_unknown_names(tuple(flat), cls._names())
@@ -55,7 +55,7 @@ class Tree:
         """Return the settings with other values.
 
         Raises:
-            TypeError, DispfxError: as `of`.
+            UnknownSettingError, DispfxError: as `of`.
         """
         refuse_unknown_names(tuple(flat), self._names())
         changes = {}

@@ -5,11 +5,9 @@ report.json stores.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, Self
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from dispfx.settings.field import check_section, required, setting
 from dispfx.settings.learning_settings import LearnSettings, changed_settings, learn_settings
 from dispfx.settings.sections import (
     BudgetSettings,
@@ -19,6 +17,14 @@ from dispfx.settings.sections import (
     TextSettings,
 )
 from dispfx.settings.tree import Tree
+from dispfx.settings.verb_settings import (
+    EvaluationSettings,
+    FormSettings,
+    GenerationSettings,
+    TimingSettings,
+    TuneOutputSettings,
+    TuneSettings,
+)
 
 RECIPE = "recipe"
 
@@ -64,3 +70,48 @@ class RunSettings(Tree):
 def _learning_of(flat: Mapping[str, Any]) -> dict[str, Any]:
     names = LearnSettings.__dataclass_fields__
     return {name: value for name, value in flat.items() if name in names}
+
+
+@dataclass(frozen=True, eq=False)
+class EvalSettings(Tree):
+    """`eval`: perplexity on a text, agreement with the dense decoder, accuracy in tasks."""
+
+    model: ModelSettings
+    text: TextSettings
+    evaluation: EvaluationSettings
+
+
+@dataclass(frozen=True, eq=False)
+class FinetuneSettings(Tree):
+    """`finetune`: LoRA on the decoder of a folder."""
+
+    model: ModelSettings
+    text: TextSettings
+    tuning: TuneSettings
+    output: TuneOutputSettings
+
+
+@dataclass(frozen=True, eq=False)
+class BenchSettings(Tree):
+    """`bench`: speed of a folder's decoder next to the dense one."""
+
+    model: ModelSettings
+    text: TextSettings
+    timing: TimingSettings
+
+
+@dataclass(frozen=True, eq=False)
+class ExportSettings(Tree):
+    """`export`: other forms of a folder's decoder."""
+
+    model: ModelSettings
+    forms: FormSettings
+
+
+@dataclass(frozen=True, eq=False)
+class GenerateSettings(Tree):
+    """`generate`: continue a text."""
+
+    model: ModelSettings
+    text: TextSettings
+    generation: GenerationSettings

@@ -1,0 +1,140 @@
+"""Sections that single verbs have: evaluation, fine-tuning, timing, export and generation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dispfx.settings.field import check_section, required, setting
+
+Runtime = Literal["torch", "onnx"]
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationSettings:
+    """What a decoder is measured on."""
+
+    dense: Any = setting(
+        None,
+        "What DIR was compiled from. Measured in the same tasks, and compared with it: KL and top-1 agreement.",
+        metavar="MODEL",
+        takes=str,
+        common=True,
+    )
+    context: int | None = setting(
+        None,
+        "Tokens per window, and per question at most.",
+        default="2048, or what the decoder reads",
+        least=2,
+    )
+    tasks: tuple[str, ...] = setting(
+        (), "Tasks of lm-eval, separated by commas (pip install 'dispfx[lm-eval]').", repeats=str, common=True
+    )
+    task_folder: Path | None = setting(
+        None, "Folder with task files of your own. They are programs: use those you trust."
+    )
+    shots: int | None = setting(
+        None, "Answered examples before each question.", default="the task's own", least=0
+    )
+    limit: int | None = setting(None, "Questions per task at most.", default="all", least=1)
+    batch_size: int = setting(1, "Questions per forward pass.", least=1)
+    out: Path | None = setting(None, "Folder for eval.md and eval.json; `report DIR` shows them.")
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """How adapters are trained (LoRA, arXiv 2106.09685)."""
+
+    rank: int = setting(16, "Rank of each adapter.", least=1)
+    alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0.0)
+    lr: float = setting(2e-4, "Learning rate of AdamW; it falls linearly to zero.", above=0.0)
+    steps: int = setting(1000, "Optimizer steps.", least=1, common=True)
+    batch_size: int = setting(8, "Sequences per step.", least=1, common=True)
+    seq_len: int = setting(512, "Tokens per sequence.", default="512, or what the decoder reads", least=2)
+    seed: int = setting(0, "Seed of the adapters' first values and of the order of sequences.", least=0)
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+
+@dataclass(frozen=True)
+class TuneOutputSettings:
+    """What fine-tuning writes, and where."""
+
+    out: Path | None = setting(None, "Folder to write. It must not exist.", common=True, per_run=True)
+    merge: bool = setting(False, "Write a whole folder with tuned weights, instead of adapters.", common=True)
+    resume: bool = setting(
+        False, "Continue from the state that an interrupted run left.", common=True, per_run=True
+    )
+    save_every: int = setting(500, "Steps between two saved states.", least=1)
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+
+@dataclass(frozen=True, eq=False)
+class TimingSettings:
+    """Which steps are timed."""
+
+    dense: Any = setting(
+        None,
+        "What DIR was compiled from.",
+        default="its class with random weights",
+        metavar="MODEL",
+        takes=str,
+        common=True,
+    )
+    batch: Sequence[int] = setting(
+        (), "Sequences. May be repeated.", default="1, 8, 32, 128", repeats=int, least=1
+    )
+    prompt: Sequence[int] = setting((), "Tokens of a prefill. May be repeated.", repeats=int, least=2)
+    past: Sequence[int] = setting(
+        (), "Cached tokens before a decode step. May be repeated.", repeats=int, least=1
+    )
+    mode: Literal["eager", "compiled", "both"] = setting("both", "How steps run.")
+    runtime: Runtime = setting("torch", "What runs the decoders.")
+    align: Sequence[int] = setting(
+        (),
+        "Also time the plan with widths that are multiples of this. May be repeated.",
+        repeats=int,
+        least=1,
+    )
+    out: Path | None = setting(None, "Folder for speed.md and speed.json, written after every row.")
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+
+@dataclass(frozen=True)
+class FormSettings:
+    """Which forms of the decoder are written."""
+
+    onnx: bool = setting(False, "Write DIR/onnx/.", common=True)
+    pt2: bool = setting(False, "Write DIR/program.pt2.", common=True)
+    opset: int | None = setting(None, "ONNX operator set.", default="23", least=1)
+    write: Literal["gather-add", "index-add"] = setting(
+        "gather-add", "How the ONNX model writes into the residual stream; index-add is slow."
+    )
+    ort_fusions: bool = setting(False, "Use operators of ONNX Runtime's own where they verify.")
+    no_padding: bool = setting(False, "For text without padding only: attention needs no mask.")
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How a text is continued."""
+
+    prompt: str = required("Text to continue.")
+    max_new_tokens: int = setting(64, "Tokens to add.", least=1)
+    temperature: float = setting(0.0, "0 takes the likeliest token.", least=0.0)
+    top_k: int | None = setting(None, "Draw from the k likeliest tokens.", default="all", least=1)
+    seed: int = setting(0, "Seed of the drawing.")
+    runtime: Runtime = setting("torch", "What runs the decoder.")
+
+    def __post_init__(self) -> None:
+        check_section(self)
