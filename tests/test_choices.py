@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 import dispfx.api
-from dispfx.api import Compute, learn_settings, tune_settings
+from dispfx.api import learn_settings, tune_settings
 from dispfx.api.programs import WriteSpelling, analyse, learn, lower
 from dispfx.api.readiness import Learning
 from dispfx.choices import check_choices, choice, require_fields
@@ -21,7 +21,10 @@ from dispfx.ir.sites import Select
 from dispfx.learning.estimators import ESTIMATORS, estimator
 from dispfx.learning.hypernetwork import HYPERNETWORKS, build_hypernetwork, hypernetwork_parameters
 from dispfx.learning.scores import SCORES, score
-from dispfx.learning.settings import (
+from dispfx.passes.find_sites import FindSites
+from dispfx.passes.static_cache import StaticCache
+from dispfx.preconditions import SELECTIONS
+from dispfx.settings.learning_settings import (
     RECIPES,
     EstimatorName,
     HypernetworkName,
@@ -29,9 +32,6 @@ from dispfx.learning.settings import (
     Method,
     RecipeName,
 )
-from dispfx.passes.find_sites import FindSites
-from dispfx.passes.static_cache import StaticCache
-from dispfx.preconditions import SELECTIONS
 from tests.api.plain import build_decoder
 
 ROOT = Path(dispfx.__file__).parents[1]
@@ -145,8 +145,8 @@ UNKNOWN: dict[str, Callable[[], Any]] = {
     "parameters of a hypernetwork": lambda: hypernetwork_parameters("ful", [2]),  # type: ignore[arg-type]
     "score": lambda: score(None, None, "magnitud"),  # type: ignore[arg-type]
     "counted": lambda: Budget(0.3, "block"),  # type: ignore[arg-type]
-    "compile": lambda: Compute(compile="always"),  # type: ignore[arg-type]
-    "checkpointing": lambda: Compute(checkpointing="onn"),  # type: ignore[arg-type]
+    "compile": lambda: ComputeSettings(compile="always"),  # type: ignore[arg-type]
+    "checkpointing": lambda: ComputeSettings(checkpointing="onn"),  # type: ignore[arg-type]
     "select": lambda: dispfx.api.capture(build_decoder(), select="before-norms"),  # type: ignore[arg-type]
     "experts": lambda: dispfx.api.capture(build_decoder(), experts="batchd"),  # type: ignore[arg-type]
     "spelling of writes": lambda: lower(*plan_and_program(), write="gather_add"),  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ def test_the_command_line_offers_the_names_that_the_compiler_knows():
     assert {name: compile_[name] for name in shared} == {name: settings[name] for name in shared}
     assert compile_["ratio_of"] == set(get_args(BudgetOf)) and compile_["select"] == set(get_args(Select))
     assert literals(verbs["export"])["write"] == set(get_args(WriteSpelling))
-    assert compile_["checkpointing"] == literals(Compute)["checkpointing"]
+    assert compile_["checkpointing"] == literals(ComputeSettings)["checkpointing"]
     assert set(get_args(options.DtypeName)) == {"float32", "bfloat16", "float16"}
 
 

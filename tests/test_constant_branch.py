@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import dispfx
 from dispfx import api
 from dispfx.cli.app import app
-from dispfx.learning.settings import LearnSettings
+from dispfx.settings.learning_settings import LearnSettings
 from tests.plain_decoders import perturb
 
 WIDTH, INNER, VOCABULARY = 24, 40, 59

@@ -10,10 +10,10 @@ from dispfx.api.programs import apart, capture, learn, lower
 from dispfx.documents import positions_in_documents
 from dispfx.errors import CaptureError, DispfxError
 from dispfx.learning.objective import NO_TARGET, next_tokens
-from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import TokenBatches
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
+from dispfx.settings.learning_settings import LearnSettings
 from dispfx.training.comparison import sample_masks, value_and_gradient
 from dispfx.training.decoder import TrainingDecoder
 from dispfx.training.fast_passes import training_passes

@@ -16,7 +16,7 @@ from dispfx.api.verification import ZeroedDecoder, zeroed_tensors
 from dispfx.ir.coverage import coverage
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
-from dispfx.learning.settings import LearnSettings
+from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source.experts import experts_as, has_choice_of_experts
 from tests.plain_decoders import perturb
 from tests.programs import relative_error, token_ids

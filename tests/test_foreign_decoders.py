@@ -9,7 +9,7 @@ import dispfx
 from dispfx import api
 from dispfx.ir.coverage import coverage
 from dispfx.ir.plan import Plan
-from dispfx.learning.settings import LearnSettings
+from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source import load_source
 from tests import foreign_decoders
 from tests.foreign_decoders import LAYERS, VOCABULARY

@@ -43,12 +43,12 @@ from dispfx.api.training import prepared_loss
 from dispfx.ir.plan import Budget
 from dispfx.ir.program import Program
 from dispfx.learning.records import StepRecord
-from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import TokenBatches
 from dispfx.learning.trainer import learn
 from dispfx.measure.estimate import estimate
+from dispfx.settings import ComputeSettings
+from dispfx.settings.learning_settings import LearnSettings
 from dispfx.training.decoder import TrainingDecoder
-from dispfx.training.preparation import Compute
 
 # Name -> shape (decoder_shapes.py), batch and tokens of a step.
 SHAPES = {"135m": ("smollm2-135m", 8, 1024), "7b": ("llama-2-7b", 1, 2048), "13b": ("llama-2-13b", 1, 2048)}
@@ -68,7 +68,7 @@ class Variant:
         inductor: options of the compiler of layers.
     """
 
-    compute: Compute = field(default_factory=Compute)
+    compute: ComputeSettings = field(default_factory=ComputeSettings)
     attention: tuple[SDPBackend, ...] = ()
     blas: str | None = None
     inductor: dict[str, Any] = field(default_factory=dict)
@@ -91,16 +91,16 @@ class Variant:
 
 VARIANTS = {
     "default": Variant(),
-    "apart": Variant(Compute(join=False)),
+    "apart": Variant(ComputeSettings(join=False)),
     "flash": Variant(attention=(SDPBackend.FLASH_ATTENTION, *_OTHERS)),
     "cudnn": Variant(attention=(SDPBackend.CUDNN_ATTENTION, *_OTHERS)),
     "cublaslt": Variant(blas="cublaslt"),
     "reductions": Variant(inductor={"triton.mix_order_reduction_non_strict_mode": True}),
     "tuned": Variant(inductor={"coordinate_descent_tuning": True}),
     "kernels by trial": Variant(inductor={"triton.multi_kernel": 1}),
-    "no graph": Variant(Compute(replay="off")),
-    "checkpointing": Variant(Compute(checkpointing="on")),
-    "eager": Variant(Compute(compile="off")),
+    "no graph": Variant(ComputeSettings(replay="off")),
+    "checkpointing": Variant(ComputeSettings(checkpointing="on")),
+    "eager": Variant(ComputeSettings(compile="off")),
 }
 ORDER = [
     ("135m", "default"),
@@ -227,7 +227,7 @@ def _open(shape: str, chosen: argparse.Namespace) -> tuple[Program, float]:
     return program, time.perf_counter() - began
 
 
-def _measure(row: Row, program: Program, compute: Compute, chosen: argparse.Namespace) -> None:
+def _measure(row: Row, program: Program, compute: ComputeSettings, chosen: argparse.Namespace) -> None:
     settings = LearnSettings(steps=chosen.steps + 10, seq_len=row.tokens, batch_size=row.batch)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(program.vocabulary_size, (64 * row.batch * row.tokens,), generator=generator)

@@ -39,15 +39,15 @@ from dispfx.api.training import prepared_loss
 from dispfx.ir.placing import placed
 from dispfx.ir.plan import Budget
 from dispfx.ir.program import Program
-from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import TokenBatches
 from dispfx.learning.trainer import follow_run, learn
 from dispfx.measure.estimate import estimate
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
 from dispfx.ranks import ALONE, Ranks, joined, local_device
+from dispfx.settings.learning_settings import LearnSettings
 from dispfx.training.fast_passes import training_passes
-from dispfx.training.preparation import Compute, PreparedLoss, prepare
+from dispfx.training.preparation import PreparedLoss, prepare
 from dispfx.training.shards import Sharding
 
 SHAPE = "llama-2-70b"
@@ -128,7 +128,7 @@ def _one_card(chosen: argparse.Namespace, device: torch.device, ranks: Ranks) ->
     row.open_seconds = time.perf_counter() - began
     settings, text = _run_of(chosen, program, 1)
     began = time.perf_counter()
-    compute = Compute(chosen.compile, chosen.checkpointing)
+    compute = ComputeSettings(chosen.compile, chosen.checkpointing)
     prepared = prepared_loss(program, text, settings, compute, note=row.notes.append)
     row.prepare_seconds = time.perf_counter() - began
     _measure(row, prepared, program, text, settings, device, ALONE)
@@ -173,7 +173,7 @@ def _prepared_in_parts(
         plain,
         fast,
         ranks.rows(text.batch(0)),
-        Compute(chosen.compile, chosen.checkpointing),
+        ComputeSettings(chosen.compile, chosen.checkpointing),
         short_of_memory=kept + weights / ranks.size > 0.75 * free,
         note=row.notes.append,
         agree=lambda holds: ranks.all(holds, device),

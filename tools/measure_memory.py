@@ -97,7 +97,7 @@ def measure(model: str, batch: int, tokens: int, device: str, dtype: str) -> dic
     from dispfx.api.opening import Opening, learn_settings
     from dispfx.api.preflight import bytes_beside_weights
     from dispfx.measure.estimate import estimate
-    from dispfx.training.preparation import Compute
+    from dispfx.settings import ComputeSettings
 
     torch.set_num_threads(1)
     opening = Opening(model, device=device, dtype=dtype)
@@ -109,7 +109,7 @@ def measure(model: str, batch: int, tokens: int, device: str, dtype: str) -> dic
     needed = bytes_beside_weights(found, program.device, checkpoints=False)
     before = _settle(device)
     began = time.monotonic()
-    learn(program, text, 0.3, settings=settings, compute=Compute("off", "off"))
+    learn(program, text, 0.3, settings=settings, compute=ComputeSettings("off", "off"))
     return {
         "model": Path(model).name,
         "batch": batch,

@@ -5,7 +5,7 @@
     python tools/quality.py --model M --data LEARN.txt --split CHOOSE.txt --test TEST.txt --out DIR \\
         --rows informed:0.3 informed:0.3:lr=1e-2,steps=500 sensitivity:0.3 --seeds 0 1
 
-A row is NAME:RATIO[:SETTING=VALUE,…]; NAME is a recipe or a method (`dispfx.learning.settings`).  Plans are
+A row is NAME:RATIO[:SETTING=VALUE,…]; NAME is a recipe or a method (`dispfx.settings.learning_settings`).  Plans are
 learned on --data and the first 80% of --split; its last 20% is what recipes are chosen on, and the text of
 --test is not looked at unless it is given.  Every row is written when it is there:
 quality.json, quality.md, and of the n-th row, from 0, planN.safetensors and metricsN/metrics.jsonl.
@@ -33,10 +33,10 @@ from dispfx.demo.text import generate_text
 from dispfx.errors import DispfxError
 from dispfx.ir.program import Program
 from dispfx.learning.records import MetricsLog
-from dispfx.learning.settings import RECIPES, LearnSettings, Method
 from dispfx.measure.perplexity import TextFacts
+from dispfx.settings import ComputeSettings
+from dispfx.settings.learning_settings import RECIPES, LearnSettings, Method
 from dispfx.source import Source, encode, load_source, read_tokens
-from dispfx.training.preparation import Compute
 
 LEARNED_SHARE = 0.8
 ROWS = [f"{name}:{ratio}" for name in ("paper", "informed", "sensitivity", "random") for ratio in (0.3, 0.5)]
@@ -91,7 +91,7 @@ class Quality:
                     align=self.args.align,
                     settings=settings,
                     on_step=metrics.append,
-                    compute=Compute(compile=self.args.compile),
+                    compute=ComputeSettings(compile=self.args.compile),
                     note=notes.append,
                 )
             plan.save(self.args.out / f"plan{len(self.rows)}.safetensors")

@@ -23,7 +23,7 @@ MODULES = (
     "dispfx.ir.plan",
     "dispfx.ir.program",
     "dispfx.ir.sites",
-    "dispfx.learning.settings",
+    "dispfx.settings.learning_settings",
     "dispfx.measure.agreement",
     "dispfx.measure.equivalence",
     "dispfx.measure.perplexity",

@@ -2,26 +2,40 @@
 
 from dispfx.api.bench import bench
 from dispfx.api.cached import CachedDecoder, capture_cached, lower_cached
-from dispfx.api.commands import agree, evaluate, export, generate, inspect, learn_plan
-from dispfx.api.compilation import apply, compile
+from dispfx.api.commands import agree, evaluate, export, generate, inspect
+from dispfx.api.compilation import apply, compile, learn_plan, run_apply, run_compile, run_learn
 from dispfx.api.doctor import doctor
-from dispfx.api.finetuning import finetune, tune_settings
+from dispfx.api.finetuning import finetune
 from dispfx.api.fitting import settings_of
 from dispfx.api.folder_verification import verify
 from dispfx.api.folders import load
-from dispfx.api.opening import learn_settings
 from dispfx.api.plan_learning import follow_command
 from dispfx.api.preview import preview
 from dispfx.api.printing import PASSES, printing
 from dispfx.api.programs import analyse, apart, capture, gate, gated, learn, lower
 from dispfx.api.tasks import score_tasks
 from dispfx.measure.estimate import estimate
-from dispfx.training.preparation import Compute
+from dispfx.settings import (
+    BudgetSettings,
+    ComputeSettings,
+    LearnSettings,
+    ModelSettings,
+    OutputSettings,
+    RunSettings,
+    TextSettings,
+    learn_settings,
+)
 
 __all__ = [
     "PASSES",
+    "BudgetSettings",
     "CachedDecoder",
-    "Compute",
+    "ComputeSettings",
+    "LearnSettings",
+    "ModelSettings",
+    "OutputSettings",
+    "RunSettings",
+    "TextSettings",
     "agree",
     "analyse",
     "apart",
@@ -48,8 +62,10 @@ __all__ = [
     "lower_cached",
     "preview",
     "printing",
+    "run_apply",
+    "run_compile",
+    "run_learn",
     "score_tasks",
     "settings_of",
-    "tune_settings",
     "verify",
 ]

@@ -9,7 +9,7 @@ Without a dense MODEL the dense side has random weights: speed depends on shapes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +18,9 @@ from dispfx.api.alignments import MeasuredOn, check_alignments, measured_plans, 
 from dispfx.api.cached import capture_cached
 from dispfx.api.folders import Opened, open_folder
 from dispfx.api.onnx_speed import compare_onnx
-from dispfx.api.opening import Opening, Runtime, longest_context
+from dispfx.api.opening import longest_context, open_model
 from dispfx.api.programs import lower_program, only_planned
 from dispfx.api.speed import Contender, Mode, compare
-from dispfx.choices import require_choice
 from dispfx.chosen_device import chosen_device
 from dispfx.deploy.checkpoint import skeleton
 from dispfx.errors import DataError, OutputError, PlanMismatchError
@@ -32,11 +31,18 @@ from dispfx.measure.speed import device_name
 from dispfx.measure.speed_row import SpeedRow
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.pipeline import Pipeline
+from dispfx.settings import ModelSettings
+from dispfx.settings.trees import BenchSettings
+from dispfx.settings.verb_settings import TimingSettings
 from dispfx.source.experts import Experts, has_choice_of_experts
 from dispfx.source.moving import moved
-from dispfx.source.text.reading import Words
 
 BATCHES = (1, 8, 32, 128)
+MODES: dict[str, tuple[Mode, ...]] = {
+    "eager": ("eager",),
+    "compiled": ("compiled",),
+    "both": ("eager", "compiled"),
+}
 ONNX_FACTS = {"runtime": "ONNX Runtime", "head": "it reads all tokens"}
 LENGTHS = {"cuda": (128, 512, 2048), "cpu": (16, 64)}
 _STANDARD_DEVIATION = 0.02
@@ -75,62 +81,41 @@ class Benched:
     facts: dict[str, str]
 
 
-def bench(
-    folder: str | Path,
-    *,
-    dense: str | nn.Module | None = None,
-    batches: Sequence[int] = (),
-    prompts: Sequence[int] = (),
-    pasts: Sequence[int] = (),
-    modes: Sequence[Mode] = (),
-    alignments: Sequence[int] = (),
-    eval_data: Words | None = None,
-    eval_windows: int | None = None,
-    device: str | None = None,
-    trust_remote_code: bool = False,
-    runtime: Runtime = "torch",
-    on_row: Callable[[SpeedRow], None] = lambda row: None,
-) -> Benched:
+def bench(folder: Any, *, on_row: Callable[[SpeedRow], None] = lambda row: None, **changes: Any) -> Benched:
     """Time prefill and decode steps of a folder's decoder, pruned and dense.
 
     Args:
-        folder: an output folder with a checkpoint.
-        dense: MODEL that the folder was compiled from; by default its class with random weights.
-        batches: 1, 8, 32 and 128 by default.
-        prompts, pasts: token counts; by default what suits the device and fits the decoder's context.
-        modes: eager and compiled by default.
-        alignments: further rows, of the plan with widths that are multiples of these: one sequence, the
-            longest prefill and decode step.
-        eval_data: text for the plans at these alignments, needs `dense`: its end, sixteen windows or half of
-            it, says which features come or go, and the rest is what they are measured on, in `facts`.
-        eval_windows: how many windows of it at most.
-        device: cpu by default.
-        runtime: what runs the decoders: torch, or ONNX Runtime on models that the exporter makes of both.
+        folder: an output folder with a checkpoint, or `BenchSettings`.
         on_row: called with every row as soon as it is there.
+        changes: single settings, as in `batch=[1], prompt=[128]`.  `eval_data`, which needs `dense`, is text
+            for the plans at the alignments: its end, sixteen windows or half of it, says which features come
+            or go, and the rest is what they are measured on, in `facts`.
 
     Raises:
-        DispfxError: if there is no such mode or runtime.
+        UnknownSettingError: if one of `changes` is no setting.
         OutputError: if the folder holds no checkpoint.
         DataError: if a length does not fit the decoder's context, or a text cannot be measured on.
         BudgetError: if no widths of an alignment come close to the ratio.
         PlanMismatchError: if the dense decoder has other shapes.
         CaptureError, UnsupportedGraphError: if the decoder cannot be captured with a cache.
     """
-    require_choice(get_args(Runtime), runtime, "--runtime")
-    for mode in modes:
-        require_choice(get_args(Mode), mode, "--mode")
-    place = chosen_device(device)
+    settings = BenchSettings.given(folder, changes)
+    timing, folder, eval_data = settings.timing, settings.model.model, settings.text.eval_data
+    alignments, dense, runtime = timing.align, timing.dense, timing.runtime
+    place = chosen_device(settings.model.device)
     check_alignments(
         alignments,
-        has_text=eval_data is not None,
+        has_text=bool(eval_data),
         has_dense=dense is not None,
         in_torch=runtime == "torch",
     )
-    opened = open_folder(folder, device=place, trust_remote_code=trust_remote_code)
-    steps = _steps(opened, place, batches, prompts, pasts, modes)
+    opened = open_folder(folder, device=place, trust_remote_code=settings.model.trust_remote_code)
+    steps = _steps(opened, place, timing)
     context = longest_context(opened.config)
     # Before anything slow, for a text that cannot be used is soon told.
-    on = None if eval_data is None else MeasuredOn.read(eval_data, opened.tokenizer, context, eval_windows)
+    on = None
+    if eval_data:
+        on = MeasuredOn.read(eval_data, opened.tokenizer, context, settings.text.eval_windows)
     sides = _Sides(opened, dense, place)
     measured: list[tuple[Plan, float]] = []
     if on is not None:
@@ -226,26 +211,19 @@ class _Sides:
         return self._made[experts]
 
 
-def _steps(
-    opened: Opened,
-    device: torch.device,
-    batches: Sequence[int],
-    prompts: Sequence[int],
-    pasts: Sequence[int],
-    modes: Sequence[Mode],
-) -> Steps:
+def _steps(opened: Opened, device: torch.device, timing: TimingSettings) -> Steps:
     """Fill in what was not chosen, and refuse lengths that the decoder cannot read."""
     longest = getattr(opened.config, "max_position_embeddings", None)
     limit = longest if isinstance(longest, int) else max(LENGTHS["cuda"])
-    for tokens in (*prompts, *(past + 1 for past in pasts)):
-        if not 1 <= tokens <= limit:
+    for tokens in (*timing.prompt, *(past + 1 for past in timing.past)):
+        if tokens > limit:
             raise DataError(f"a text of {tokens} tokens was asked, the decoder reads 1 to {limit}")
     usual = tuple(length for length in LENGTHS[device.type] if length < limit) or (limit - 1,)
     return Steps(
-        tuple(batches) or BATCHES,
-        tuple(prompts) or usual,
-        tuple(pasts) or usual,
-        tuple(modes) or ("eager", "compiled"),
+        tuple(timing.batch) or BATCHES,
+        tuple(timing.prompt) or usual,
+        tuple(timing.past) or usual,
+        MODES[timing.mode],
     )
 
 
@@ -265,7 +243,7 @@ def _with_random_weights(model: nn.Module) -> nn.Module:
 
 
 def _named(dense: str | nn.Module, device: torch.device) -> nn.Module:
-    return moved(Opening(dense, device=str(device)).open().model, device)
+    return moved(open_model(ModelSettings(dense, device=str(device))).model, device)
 
 
 def _empty(opened: Opened) -> nn.Module:

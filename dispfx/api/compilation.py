@@ -1,171 +1,93 @@
-"""`compile`: from a decoder and a text to a verified folder, and `apply`: the same from a plan.
+"""`compile`: decoder and text to a verified folder; `learn_plan`: to a plan; `apply`: plan to folder.
 
     open → capture → learn → lower → verify → write → read back → measure → report → rename
 
 Nothing appears under the output's name before everything in it was verified.  What took long is kept
-beside it: the state of learning and then the plan lie in DIR.state until DIR is complete.
+next to it: the state of learning and then the plan are in DIR.state until DIR is complete.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from dispfx.api.opening import Opening
+from dispfx.api.opening import open_model
 from dispfx.api.plan_learning import learn_from, remove_state, state_folder
 from dispfx.api.preflight import require_room_for_weights
 from dispfx.api.programs import only_planned, require_same_decoder
-from dispfx.api.readiness import Learning, analysed
+from dispfx.api.readiness import analysed
 from dispfx.api.stages import Stages
 from dispfx.api.text import TextChoice, open_text, require_tokens
-from dispfx.api.writing import Task, check_export, require_decoder_for, write_output
+from dispfx.api.writing import Task, require_decoder_for, write_output
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import VerificationError
-from dispfx.ir.plan import BudgetOf, Plan
-from dispfx.ir.sites import Select
-from dispfx.learning.settings import LearnSettings
-from dispfx.preconditions import check_ratio
-from dispfx.ranks import Ranks
-from dispfx.report import NullObserver, Observer, Report, Settings, load_report
-from dispfx.source.text import Words
-from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Bos, Reading
-from dispfx.training.preparation import Compute
+from dispfx.ir.plan import Plan
+from dispfx.ranks import ALONE, Ranks
+from dispfx.report import NullObserver, Observer, Report, load_report
+from dispfx.settings import RunSettings
 
 
 def compile(
     model: str | nn.Module,
     ratio: float,
+    data: Any = None,
+    out: str | Path | None = None,
     *,
-    out: str | Path,
-    data: Words | Tensor | None = None,
-    eval_data: Words | None = None,
-    data_weights: Sequence[float] | None = None,
-    data_field: str = TEXT_FIELD,
-    data_bytes: int = TEXT_BYTES,
-    bos: Bos = "auto",
-    allow_unknown: bool = False,
-    eval_windows: int | None = None,
-    tokenizer: str | None = None,
-    ratio_of: BudgetOf = "blocks",
-    settings: LearnSettings | None = None,
-    compute: Compute | None = None,
-    ranks: Ranks | None = None,
-    align: int | None = None,
-    costs: str | Path | None = None,
-    skip: Sequence[str] = (),
-    select: Select = "after-norm",
-    target: str | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    resume: bool = False,
-    export: str | None = None,
+    settings: RunSettings | None = None,
     observer: Observer | None = None,
-    command: str | None = None,
+    **changes: Any,
 ) -> Report:
     """Make a decoder smaller by `ratio` and write a verified folder.
 
     Args:
         model: MODEL (see `dispfx.origin`), or a module.
         ratio: share of the counted parameters to remove, in (0, 1).
-        out: folder to write; it must not exist.
         data: texts to learn from (see `dispfx.text_origin`), or token ids, (N,) integers; the demo brings its
             own.
-        eval_data: texts to measure on; the last tenth of `data` by default, which is not learned from.
-        data_weights: share of the sequences from each text of `data`, in order; joined without them.
-        data_field: of JSON lines, parquet and data sets, that holds the text.
-        data_bytes: of text that are read at most; of longer ones, evenly spaced pieces.
-        bos: whether sequences begin with the beginning-of-sequence token: `auto` where the tokenizer puts one
-            in front of a text, `on` or `off`.
-        allow_unknown: read a text that is mostly unknown to the tokenizer, or no text at all.
-        settings: of learning; those of the `informed` recipe by default, with sizes of its own for `demo`.
-        compute: how the decoder is run while masks are learned; chosen by the device by default.
-        ranks: the processes of the run, of which this one leads; the others call `follow_command`.
-        align: widths become multiples of this; 16 for a GPU target and 8 for a CPU by default.
-        costs: table of times on the target device (tools/measure_costs.py); branches that would be slower
-            are left dense.
-        select: `after-norm`; or `before-norm`, one selection for the whole residual stream, for constrained
-            settings.
-        resume: go on from DIR.state; with a complete folder, do nothing.
-        export: none, onnx, pt2 or dense; onnx for the demo and none otherwise by default.  With one
-            selection for the whole stream, dense is a smaller decoder that needs no dispfx.
+        out: folder to write; it must not exist.
+        settings: of the run; the defaults of `RunSettings` without.
+        observer: told what happens.
+        changes: single settings by their names in `RunSettings`, as in `steps=100, export="onnx"`.
 
     Raises:
+        UnknownSettingError: if one of `changes` is no setting.
         DispfxError: for everything in the input that cannot be used.
         VerificationError: if two forms of the pruned decoder disagree; no folder is written then.
     """
-    path = Path(out).expanduser()
-    watcher = observer or NullObserver()
-    check_ratio(ratio)
-    check_export(export)
-    if resume and (path / "report.json").is_file():
-        watcher.note(f"{path} is complete; there is nothing to do")
-        remove_state(state_folder(path, resume))
-        return load_report(path / "report.json")
-    refuse_existing(path)
-    stages = Stages(watcher)
-    opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
-    how = Learning(
-        ratio,
-        ratio_of,
-        settings,
-        align,
-        tuple(skip),
-        target,
-        resume,
-        compute,
-        costs,
-        ranks,
-        export,
-        select,
+    return run_compile(
+        run_settings(settings, model=model, ratio=ratio, data=data, out=out, **changes), observer
     )
-    reading = Reading(data_field, data_bytes, bos=bos, allow_unknown=allow_unknown)
-    chosen = TextChoice(data, eval_data, data_weights, reading)
-    # The pruned weights stand beside the dense ones while the folder is written.
-    learned = learn_from(opening, chosen, how, state_folder(path, resume), stages, copies=2.0 - ratio)
-    return _finish(
-        Task(
-            path,
-            learned.state,
-            learned.source,
-            learned.program,
-            learned.plan,
-            learned.text,
-            export=export,
-            eval_windows=eval_windows,
-            command=command,
-            context=learned.settings.seq_len,
-            settings=Settings(
-                learned.settings, learned.plan.budget.align, select, data_bytes, bos, learned.text.bos
-            ),
-        ),
-        stages,
+
+
+def learn_plan(
+    model: str | nn.Module,
+    ratio: float,
+    data: Any = None,
+    out: str | Path | None = None,
+    *,
+    settings: RunSettings | None = None,
+    observer: Observer | None = None,
+    **changes: Any,
+) -> Plan:
+    """Learn a plan and write it to the file `out`; `apply` turns it into a folder.
+
+    The arguments and errors are those of `compile`.
+    """
+    return run_learn(
+        run_settings(settings, model=model, ratio=ratio, data=data, out=out, **changes), observer
     )
 
 
 def apply(
     model: str | nn.Module,
     plan: str | Path | Plan,
+    data: Any = None,
+    out: str | Path | None = None,
     *,
-    out: str | Path,
-    data: Words | Tensor | None = None,
-    eval_data: Words | None = None,
-    data_weights: Sequence[float] | None = None,
-    data_field: str = TEXT_FIELD,
-    data_bytes: int = TEXT_BYTES,
-    bos: Bos = "auto",
-    allow_unknown: bool = False,
-    eval_windows: int | None = None,
-    tokenizer: str | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    export: str | None = None,
+    settings: RunSettings | None = None,
     observer: Observer | None = None,
-    command: str | None = None,
+    **changes: Any,
 ) -> Report:
     """Remove what a plan says from the decoder it was learned on, and write a verified folder.
 
@@ -176,41 +98,110 @@ def apply(
 
     Raises:
         PlanMismatchError: if the plan belongs to another decoder.
-        DispfxError, VerificationError: as `compile`.
+        UnknownSettingError, DispfxError, VerificationError: as `compile`.
     """
-    check_export(export)
-    path = refuse_existing(Path(out).expanduser())
     read = plan if isinstance(plan, Plan) else Plan.load(plan)
+    chosen = run_settings(settings, model=model, ratio=_share(read), data=data, out=out, **changes)
+    return run_apply(chosen, read, observer)
+
+
+def run_settings(settings: RunSettings | None, **changes: Any) -> RunSettings:
+    """Return settings with changes; those that are None are left as they are."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    return RunSettings.of(**given) if settings is None else settings.changed(**given)
+
+
+def run_compile(
+    settings: RunSettings,
+    observer: Observer | None = None,
+    *,
+    ranks: Ranks = ALONE,
+    command: str | None = None,
+) -> Report:
+    """As `compile`, with all settings in one object.
+
+    Args:
+        ranks: the processes of the run, of which this one leads; the others call `follow_command`.
+        command: that gives this result again, for the report.
+    """
+    path, resume = settings.output.path, settings.output.resume
+    watcher = observer or NullObserver()
+    if resume and (path / "report.json").is_file():
+        watcher.note(f"{path} is complete; there is nothing to do")
+        remove_state(state_folder(path, resume))
+        return load_report(path / "report.json")
+    refuse_existing(path)
+    stages = Stages(watcher)
+    # The pruned weights are in memory next to the dense ones while the folder is written.
+    learned = learn_from(settings, stages, ranks=ranks, copies=2.0 - settings.budget.ratio)
+    task = Task(
+        path=path,
+        state=learned.state,
+        source=learned.source,
+        program=learned.program,
+        plan=learned.plan,
+        text=learned.text,
+        settings=settings.changed(align=learned.plan.budget.align).fitted(learned.settings),
+        command=command,
+    )
+    return _finish(task, stages)
+
+
+def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks: Ranks = ALONE) -> Plan:
+    """As `learn_plan`, with all settings in one object; `ranks` as for `run_compile`."""
+    path, resume = settings.output.path, settings.output.resume
+    watcher = observer or NullObserver()
+    if resume and path.is_file():
+        watcher.note(f"{path} is complete; there is nothing to do")
+        # A run that was killed between its last two steps left the state.
+        remove_state(state_folder(path, resume))
+        return Plan.load(path)
+    refuse_existing(path)
+    learned = learn_from(settings, Stages(watcher), ranks=ranks)
+    learned.plan.save(path)
+    remove_state(learned.state)
+    return learned.plan
+
+
+def run_apply(
+    settings: RunSettings, plan: Plan, observer: Observer | None = None, *, command: str | None = None
+) -> Report:
+    """As `apply`, with all settings in one object; `command` as for `run_compile`."""
+    path = refuse_existing(settings.output.path)
     stages = Stages(observer or NullObserver())
-    reading = Reading(data_field, data_bytes, bos=bos, allow_unknown=allow_unknown)
-    chosen = TextChoice(data, eval_data, data_weights, reading)
+    chosen = TextChoice(settings.text)
     with stages("open"):
         chosen.check()
-        opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
-        require_room_for_weights(opening, copies=1.0 + read.budget.keep)
-        source = opening.open()
-        require_decoder_for(export, source)
+        require_room_for_weights(settings.model, copies=1.0 + plan.budget.keep)
+        source = open_model(settings.model)
+        require_decoder_for(settings.output.export, source)
         text = open_text(source, chosen)
     stages.say(text.notes)
     text.require_measurable()
-    program = only_planned(analysed(source, stages, (), read.select), read)
-    require_same_decoder(program, read)
-    read = read.fitted(program.sites)
+    program = only_planned(analysed(source, stages, (), plan.select), plan)
+    require_same_decoder(program, plan)
+    plan = plan.fitted(program.sites)
     require_tokens(source, text, program.vocabulary_size)
-    return _finish(
-        Task(
-            path,
-            None,
-            source,
-            program,
-            read,
-            text,
-            export=export,
-            eval_windows=eval_windows,
-            command=command,
-        ),
-        stages,
+    task = Task(
+        path=path,
+        state=None,
+        source=source,
+        program=program,
+        plan=plan,
+        text=text,
+        settings=settings,
+        command=command,
     )
+    return _finish(task, stages)
+
+
+def _share(plan: Plan) -> float:
+    """Return the ratio of a plan as a setting; a plan that keeps everything has none."""
+    return plan.budget.ratio or plan.achieved or _NOTHING
+
+
+# What a plan removes that removes nothing.
+_NOTHING = 1e-9
 
 
 def _finish(task: Task, stages: Stages) -> Report:

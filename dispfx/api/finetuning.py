@@ -28,7 +28,6 @@ from dispfx.api.text import Text, TextChoice, open_text
 from dispfx.api.verification import TOLERANCES
 from dispfx.api.writing import device_name, versions
 from dispfx.capturing import module_logits
-from dispfx.choices import require_fields
 from dispfx.deploy import weights
 from dispfx.deploy.checkpoint import PLAN_FILE, implementations
 from dispfx.deploy.digests import digests
@@ -36,12 +35,11 @@ from dispfx.deploy.folder import new_folder, refuse_existing
 from dispfx.deploy.section import read_layout
 from dispfx.deploy.size import stored_size
 from dispfx.errors import OutputError
-from dispfx.huggingface.adapter_training import SAVE_EVERY, Keeping, TuneStep, train
+from dispfx.huggingface.adapter_training import Keeping, TuneStep, train
 from dispfx.huggingface.loading import load_model
 from dispfx.huggingface.own_code import is_own_code, private_code
 from dispfx.huggingface.saving import PrunedModel
 from dispfx.huggingface.tuning import (
-    TuneSettings,
     load_adapters,
     peft_library,
     save_adapters,
@@ -70,9 +68,9 @@ from dispfx.report import (
 )
 from dispfx.report.page import write_page
 from dispfx.report.tuning import RECORD_FILE, adapter_card, read_record, write_record
+from dispfx.settings.trees import FinetuneSettings
+from dispfx.settings.verb_settings import TuneSettings
 from dispfx.source import Source, dtype_of
-from dispfx.source.text import Words
-from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Bos, Reading
 
 # Of a merged folder's files these are made anew, or were true of the weights that it no longer has.
 _NOT_COPIED = (
@@ -80,51 +78,30 @@ _NOT_COPIED = (
     RECORD_FILE, weights.INDEX_FILE,
 )  # fmt: skip
 _ADAPTERS = "adapters"
+_SEQ_LEN = 512
 
 
 def finetune(
-    folder: str | Path,
-    *,
-    data: Words,
-    out: str | Path,
-    merge: bool = False,
-    settings: TuneSettings | None = None,
-    eval_data: Words | None = None,
-    eval_windows: int | None = None,
-    data_field: str = TEXT_FIELD,
-    data_bytes: int = TEXT_BYTES,
-    bos: Bos = "auto",
-    allow_unknown: bool = False,
-    dtype: str | None = None,
-    device: str | None = None,
-    trust_remote_code: bool = False,
-    observer: Observer | None = None,
-    command: str | None = None,
-    save_every: int | None = None,
-    resume: bool = False,
+    folder: Any, *, observer: Observer | None = None, command: str | None = None, **changes: Any
 ) -> Tuning:
     """Train adapters on the decoder of an output folder, and write them, or a folder with them merged in.
 
     Args:
-        folder: DIR of a compile.
-        data: texts to learn from (see `dispfx.text_origin`).
-        out: folder to write; it must not exist.
-        merge: write a whole folder, with other weights at the same shapes, instead of the adapters alone.
-        settings: of the training.
-        eval_data: texts to measure on; the last tenth of `data` by default, which is not learned from.
-        eval_windows: measure on the first so many windows only.
-        dtype: of the frozen weights while adapters are trained; by default that of the folder.  Adapters
-            are float32 by default of PEFT, and what is written has the folder's dtype.
-        device: where it runs; the CPU by default.
-        save_every: steps between two states, which lie in OUT.state until OUT is complete (500); one is
-            saved on an interrupt, too.
-        resume: go on from OUT.state; with a complete OUT, do nothing.
+        folder: DIR of a compile, or `FinetuneSettings`.
+        observer: told what happens.
+        command: that gives this result again, for the report.
+        changes: single settings, as in `data="text.txt", out="adapters", rank=32`.  `dtype` is that of the
+            frozen weights while adapters are trained, by default that of the folder; adapters are float32 by
+            default of PEFT, and what is written has the folder's dtype.
 
     Raises:
+        UnknownSettingError: if one of `changes` is no setting.
         DispfxError: for everything in the input that cannot be used, PEFT missing among it.
         VerificationError: if the merged folder does not compute what adapters and DIR compute.
     """
-    path = Path(out).expanduser()
+    asked = FinetuneSettings.given(folder, changes)
+    folder, output, settings = asked.model.model, asked.output, asked.tuning
+    path, merge, resume = Path(output.out).expanduser(), output.merge, output.resume
     stages = Stages(observer or NullObserver())
     if resume and (path / RECORD_FILE).is_file():
         stages.observer.note(f"{path} is complete; there is nothing to do")
@@ -133,16 +110,18 @@ def finetune(
     refuse_existing(path)
     state = state_folder(path, resume)
     peft_library()
-    reading = Reading(data_field, data_bytes, bos=bos, allow_unknown=allow_unknown)
-    chosen = TextChoice(data, eval_data, None, reading)
+    chosen = TextChoice(asked.text)
     chosen.check()
-    opened = open_folder(folder, device=device or "cpu", trust_remote_code=trust_remote_code)
+    opened = open_folder(
+        folder, device=asked.model.device or "cpu", trust_remote_code=asked.model.trust_remote_code
+    )
     _require_modules(opened)
-    settings = settings or tune_settings(folder, trust_remote_code=trust_remote_code)
-    every = SAVE_EVERY if save_every is None else save_every
+    if settings.seq_len is None:
+        settings = replace(settings, seq_len=min(_SEQ_LEN, longest_context(opened.config)))
     with stages("open"):
-        model = _decoder(opened, dtype)
-        keeping = Keeping(state, _fingerprint(opened.path, next(model.parameters()).dtype), every, resume)
+        model = _decoder(opened, asked.model.dtype)
+        fingerprint = _fingerprint(opened.path, next(model.parameters()).dtype)
+        keeping = Keeping(state, fingerprint, output.save_every, resume)
         known = Source(model, opened.tokenizer, opened.config, str(folder), "folder")
         text = open_text(known, chosen)
     stages.say(text.notes)
@@ -150,7 +129,7 @@ def finetune(
     batches = TokenBatches(
         torch.cat(text.learn), settings.seq_len, settings.batch_size, settings.seed, bos=text.bos
     )
-    gauge = partial(_measured, opened, text, eval_windows)
+    gauge = partial(_measured, opened, text, asked.text.eval_windows)
     with stages("measure"):
         before = gauge(model)
     tuned = with_adapters(model, settings, str(folder))
@@ -183,20 +162,6 @@ def finetune(
         write_record(partial_folder, told, log)
     remove_state(state)
     return told
-
-
-def tune_settings(folder: str | Path, *, trust_remote_code: bool = False, **chosen: Any) -> TuneSettings:
-    """Return the settings a user chose; sequences are no longer than the decoder can read.
-
-    Raises:
-        DispfxError: if there is no such setting, or one has a value with which no run makes sense.
-    """
-    require_fields(TuneSettings, chosen)
-    settings = TuneSettings(**chosen)
-    if "seq_len" in chosen:
-        return settings
-    config = open_folder(folder, trust_remote_code=trust_remote_code).config
-    return replace(settings, seq_len=min(settings.seq_len, longest_context(config)))
 
 
 def _require_modules(opened: Opened) -> None:

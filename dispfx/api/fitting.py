@@ -11,7 +11,7 @@ from dataclasses import replace
 from dispfx.ir.lookups import longest_text
 from dispfx.ir.ops import is_grouped
 from dispfx.ir.program import Program
-from dispfx.learning.settings import LearnSettings
+from dispfx.settings.learning_settings import LearnSettings
 
 Note = Callable[[str], None]
 

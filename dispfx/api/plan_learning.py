@@ -5,33 +5,27 @@ DIR.state beside the output holds the state of learning, and then the plan, unti
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import Tensor, nn
-
-from dispfx.api.opening import Opening
 from dispfx.api.programs import follow, learn
-from dispfx.api.readiness import Learning, ready_to_learn
+from dispfx.api.readiness import alignment, ready_to_learn
 from dispfx.api.stages import Stages
-from dispfx.api.text import Text, TextChoice
+from dispfx.api.text import Text
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.errors import OutputError
-from dispfx.ir.plan import Budget, BudgetOf, Plan
+from dispfx.ir.plan import Budget, Plan
 from dispfx.ir.program import Program
-from dispfx.ir.sites import Select
 from dispfx.learning.records import METRICS_FILE
-from dispfx.learning.settings import LearnSettings
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.learning.tensorboard import FOLDER as TENSORBOARD_FOLDER
-from dispfx.ranks import Ranks
+from dispfx.learning.trainer import Watch
+from dispfx.ranks import ALONE, Ranks
 from dispfx.report import NullObserver
+from dispfx.settings import LearnSettings, RunSettings
 from dispfx.source import Source
-from dispfx.source.text import Words
-from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Bos, Reading
-from dispfx.training.preparation import Compute
 
 _OF_A_STATE = (STATE_FILE, PLAN_FILE, METRICS_FILE, TENSORBOARD_FOLDER)
 
@@ -49,41 +43,35 @@ class Learned:
 
 
 def learn_from(
-    opening: Opening,
-    chosen: TextChoice,
-    how: Learning,
-    state: Path,
-    stages: Stages,
-    *,
-    copies: float = 1.0,
+    settings: RunSettings, stages: Stages, *, ranks: Ranks = ALONE, copies: float = 1.0
 ) -> Learned:
-    """Open a decoder and a text, learn a plan, and keep it in `state`.
+    """Open a decoder and a text, learn a plan, and keep it in the run's state.
 
     Args:
+        ranks: the processes of the run, of which this one leads; the others call `follow_run`.
         copies: how many times as large as the weights the run is at the least.
 
     Raises:
         DispfxError: for everything in the input that cannot be used.
     """
-    ready = ready_to_learn(opening, chosen, how, stages, copies=copies)
-    program, settings = ready.program, ready.settings
-    if how.resume:
+    budget, resume = settings.budget, settings.output.resume
+    state = state_folder(settings.output.path, resume)
+    ready = ready_to_learn(settings, stages, ranks=ranks, copies=copies)
+    program = ready.program
+    if resume:
         stages.observer.note(resumption(state))
     with stages("learn"), _unless_it_fails_at_once(state):
         plan = learn(
             ready.learned_on,
             ready.batches,
-            how.ratio,
-            of=how.ratio_of,
-            align=how.alignment(program),
+            budget.ratio,
+            settings=ready.settings,
+            compute=settings.compute,
+            watch=Watch(state, resume, stages.observer.learning, stages.observer.note),
+            ranks=ranks,
+            ratio_of=budget.ratio_of,
+            align=alignment(settings, program),
             costs=ready.costs,
-            settings=settings,
-            compute=how.compute,
-            ranks=how.ranks,
-            note=stages.observer.note,
-            state_dir=state,
-            resume=how.resume,
-            on_step=stages.observer.learning,
         )
         plan = replace(plan, bos=ready.text.bos)
     if plan.emptied:
@@ -92,85 +80,29 @@ def learn_from(
             f"{plan.budget.align} of their features: {', '.join(plan.emptied[:3])}"
             + (" …" if len(plan.emptied) > 3 else "")
         )
-    # Scores leave no state behind, and a plan has to lie somewhere while the folder is made.
+    # Scores leave no state behind, and a plan has to be kept somewhere while the folder is made.
     state.mkdir(parents=True, exist_ok=True)
     plan.save(state / PLAN_FILE)
-    return Learned(ready.source, ready.text, program, plan, state, settings)
+    return Learned(ready.source, ready.text, program, plan, state, ready.settings)
 
 
-def follow_command(
-    model: str | nn.Module,
-    ratio: float,
-    *,
-    out: str | Path,
-    ranks: Ranks,
-    data: Words | Tensor | None = None,
-    eval_data: Words | None = None,
-    data_weights: Sequence[float] | None = None,
-    data_field: str = TEXT_FIELD,
-    data_bytes: int = TEXT_BYTES,
-    bos: Bos = "auto",
-    allow_unknown: bool = False,
-    tokenizer: str | None = None,
-    ratio_of: BudgetOf = "blocks",
-    settings: LearnSettings | None = None,
-    compute: Compute | None = None,
-    align: int | None = None,
-    costs: str | Path | None = None,
-    skip: Sequence[str] = (),
-    select: Select = "after-norm",
-    target: str | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    resume: bool = False,
-) -> None:
-    """Take part in the learning of a process that calls `compile` or `learn_plan` with the same arguments.
-
-    Arguments that only the leading process needs, such as `export`, are left out.
+def follow_command(settings: RunSettings, ranks: Ranks) -> None:
+    """Take part in the learning of a process that runs `compile` or `learn` with the same settings.
 
     Args:
         ranks: the processes of the run, of which another one leads.
-        data: texts or token ids, (N,) integers.
 
     Raises:
         RankLost: if another process ended.
         DispfxError: for everything in the input that cannot be used.
     """
-    path = Path(out).expanduser()
-    if resume and ((path / "report.json").is_file() or path.is_file()):
+    path = settings.output.path
+    if settings.output.resume and ((path / "report.json").is_file() or path.is_file()):
         return
-    opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
-    reading = Reading(data_field, data_bytes, bos=bos, allow_unknown=allow_unknown)
-    chosen = TextChoice(data, eval_data, data_weights, reading)
-    how = Learning(
-        ratio,
-        ratio_of,
-        settings,
-        align,
-        tuple(skip),
-        target,
-        resume,
-        compute,
-        costs,
-        ranks,
-        select=select,
-    )
-    follow_plan(opening, chosen, how)
-
-
-def follow_plan(opening: Opening, chosen: TextChoice, how: Learning) -> None:
-    """Compute with the process that calls `learn_from` with the same arguments; nothing is written.
-
-    Raises:
-        RankLost: if another process ended.
-        DispfxError: for everything in the input that cannot be used.
-    """
-    assert how.ranks is not None
-    ready = ready_to_learn(opening, chosen, how, Stages(NullObserver()))
-    budget = Budget(how.ratio, how.ratio_of, how.alignment(ready.program), ready.costs)
-    follow(ready.learned_on, ready.batches, budget, ready.settings, how.ranks, how.compute)
+    ready = ready_to_learn(settings, Stages(NullObserver()), ranks=ranks)
+    asked = settings.budget
+    budget = Budget(asked.ratio, asked.ratio_of, alignment(settings, ready.program), ready.costs)
+    follow(ready.learned_on, ready.batches, budget, ready.settings, ranks, settings.compute)
 
 
 def state_folder(path: Path, resume: bool) -> Path:

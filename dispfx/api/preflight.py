@@ -10,24 +10,22 @@ An estimate may be wrong by 15%; a run is refused where it would not fit even if
 
 import torch
 
-from dispfx.api.opening import Opening
 from dispfx.api.training import own_part
 from dispfx.errors import DispfxError
 from dispfx.ir.program import Program
-from dispfx.learning.settings import LearnSettings
 from dispfx.measure.estimate import Estimate, estimate
 from dispfx.measure.free_memory import free_bytes
 from dispfx.measure.resident import resident_bytes
 from dispfx.ranks import ALONE, Ranks
 from dispfx.report.numbers import shown_bytes
+from dispfx.settings import ComputeSettings, LearnSettings, ModelSettings
 from dispfx.source import dtype_of
 from dispfx.source.stored import loaded_bytes
-from dispfx.training.preparation import Compute
 
 _SURE = 0.85
 
 
-def require_room_for_weights(opening: Opening, *, copies: float = 1.0) -> None:
+def require_room_for_weights(model: ModelSettings, *, copies: float = 1.0) -> None:
     """Pass if a decoder can be loaded, or its size is not known before it is.
 
     Args:
@@ -36,12 +34,12 @@ def require_room_for_weights(opening: Opening, *, copies: float = 1.0) -> None:
     Raises:
         DispfxError: saying how much is missing and what would help.
     """
-    if not isinstance(opening.model, str):
+    if not isinstance(model.model, str):
         return
-    size = loaded_bytes(opening.model, dtype_of(opening.dtype))
+    size = loaded_bytes(model.model, dtype_of(model.dtype))
     if size is None:
         return
-    for device in {torch.device("cpu"), torch.device(opening.device or "cpu")}:
+    for device in {torch.device("cpu"), torch.device(model.device or "cpu")}:
         free = free_bytes(device)
         if free is not None and _SURE * copies * size > free:
             raise _missing(
@@ -54,14 +52,14 @@ def require_room_for_weights(opening: Opening, *, copies: float = 1.0) -> None:
 
 
 def require_room_to_learn(
-    program: Program, settings: LearnSettings, compute: Compute | None, ranks: Ranks | None = None
+    program: Program, settings: LearnSettings, compute: ComputeSettings | None, ranks: Ranks | None = None
 ) -> None:
     """Pass if learning fits beside the weights, which are loaded; or lie in parts, of which nothing is known.
 
     Raises:
         DispfxError: saying how much is missing and what would help.
     """
-    chosen = compute or Compute()
+    chosen = compute or ComputeSettings()
     if settings.method != "learned" or chosen.shard_on is not None:
         return
     own = own_part(settings, ranks or ALONE)

@@ -1,94 +1,36 @@
 """What a compile would do, without doing it: the decoder is captured and analysed, and nothing is written."""
 
-from collections.abc import Sequence
-from pathlib import Path
-
 import torch
-from torch import Tensor, nn
 
-from dispfx.api.opening import Opening
 from dispfx.api.plan_learning import state_folder
-from dispfx.api.readiness import Learning, ready_to_learn
+from dispfx.api.readiness import alignment, ready_to_learn
 from dispfx.api.stages import Stages
-from dispfx.api.text import TextChoice
 from dispfx.deploy.folder import refuse_existing
 from dispfx.ir.budget import Groups, ParameterCount, check_reachable, hard_masks, harden
-from dispfx.ir.plan import Budget, BudgetOf
+from dispfx.ir.plan import Budget
 from dispfx.ir.program import Program
-from dispfx.ir.sites import Select
-from dispfx.learning.settings import LearnSettings
 from dispfx.learning.state import saved_step
 from dispfx.measure.devices import this_cpu
 from dispfx.measure.estimate import estimate
-from dispfx.preconditions import check_ratio
 from dispfx.report import NullObserver, Observer
 from dispfx.report.preview import Preview
-from dispfx.source.text import Words
-from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD, Bos, Reading
-from dispfx.training.preparation import Compute
+from dispfx.settings import LearnSettings, RunSettings
 
 
-def preview(
-    model: str | nn.Module,
-    ratio: float,
-    *,
-    out: str | Path,
-    data: Words | Tensor | None = None,
-    eval_data: Words | None = None,
-    data_weights: Sequence[float] | None = None,
-    data_field: str = TEXT_FIELD,
-    data_bytes: int = TEXT_BYTES,
-    bos: Bos = "auto",
-    allow_unknown: bool = False,
-    tokenizer: str | None = None,
-    ratio_of: BudgetOf = "blocks",
-    settings: LearnSettings | None = None,
-    compute: Compute | None = None,
-    align: int | None = None,
-    costs: str | Path | None = None,
-    skip: Sequence[str] = (),
-    select: Select = "after-norm",
-    target: str | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    resume: bool = False,
-    export: str | None = None,
-    observer: Observer | None = None,
-) -> Preview:
-    """Return what `compile` or `learn_plan` would do with the same arguments; nothing is learned or written.
-
-    The arguments are theirs, without those that only a run needs: `data` is texts, or token ids (N,) int64.
+def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
+    """Return what a run with these settings would do; nothing is learned or written.
 
     Raises:
-        DispfxError: for everything in the input that they would refuse before learning, a ratio that cannot
-            be met among it.
+        DispfxError: for everything in the input that the run would refuse before learning, such as a ratio
+            that cannot be met.
     """
-    check_ratio(ratio)
-    path = Path(out).expanduser()
+    path, resume = settings.output.path, settings.output.resume
     if not resume:
         refuse_existing(path)
     state = state_folder(path, resume)
-    how = Learning(
-        ratio,
-        ratio_of,
-        settings,
-        align,
-        tuple(skip),
-        target,
-        resume,
-        compute,
-        costs,
-        export=export,
-        select=select,
-    )
-    opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
-    reading = Reading(data_field, data_bytes, bos=bos, allow_unknown=allow_unknown)
-    chosen = TextChoice(data, eval_data, data_weights, reading)
-    ready = ready_to_learn(opening, chosen, how, Stages(observer or NullObserver()))
-    program = ready.program
-    budget = Budget(ratio, ratio_of, how.alignment(program), ready.costs)
+    ready = ready_to_learn(settings, Stages(observer or NullObserver()))
+    program, ratio, ratio_of = ready.program, settings.budget.ratio, settings.budget.ratio_of
+    budget = Budget(ratio, ratio_of, alignment(settings, program), ready.costs)
     reachable, left = _widths(program, budget, ready.settings)
     needed = estimate(program, ready.settings, of=ratio_of)
     on_cpu = program.device.type == "cpu"

@@ -26,22 +26,23 @@ from dispfx.pipeline import printing_after
 from dispfx.report import NullObserver, Observer
 
 # Every pass, in the order of the compiler.
-PASSES = (
-    Canonicalize.name,
-    FindResidualStream.name,
-    FindBranches.name,
-    FindSites.name,
-    InsertGates.name,
-    DropCausalMasks.name,
-    LowerGates.name,
-    AlignGroups.name,
-    GatherAdd.name,
-    FuseProjections.name,
-    GroupHeads.name,
-    LastLogits.name,
-    StaticCache.name,
-    OutlineLayers.name,
+KINDS = (
+    Canonicalize,
+    FindResidualStream,
+    FindBranches,
+    FindSites,
+    InsertGates,
+    DropCausalMasks,
+    LowerGates,
+    AlignGroups,
+    GatherAdd,
+    FuseProjections,
+    GroupHeads,
+    LastLogits,
+    StaticCache,
+    OutlineLayers,
 )
+PASSES = tuple(kind.name for kind in KINDS)
 
 
 @contextmanager
@@ -59,3 +60,14 @@ def printing(names: Sequence[str], observer: Observer | None = None) -> Iterator
     for name in dict.fromkeys(names):
         if name not in printer.printed:
             watcher.note(f"{name} did not run in this command, so there is no graph to print after it")
+
+
+def described_passes() -> list[tuple[str, str, str]]:
+    """Return name, stage and effect of every pass, in the order of the compiler."""
+    return [(kind.name, _stage(kind), (kind.__doc__ or "").partition("\n")[0]) for kind in KINDS]
+
+
+def _stage(kind: type) -> str:
+    """Return what a pass needs and gives; one that works at several stages leaves the stage as it is."""
+    before, after = vars(kind)["requires"], vars(kind).get("ensures")
+    return before if after in (None, before) or not isinstance(after, str) else f"{before} → {after}"

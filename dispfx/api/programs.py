@@ -8,30 +8,27 @@ Shape legend: B batch, T tokens, V vocabulary, N features of a site.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from dispfx.api.fitting import fitted_settings, settings_for
-from dispfx.api.opening import changed_settings, learn_settings, longest_context, named_context
+from dispfx.api.opening import longest_context, named_context
 from dispfx.api.training import device_of_learning, prepared_loss
 from dispfx.capturing import capture as capture_module
 from dispfx.choices import require_choice
 from dispfx.errors import CaptureError, DispfxError, PlanMismatchError, UnsupportedGraphError
 from dispfx.finite_weights import require_finite_weights
 from dispfx.ir.budget import hard_masks
-from dispfx.ir.costs import CostTable
+from dispfx.ir.costs import latency_table
 from dispfx.ir.lookups import require_readable
-from dispfx.ir.plan import Budget, BudgetOf, Plan, site_keys
+from dispfx.ir.plan import Budget, Plan, site_keys
 from dispfx.ir.program import Program, own_tensor
 from dispfx.ir.sites import Select
-from dispfx.learning.records import StepRecord
 from dispfx.learning.scores import select_by_score
-from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import Batches, TokenBatches
-from dispfx.learning.trainer import follow_run, problem_of
+from dispfx.learning.trainer import LearningTask, Watch, follow_run
 from dispfx.learning.trainer import learn as learn_masks
 from dispfx.passes.align_groups import AlignGroups
 from dispfx.passes.canonicalize import Canonicalize
@@ -42,9 +39,10 @@ from dispfx.passes.gather_add import GatherAdd
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.passes.lower_gates import LowerGates
 from dispfx.pipeline import Pass, Pipeline
-from dispfx.ranks import Ranks
+from dispfx.ranks import ALONE, Ranks
+from dispfx.settings import BudgetSettings, ComputeSettings, LearnSettings, changed_settings, learn_settings
+from dispfx.settings.field import section_fields
 from dispfx.source.experts import Experts, experts_as, has_choice_of_experts
-from dispfx.training.preparation import Compute
 
 WriteSpelling = Literal["index-add", "gather-add"]
 
@@ -263,16 +261,10 @@ def learn(
     data: Tensor | Batches,
     ratio: float,
     *,
-    of: BudgetOf = "blocks",
-    align: int = 1,
-    costs: CostTable | None = None,
     settings: LearnSettings | None = None,
-    state_dir: Path | None = None,
-    resume: bool = False,
-    on_step: Callable[[StepRecord], None] = lambda record: None,
-    compute: Compute | None = None,
+    compute: ComputeSettings | None = None,
+    watch: Watch | None = None,
     ranks: Ranks | None = None,
-    note: Callable[[str], None] = lambda text: None,
     **changes: Any,
 ) -> Plan:
     """Learn which features every site keeps, and return the plan (arXiv 2410.11988).
@@ -284,29 +276,30 @@ def learn(
         data: token ids, (N,) integers, of which the last tenth is held out; or batches, cut as the settings
             say.
         ratio: share of the counted parameters to remove, in (0, 1).
-        of: what is counted.
-        align: widths become multiples of this, or the full width.
-        costs: times on the target device; a branch that cutting would make slower is left dense.
-        settings: of the run; those of the `informed` recipe by default.
-        state_dir, resume, on_step: as in `dispfx.learning.trainer.learn`.
+        settings: of the learning; those of the `informed` recipe by default.
         compute: how the decoder is run: compiled, with checkpoints, in parts; by default as the device asks.
+        watch: where the state is kept, and who is told what happens.
         ranks: the processes of the run, of which this one leads; the others call `follow`.
-        note: told how the decoder is run.
-        changes: single settings, as in `steps=100`.
+        changes: single settings of learning and budget, as in `steps=100, align=16, ratio_of="total"`; widths
+            are not aligned by default.
 
     Raises:
+        UnknownSettingError: if one of `changes` is no setting.
         BudgetError: if the sites cannot give up that much.
         DataError: if the text is shorter than one sequence.
         DispfxError: if the decoder cannot be run as `compute` says.
     """
+    watch = watch or Watch()
+    names = [one.name for one in section_fields(BudgetSettings)]
+    asked = BudgetSettings(ratio, **{name: changes.pop(name) for name in names if name in changes})
     whole = learn_settings(None, **changes) if settings is None else changed_settings(settings, changes)
     if isinstance(data, Tensor):
-        chosen = fitted_settings(whole, program=program, note=note)
+        chosen = fitted_settings(whole, program=program, note=watch.note)
     else:  # batches are cut already
-        chosen = settings_for(program, whole, note)
+        chosen = settings_for(program, whole, watch.note)
     text = batches_of(data, chosen) if isinstance(data, Tensor) else data
     require_readable(program, text.seq_len)
-    budget = Budget(ratio, of, align, costs)
+    budget = Budget(ratio, asked.ratio_of, asked.align or 1, latency_table(asked.costs))
     _check_packing(program, chosen)
     if chosen.method != "learned":
         if compute is not None and compute.shard_on is not None:
@@ -315,21 +308,8 @@ def learn(
                 hint="leave out --shard",
             )
         return Plan.of(program, budget, _scored(program, text, budget, chosen), chosen.seed)
-    found = learn_masks(
-        prepared_loss(program, text, chosen, compute, ranks=ranks, note=note),
-        program.sites,
-        program.shapes,
-        text,
-        budget,
-        chosen,
-        state_dir=state_dir,
-        resume=resume,
-        on_step=on_step,
-        device=device_of_learning(program, compute),
-        fingerprint=program.fingerprint,
-        ranks=ranks,
-        note=note,
-    )
+    task = _task(program, text, budget, chosen, compute, ranks or ALONE, watch.note)
+    found = learn_masks(task, watch)
     return Plan.of(program, budget, found.kept, chosen.seed)
 
 
@@ -339,7 +319,7 @@ def follow(
     budget: Budget,
     settings: LearnSettings,
     ranks: Ranks,
-    compute: Compute | None = None,
+    compute: ComputeSettings | None = None,
 ) -> None:
     """Compute with the process that calls `learn` with the same arguments, until its run ends.
 
@@ -350,15 +330,28 @@ def follow(
     if settings.method != "learned":
         return
     settings = settings_for(program, settings, lambda note: None)
-    follow_run(
-        prepared_loss(program, text, settings, compute, ranks=ranks),
-        program.sites,
-        program.shapes,
-        text,
-        budget,
-        settings,
-        ranks=ranks,
+    follow_run(_task(program, text, budget, settings, compute, ranks))
+
+
+def _task(
+    program: Program,
+    text: Batches,
+    budget: Budget,
+    settings: LearnSettings,
+    compute: ComputeSettings | None,
+    ranks: Ranks,
+    note: Callable[[str], None] = lambda text: None,
+) -> LearningTask:
+    return LearningTask(
+        gated=prepared_loss(program, text, settings, compute, ranks=ranks, note=note),
+        sites=program.sites,
+        shapes=program.shapes,
+        text=text,
+        budget=budget,
+        settings=settings,
         device=device_of_learning(program, compute),
+        ranks=ranks,
+        fingerprint=program.fingerprint,
     )
 
 
@@ -379,8 +372,16 @@ def _check_packing(program: Program, settings: LearnSettings) -> None:
 
 def _scored(program: Program, text: Batches, budget: Budget, settings: LearnSettings) -> list[Tensor]:
     gated = gate(program)
-    problem = problem_of(gated, program.sites, program.shapes, text, budget, settings, program.device)
-    return select_by_score(problem, gated.graph, budget)
+    task = LearningTask(
+        gated=gated,
+        sites=program.sites,
+        shapes=program.shapes,
+        text=text,
+        budget=budget,
+        settings=settings,
+        device=program.device,
+    )
+    return select_by_score(task.problem(), gated.graph, budget)
 
 
 def batches_of(tokens: Tensor, settings: LearnSettings, held_out: Tensor | None = None) -> TokenBatches:

@@ -10,65 +10,34 @@ Nothing is written.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from dispfx.api.fitting import fitted_settings
-from dispfx.api.opening import Opening, context_of, learn_settings
+from dispfx.api.opening import context_of, open_model
 from dispfx.api.ordinary import require_ordinary
 from dispfx.api.preflight import require_room_for_weights, require_room_to_learn
 from dispfx.api.programs import analyse, apart
 from dispfx.api.stages import Stages
 from dispfx.api.text import Text, TextChoice, open_text, require_tokens, separator_of
 from dispfx.api.training import device_of_learning
-from dispfx.api.writing import check_export, require_decoder_for
-from dispfx.choices import check_choices, option, require_choice
+from dispfx.api.writing import require_decoder_for
 from dispfx.finite_weights import require_finite_weights
-from dispfx.ir.costs import CostTable, read_costs
+from dispfx.ir.costs import CostTable, latency_table
 from dispfx.ir.lookups import require_readable
-from dispfx.ir.plan import BudgetOf
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Select
-from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import Batches
 from dispfx.preconditions import check_select
 from dispfx.ranks import ALONE, Ranks
+from dispfx.settings import LearnSettings, RunSettings
 from dispfx.source import Source
-from dispfx.training.preparation import Compute
 
 ALIGNMENT = {"cuda": 16, "cpu": 8}
 
 
-@dataclass(frozen=True)
-class Learning:
-    """How a plan is learned; the fields are those of `compile`."""
-
-    ratio: float
-    ratio_of: BudgetOf = "blocks"
-    settings: LearnSettings | None = None
-    align: int | None = None
-    skip: tuple[str, ...] = ()
-    target: str | None = None
-    resume: bool = False
-    compute: Compute | None = None
-    costs: str | Path | None = None
-    ranks: Ranks | None = None
-    export: str | None = None
-    select: Select = "after-norm"
-
-    def __post_init__(self) -> None:
-        """Check every choice.
-
-        Raises:
-            DispfxError: if a name is unknown.
-        """
-        check_choices(self, option)
-        check_export(self.export)
-        if self.target is not None:
-            require_choice(ALIGNMENT, self.target, "--target")
-
-    def alignment(self, program: Program) -> int:
-        """Return what widths become multiples of."""
-        return self.align or ALIGNMENT[self.target or device_of_learning(program, self.compute).type]
+def alignment(settings: RunSettings, program: Program) -> int:
+    """Return what the widths of a run become multiples of."""
+    budget = settings.budget
+    return budget.align or ALIGNMENT[budget.target or device_of_learning(program, settings.compute).type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +54,7 @@ class Ready:
 
 
 def ready_to_learn(
-    opening: Opening, chosen: TextChoice, how: Learning, stages: Stages, *, copies: float = 1.0
+    settings: RunSettings, stages: Stages, *, ranks: Ranks = ALONE, copies: float = 1.0
 ) -> Ready:
     """Open decoder and text and analyse the decoder; nothing is written.
 
@@ -95,42 +64,46 @@ def ready_to_learn(
     Raises:
         DispfxError: for everything in the input that cannot be used.
     """
-    chosen_settings = how.settings or learn_settings(opening.model)
-    check_select(how.select, constrained=chosen_settings.constrained, costs=how.costs is not None)
-    chosen.require_data(opening.model)
-    costs = None if how.costs is None else read_costs(how.costs)
+    budget, export = settings.budget, settings.output.export
+    chosen = TextChoice(settings.text)
+    check_select(budget.select, constrained=settings.learning.constrained, costs=budget.costs is not None)
+    chosen.require_data(settings.model.model)
+    costs = latency_table(budget.costs)
     with stages("open"):
         chosen.check()
-        require_room_for_weights(opening, copies=copies)
-        source = opening.open()
-        require_decoder_for(how.export, source)
-        fitted = partial(
-            fitted_settings, chosen_settings, context=context_of(source), ranks=(how.ranks or ALONE).size
-        )
-        settings = fitted()
-        separator = separator_of(source) if settings.packing == "documents" else None
+        require_room_for_weights(settings.model, copies=copies)
+        source = open_model(settings.model)
+        require_decoder_for(export, source)
+        fitted = partial(fitted_settings, settings.learning, context=context_of(source), ranks=ranks.size)
+        learning = fitted()
+        separator = separator_of(source) if learning.packing == "documents" else None
         text = open_text(source, chosen if separator is None else chosen.of_documents(source, separator))
     stages.say(text.notes)
     text.require_learnable()
-    if source.config is not None or "seq_len" not in settings.adaptable:
-        text.batches(settings)  # Otherwise the decoder's graph says how long its sequences may be.
+    if source.config is not None or "seq_len" not in learning.adaptable:
+        text.batches(learning)  # Otherwise the decoder's graph says how long its sequences may be.
     text.require_measurable()
-    program = analysed(source, stages, how.skip, how.select, settings.seq_len)
-    if how.select == "before-norm" and how.export == "dense":
+    program = analysed(source, stages, budget.skip, budget.select, learning.seq_len)
+    if budget.select == "before-norm" and export == "dense":
         with stages("verify"):
-            require_ordinary(source, program, how.ratio, how.ratio_of, how.alignment(program))
+            require_ordinary(source, program, budget.ratio, budget.ratio_of, alignment(settings, program))
     require_tokens(source, text, program.vocabulary_size)
     learned_on = program
     if separator is not None:
         with stages("capture documents"):
             learned_on = apart(
-                source.model, program, separator, skip=how.skip, select=how.select, longest=settings.seq_len
+                source.model,
+                program,
+                separator,
+                skip=budget.skip,
+                select=budget.select,
+                longest=learning.seq_len,
             )
-    settings = fitted(program=learned_on, note=stages.observer.note)
-    require_readable(program, settings.seq_len)
-    batches = text.batches(settings)
-    require_room_to_learn(learned_on, settings, how.compute, how.ranks)
-    return Ready(source, text, batches, program, learned_on, settings, costs)
+    learning = fitted(program=learned_on, note=stages.observer.note)
+    require_readable(program, learning.seq_len)
+    batches = text.batches(learning)
+    require_room_to_learn(learned_on, learning, settings.compute, ranks)
+    return Ready(source, text, batches, program, learned_on, learning, costs)
 
 
 def analysed(

@@ -10,14 +10,14 @@ from torch import Tensor
 from dispfx.demo.text import generate_text
 from dispfx.errors import DataError
 from dispfx.learning.mixture import Mixture, quotas
-from dispfx.learning.settings import LearnSettings, seed_for
 from dispfx.learning.text import HELD_OUT_SHARE, Batches, TokenBatches
 from dispfx.measure.perplexity import TextFacts
 from dispfx.origin import origin_of
+from dispfx.settings import LearnSettings, TextSettings
+from dispfx.settings.learning_settings import seed_for
 from dispfx.source import Source
 from dispfx.source.text import (
     ReadText,
-    Words,
     bos_tokens,
     check_readable,
     encode,
@@ -38,27 +38,28 @@ _MOST_MEASURED = 2**22
 
 @dataclass(frozen=True, eq=False)
 class TextChoice:
-    """What a user said about text.
+    """The texts of a run.
 
     Args:
-        data: texts to learn from, or token ids.
-        eval_data: texts to measure on.
-        weights: share of the sequences from each text of `data`; without them the texts are joined.
-        reading: of both.
+        settings: what a user chose.
+        between: what stands between two texts or records.
         separator: token that ends a document, where documents are kept apart.
     """
 
-    data: Words | Tensor | None = None
-    eval_data: Words | None = None
-    weights: Sequence[float] | None = None
-    reading: Reading = field(default_factory=Reading)
+    settings: TextSettings = field(default_factory=TextSettings)
+    between: str = LINE_BREAK
     separator: int | None = None
+
+    @property
+    def reading(self) -> Reading:
+        """How the texts are read."""
+        chosen = self.settings
+        return Reading(chosen.data_field, chosen.data_bytes, self.between, chosen.bos, chosen.allow_unknown)
 
     def of_documents(self, source: Source, separator: int) -> "TextChoice":
         """Return the same with a token between documents that ends one, where there is a tokenizer."""
         end = getattr(source.tokenizer, "eos_token", None)
-        reading = self.reading if end is None else replace(self.reading, between=str(end))
-        return replace(self, reading=reading, separator=separator)
+        return replace(self, between=self.between if end is None else str(end), separator=separator)
 
     def check(self) -> None:
         """Check all texts before a decoder is loaded.
@@ -66,14 +67,14 @@ class TextChoice:
         Raises:
             DataError: if one is missing, empty or broken, or the weights do not fit.
         """
-        words = [] if self.data is None or isinstance(self.data, Tensor) else listed(self.data)
-        if self.weights and isinstance(self.data, Tensor | None):
+        data, weights = self.settings.data, self.settings.data_weight
+        if weights and isinstance(data, Tensor | None):
             raise DataError("weights are for several texts to learn from, and none was named")
-        evaluated = [] if self.eval_data is None else listed(self.eval_data)
-        check_texts(words, self.weights)
+        words, evaluated = self._words
+        check_texts(words, weights)
         check_texts(evaluated)
-        if self.weights:
-            quotas(self.weights, len(words))
+        if weights:
+            quotas(weights, len(words))
         for one in (words, evaluated):
             if one:
                 check_readable(one, self.reading)
@@ -81,8 +82,14 @@ class TextChoice:
     @property
     def repeated(self) -> list[str]:
         """A line of warning for every text that is named twice."""
-        words = [] if self.data is None or isinstance(self.data, Tensor) else listed(self.data)
-        return repeated_texts(words, [] if self.eval_data is None else listed(self.eval_data))
+        return repeated_texts(*self._words)
+
+    @property
+    def _words(self) -> tuple[list, list]:
+        """The texts to learn from and to measure on, as lists."""
+        data, evaluated = self.settings.data, self.settings.eval_data
+        words = [] if not _named(data) or isinstance(data, Tensor) else listed(data)
+        return words, listed(evaluated) if _named(evaluated) else []
 
     def require_data(self, model: object) -> None:
         """Pass if there is text to learn from; the demo brings its own.
@@ -93,9 +100,13 @@ class TextChoice:
         Raises:
             DataError: if there is none.
         """
-        named = isinstance(self.data, Tensor) or bool(self.data)
-        if not named and not (isinstance(model, str) and origin_of(model) == "demo"):
+        if not _named(self.settings.data) and not (isinstance(model, str) and origin_of(model) == "demo"):
             raise _no_text()
+
+
+def _named(texts: object) -> bool:
+    """Whether there is a text: token ids, a word, or a list of words that is not empty."""
+    return isinstance(texts, Tensor) or bool(texts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,15 +195,17 @@ def open_text(source: Source, chosen: TextChoice) -> Text:
         DataError: if a text cannot be used, there is no tokenizer for it, or it holds ids that the decoder
             does not know.
     """
+    settings = chosen.settings
     parts = _parts(source, chosen)
     name = ", ".join(part.name for part in parts)
     other = None
-    if chosen.eval_data is not None:
+    if _named(settings.eval_data):
         # What is measured on stays the text it is, however it is learned.
-        other = read_text(chosen.eval_data, source.tokenizer, replace(chosen.reading, between=LINE_BREAK))
+        reading = replace(chosen.reading, between=LINE_BREAK)
+        other = read_text(settings.eval_data, source.tokenizer, reading)
     read = [*parts, *([other] if other else [])]
     of_parts, of_other = (
-        bos_tokens(chosen.reading.bos, source.tokenizer, given_ids=any(part.given_ids for part in texts))
+        bos_tokens(settings.bos, source.tokenizer, given_ids=any(part.given_ids for part in texts))
         for texts in (parts, [other] if other else parts)
     )
     largest = max((part.largest for part in read), default=0)
@@ -213,7 +226,7 @@ def open_text(source: Source, chosen: TextChoice) -> Text:
     return Text(
         learn=learn,
         held_out=held_out,
-        weights=tuple(chosen.weights or ()),
+        weights=tuple(settings.data_weight or ()),
         measure=measure,
         about=about,
         learned_name=name,
@@ -302,15 +315,15 @@ def split_held_out(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 def _parts(source: Source, chosen: TextChoice) -> list[ReadText]:
     """Return what is learned from: the texts joined, or each by itself where they have weights."""
-    if isinstance(chosen.data, Tensor):
-        tokens = chosen.data
-        largest = largest_id(tokens, where="tokens") if len(tokens) else 0
-        return [ReadText(tokens, "tokens", largest, given_ids=True)]
-    if chosen.data is None:
+    data = chosen.settings.data
+    if isinstance(data, Tensor):
+        largest = largest_id(data, where="tokens") if len(data) else 0
+        return [ReadText(data, "tokens", largest, given_ids=True)]
+    if not _named(data):
         return [_demo_text(source)] if source.origin == "demo" else []
-    if not chosen.weights:
-        return [read_text(chosen.data, source.tokenizer, chosen.reading)]
-    return read_apart(chosen.data, source.tokenizer, chosen.reading)
+    if not chosen.settings.data_weight:
+        return [read_text(data, source.tokenizer, chosen.reading)]
+    return read_apart(data, source.tokenizer, chosen.reading)
 
 
 def _demo_text(source: Source) -> ReadText:

@@ -8,7 +8,6 @@ import torch
 from dispfx.errors import DispfxError
 from dispfx.ir.placing import placed
 from dispfx.ir.program import Program
-from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import Batches
 from dispfx.measure.estimate import estimate
 from dispfx.measure.free_memory import free_bytes
@@ -16,8 +15,9 @@ from dispfx.measure.resident import resident_bytes
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
 from dispfx.ranks import ALONE, Ranks
+from dispfx.settings import ComputeSettings, LearnSettings
 from dispfx.training.fast_passes import training_passes
-from dispfx.training.preparation import Compute, PreparedLoss, prepare
+from dispfx.training.preparation import PreparedLoss, prepare
 from dispfx.training.shards import Sharding, rows_of
 
 # Of what is free; the rest is for what kernels need and an allocator rounds up.
@@ -30,7 +30,7 @@ def prepared_loss(
     program: Program,
     text: Batches,
     settings: LearnSettings,
-    compute: Compute | None = None,
+    compute: ComputeSettings | None = None,
     *,
     ranks: Ranks | None = None,
     note: Callable[[str], None] = lambda text: None,
@@ -48,7 +48,7 @@ def prepared_loss(
     Raises:
         DispfxError: if what was asked for cannot be had.
     """
-    chosen = compute or Compute()
+    chosen = compute or ComputeSettings()
     ranks = ranks or ALONE
     ranks.check(settings.batch_size, settings.samples)
     sharding = _sharding(program, chosen, ranks)
@@ -73,14 +73,14 @@ def prepared_loss(
     )
 
 
-def device_of_learning(program: Program, compute: Compute | None) -> torch.device:
+def device_of_learning(program: Program, compute: ComputeSettings | None) -> torch.device:
     """Return the device that learns."""
     if compute is None or compute.shard_on is None:
         return program.device
     return torch.device(compute.shard_on)
 
 
-def _sharding(program: Program, compute: Compute, ranks: Ranks) -> Sharding | None:
+def _sharding(program: Program, compute: ComputeSettings, ranks: Ranks) -> Sharding | None:
     """Return how the weights lie in parts, where that was asked for.
 
     Raises:

@@ -32,7 +32,6 @@ from dispfx.api.verification import (
     zeroed_tensors,
 )
 from dispfx.capturing import export_program
-from dispfx.choices import require_choice
 from dispfx.demo.probe import skill_probe
 from dispfx.deploy import exported
 from dispfx.deploy.checkpoint import site_indices, underived_buffers, write_checkpoint
@@ -60,16 +59,15 @@ from dispfx.report import (
     Ratio,
     Refused,
     Report,
-    Settings,
     SiteWidth,
     SkillChange,
     model_card,
     save_report,
 )
 from dispfx.report.page import write_page
+from dispfx.settings import RunSettings
 from dispfx.source import Source
 
-EXPORTS = ("none", "onnx", "pt2", "dense")
 DENSE_FOLDER = "dense"
 _PROBE_SEED, _PROBE_SAMPLES = 7, 100
 _NAMED_VERSIONS = ("torch", "transformers", "safetensors", "onnx", "onnxruntime-gpu", "onnxruntime")
@@ -82,12 +80,8 @@ class Task:
     Args:
         path: DIR.
         state: DIR.state, or None where nothing was learned.
-        export: none, onnx, pt2 or dense; None for the default of the source.
-        eval_windows: how many windows to measure perplexity on; all by default.
+        settings: of the run.
         command: that gives this result again.
-        context: window of perplexity for a decoder whose config does not name one; it has run at that
-            length.  2048 tokens by default.
-        settings: with which the plan was made, or None where it was only applied.
     """
 
     path: Path
@@ -96,16 +90,13 @@ class Task:
     program: Program
     plan: Plan
     text: Text
-    export: str | None = None
-    eval_windows: int | None = None
+    settings: RunSettings
     command: str | None = None
-    context: int | None = None
-    settings: Settings | None = None
 
     @property
     def exports(self) -> str:
         """The export that was asked for, or the default."""
-        return self.export or ("onnx" if self.source.origin == "demo" else "none")
+        return self.settings.output.export or ("onnx" if self.source.origin == "demo" else "none")
 
     @property
     def runs_own_code(self) -> bool:
@@ -125,16 +116,6 @@ def require_decoder_for(export: str | None, source: Source) -> None:
             where=source.name,
             hint="--export pt2 writes the pruned graph",
         )
-
-
-def check_export(export: str | None) -> None:
-    """Pass if there is such an export.
-
-    Raises:
-        DispfxError: naming those that there are.
-    """
-    if export is not None:
-        require_choice(EXPORTS, export, "--export")
 
 
 def write_output(task: Task, stages: Stages) -> Report:
@@ -343,7 +324,7 @@ def _report(
         command=task.command or "dispfx.compile",
         skills=skills,
         files=files,
-        settings=task.settings,
+        settings=task.settings.plain() if task.state is not None else None,
     )
 
 
@@ -364,13 +345,15 @@ def _perplexity(task: Task, reloaded: nn.Module) -> PerplexityChange | None:
     if task.text.measure is None:
         return None
     named = context_of(task.source)
-    context = named if task.source.config is not None else task.context or named
+    # A plan that was learned has run at the length of its sequences.
+    own = task.settings.learning.seq_len if task.state is not None else named
+    context = named if task.source.config is not None else own
     values = [
         measure(
             decoder,
             task.text.measure,
             context=context,
-            windows=task.eval_windows,
+            windows=task.settings.text.eval_windows,
             device=task.program.device,
             text=task.text.about,
         )

@@ -3,19 +3,107 @@
 import difflib
 import sys
 from io import TextIOWrapper
-from typing import Annotated, Any
 
-import typer
-from typer.core import TyperGroup
+from cyclopts import App, CycloptsError
 
 from dispfx import __version__
 from dispfx.cli import evaluating, making, measuring, showing, tuning, using
-from dispfx.cli.examples import epilog
-from dispfx.cli.faults import Fault, print_fault, refused
-from dispfx.cli.repeating import Repeating
-from dispfx.errors import DispfxError
+from dispfx.cli.config_file import configured
+from dispfx.cli.faults import refused
+from dispfx.cli.verb import Verb
+from dispfx.errors import EXIT_INPUT_FAULT, DispfxError
 from dispfx.launcher import end_with_launcher
 from dispfx.preconditions import check_current_folder
+from dispfx.settings.trees import (
+    ApplySettings,
+    BenchSettings,
+    CompareSettings,
+    EvalSettings,
+    ExportSettings,
+    FinetuneSettings,
+    GenerateSettings,
+    InspectSettings,
+    NoSettings,
+    RunSettings,
+    VerifySettings,
+)
+
+_DIR, _FOLDER = {"model": "DIR"}, {"folder": "DIR"}
+_LEARNING = tuple(RunSettings.settings_of("learning"))
+_COMPUTE = tuple(RunSettings.settings_of("compute"))
+_BUDGET = tuple(RunSettings.settings_of("budget"))
+_OPENING = ("revision", "dtype", "tokenizer")
+_LEARNED_FROM = ("data", "data_weight")
+_TEXT = (*_LEARNED_FROM, "eval_data", "data_field", "data_bytes", "allow_unknown", "eval_windows")
+_ESTIMATED = ("steps", "seq_len", "batch_size", "hypernetwork")
+# What is always given where a verb has no use for a share to remove.
+_SHARE = {"ratio": 0.3}
+
+VERBS = (
+    Verb(making.compile, RunSettings, required=(), defaults={"model": None}, build=configured),
+    Verb(
+        using.inspect,
+        InspectSettings,
+        without=(
+            *(name for name in _LEARNING if name not in _ESTIMATED),
+            *_COMPUTE,
+            *_TEXT,
+            "bos",
+            *("ratio", "ratio_of", "align", "target", "costs"),
+            *RunSettings.settings_of("output"),
+            "tokenizer",
+        ),
+        defaults=_SHARE,
+    ),
+    Verb(
+        making.learn,
+        RunSettings,
+        required=("ratio",),
+        without=("eval_data", "eval_windows", "export", "config"),
+        defaults={"out": "plan.safetensors"},
+    ),
+    Verb(
+        making.apply,
+        ApplySettings,
+        positional={"model": "MODEL", "plan": "PLAN"},
+        required=("out",),
+        without=(*_LEARNING, *_COMPUTE, *_BUDGET, "resume", "dry_run", "config", "recipe"),
+        defaults=_SHARE,
+    ),
+    Verb(using.verify, VerifySettings, positional=_FOLDER),
+    Verb(evaluating.evaluate, EvalSettings, name="eval", without=_LEARNED_FROM),
+    Verb(
+        using.export,
+        ExportSettings,
+        positional=_DIR,
+        without=(*_OPENING, "device"),
+    ),
+    Verb(
+        using.generate,
+        GenerateSettings,
+        required=("prompt",),
+        without=(*_TEXT, *_OPENING, "device", "print_after"),
+    ),
+    Verb(
+        measuring.bench,
+        BenchSettings,
+        positional=_DIR,
+        without=(*_OPENING, *_LEARNED_FROM, "data_field", "data_bytes", "allow_unknown", "bos"),
+    ),
+    Verb(
+        tuning.finetune,
+        FinetuneSettings,
+        positional=_DIR,
+        required=("data", "out"),
+        without=("revision", "tokenizer", "data_weight", "print_after"),
+    ),
+    Verb(showing.report, VerifySettings, positional=_FOLDER, without=("trust_remote_code", "print_after")),
+    Verb(
+        showing.compare, CompareSettings, positional={"paths": "DIR... | PLAN PLAN"}, without=("print_after",)
+    ),
+    Verb(showing.passes, NoSettings, positional={}, without=("print_after",)),
+    Verb(showing.doctor, NoSettings, positional={}, without=("print_after",)),
+)
 
 # Verbs of other programs, and what they are called here.
 _MEANT = {
@@ -30,80 +118,21 @@ _MEANT = {
     "diff": "compare",
     "lower": "apply",
 }
-# typer has a copy of click's classes in some versions, so this one is found by what it exports.
-_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-class Verbs(TyperGroup):
-    """The verbs: an unknown one is told the one that is meant, and wrong arguments are told in JSON too."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run a verb."""
-        try:
-            return super().invoke(ctx)
-        except _UsageError as error:
-            if "--json" in sys.argv:
-                print_fault(Fault("UsageError", error.format_message()))  # type: ignore[attr-defined]
-            raise
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the verb of that name."""
-        if args and args[0] not in self.commands and not args[0].startswith("-"):
-            near = difflib.get_close_matches(args[0].lower(), [*self.commands, *_MEANT], 1)
-            hint = f"did you mean {_MEANT.get(near[0], near[0])}?" if near else None
-            known = f"the commands are {', '.join(self.commands)}"
-            ctx.fail(f"No such command {args[0]!r}: {hint or known}")
-        return super().resolve_command(ctx, args)
-
-
-app = typer.Typer(
-    cls=Verbs,
-    name="dispfx",
-    help="A compiler that makes a decoder language model smaller, without knowing its architecture.",
-    no_args_is_help=True,
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-_VERBS = (
-    making.compile,
-    using.inspect,
-    making.learn,
-    making.apply,
-    using.verify,
-    evaluating.evaluate,
-    using.export,
-    using.generate,
-    measuring.bench,
-    tuning.finetune,
-    showing.report,
-    showing.compare,
-    showing.doctor,
-)
-for _verb in _VERBS:
-    # `eval` is a name that Python has given away.
-    _name = "eval" if _verb is evaluating.evaluate else _verb.__name__
-    _class = Repeating if _verb is making.compile else None
-    app.command(name=_name, epilog=epilog(_name), cls=_class)(_verb)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"dispfx {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _dispfx(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
-    ] = False,
-) -> None:
-    try:
-        check_current_folder()
-    except DispfxError as error:
-        raise refused(error) from None
+def make_app() -> App:
+    """Return the command line with all its verbs."""
+    app = App(
+        name="dispfx",
+        help="A compiler that makes a decoder language model smaller, without knowing its architecture.",
+        version=__version__,
+        help_flags=["--help", "-h"],
+        version_flags=["--version"],
+    )
+    app.register_install_completion_command(add_to_startup=True)
+    for verb in VERBS:
+        verb.add_to(app)
+    return app
 
 
 def main() -> None:
@@ -113,4 +142,30 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             # A sign that an encoding such as ISO 8859-1 lacks must not end a run that has done its work.
             stream.reconfigure(errors="replace")
-    app()
+    words = sys.argv[1:]
+    try:
+        check_current_folder()
+    except DispfxError as error:
+        raise refused(error.problem, words, kind=type(error).__name__, hint=error.hint) from None
+    if not words:
+        make_app()(["--help"])
+        raise SystemExit(EXIT_INPUT_FAULT)
+    _check_verb(words)
+    try:
+        make_app()(words, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise refused(str(error), words, hint=f"dispfx {words[0]} --help") from None
+
+
+def _check_verb(words: list[str]) -> None:
+    """Pass if the first word is a verb or an option.
+
+    Raises:
+        SystemExit: after telling the verb that is meant, or all of them.
+    """
+    verbs = [verb.named for verb in VERBS]
+    if words[0].startswith("-") or words[0] in verbs:
+        return
+    near = difflib.get_close_matches(words[0].lower(), [*verbs, *_MEANT], 1)
+    hint = f"did you mean {_MEANT.get(near[0], near[0])}?" if near else "dispfx --help"
+    raise refused(f"there is no verb {words[0]!r}; the verbs are {', '.join(verbs)}", words, hint=hint)

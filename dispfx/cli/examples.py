@@ -41,10 +41,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "dispfx compare out/demo out/half --out both.html",
         "dispfx compare out/demo/plan.safetensors out/half/plan.safetensors",
     ),
+    "passes": ("dispfx passes",),
     "doctor": ("dispfx doctor",),
 }
 
 
 def epilog(verb: str) -> str:
-    """Return the end of a verb's help; an empty line keeps two examples on lines of their own."""
-    return "\n\n".join(["Examples:", *EXAMPLES[verb]])
+    """Return the end of a verb's help, in Markdown."""
+    return "\n".join(["Examples:", "", "```", *EXAMPLES[verb], "```"])

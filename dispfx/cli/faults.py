@@ -8,24 +8,22 @@
 | Ctrl-C | 130, with the way to go on |
 | memory that runs out | 2, with the stage and the way to go on |
 | anything else | 1, and how to see the traceback |
-| wrong arguments | 2, from typer |
+| wrong arguments | 2 |
 
 With `--json`, stdout has `{"error": {"kind", "message", "where", "hint", "exit_code"}}` as well.
 """
 
 import errno
-import functools
 import os
 import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from dispfx.chosen_device import check_device, local_device
 from dispfx.cli.screen import Screen
@@ -48,27 +46,31 @@ _OF_PRINTING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_HOME = "Could not determine home directory"
 
 
-def reports_faults(verb: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a verb, which takes `debug`, so that it ends in a message and never in a traceback."""
+@contextmanager
+def ends_with_message(screen: Screen, given: Mapping[str, Any], *, resumable: bool = False) -> Iterator[None]:
+    """Let a verb end in a message and an exit code, never in a traceback.
 
-    @functools.wraps(verb)
-    def run(**options: Any) -> None:
-        debug = options["debug"]
-        if not debug:
-            warnings.simplefilter("ignore")
-        try:
-            check_device(local_device(options.get("device")))
-            verb(**options)
-        except (typer.Exit, BrokenPipeError):
-            raise
-        except KeyboardInterrupt:
-            end = Fault("Interrupted", "interrupted", hint=_way_on(options), exit_code=EXIT_INTERRUPTED)
-            raise _ended(end, f"interrupted; {end.hint}", options) from None
-        except Exception as error:
-            found = error.document if isinstance(error, DispfxError) else None
-            raise _ended(*_fault_of(error, options), options, found) from None
+    Args:
+        given: what the verb was given, by the names of settings.
+        resumable: whether the verb has `--resume`.
 
-    return run
+    Raises:
+        SystemExit: with the exit code, if the verb fails.
+    """
+    if not screen.debug:
+        warnings.simplefilter("ignore")
+    try:
+        check_device(local_device(given.get("device")))
+        yield
+    except BrokenPipeError:
+        raise
+    except KeyboardInterrupt:
+        end = Fault("Interrupted", "interrupted", hint=_way_on(given), exit_code=EXIT_INTERRUPTED)
+        raise _ended(end, f"interrupted; {end.hint}", screen) from None
+    except Exception as error:
+        found = error.document if isinstance(error, DispfxError) else None
+        way_on = _way_on(given) if resumable else None
+        raise _ended(*_fault_of(error, way_on), screen, found) from None
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,19 @@ def print_fault(fault: Fault, document: dict[str, Any] | None = None) -> None:
     Screen(json=True, quiet=True).print_json({**(document or {}), "error": asdict(fault)})
 
 
-def refused(error: DispfxError) -> typer.Exit:
-    """Tell an error from before a verb runs, and return what ends the process with its exit code."""
-    return _ended(*_fault_of(error, {}), {"debug": False, "json": "--json" in sys.argv})
+def refused(problem: str, words: Sequence[str], *, kind: str = "UsageError", hint: str | None = None) -> SystemExit:
+    """Tell what is wrong with a command line before a verb runs, and return what ends the process.
+
+    Args:
+        words: of the command line, which may ask for JSON.
+    """
+    error = DispfxError(problem, hint=hint)
+    return _ended(Fault(kind, problem, hint=hint), f"error: {error}", Screen(json="--json" in words))
 
 
-def _fault_of(error: Exception, options: dict[str, Any]) -> tuple[Fault, str]:
+def _fault_of(error: Exception, way_on: str | None) -> tuple[Fault, str]:
     """Return what ended a command, and how people are told."""
-    told = _out_of_memory(error, options) or _refused_path(error)
+    told = _out_of_memory(error, way_on) or _refused_path(error)
     if told is None and not isinstance(error, DispfxError):
         hint = "run again with --debug to see where"
         fault = Fault(type(error).__name__, str(error), hint=hint, exit_code=EXIT_OUR_FAULT)
@@ -106,17 +113,17 @@ def _fault_of(error: Exception, options: dict[str, Any]) -> tuple[Fault, str]:
 
 
 def _ended(
-    fault: Fault, message: str, options: dict[str, Any], document: dict[str, Any] | None = None
-) -> typer.Exit:
+    fault: Fault, message: str, screen: Screen, document: dict[str, Any] | None = None
+) -> SystemExit:
     """Tell what ended a command, and return what ends the process with its exit code."""
-    _say(message, options["debug"])
+    _say(message, screen.debug)
     # Of several processes, the leading one alone prints results.
-    if options.get("json") and os.environ.get("RANK", "0") == "0":
+    if screen.json and os.environ.get("RANK", "0") == "0":
         print_fault(fault, document)
-    return typer.Exit(fault.exit_code)
+    return SystemExit(fault.exit_code)
 
 
-def _out_of_memory(error: Exception, options: dict[str, Any]) -> MemoryShortage | None:
+def _out_of_memory(error: Exception, way_on: str | None) -> MemoryShortage | None:
     """Return the error for memory that ran out, with the way to go on, or None."""
     told = memory_shortage(error)
     if told is None:
@@ -125,8 +132,7 @@ def _out_of_memory(error: Exception, options: dict[str, Any]) -> MemoryShortage 
         problem, hint = error.problem, error.hint
     else:
         problem, hint = f"memory ran out: {first_line(told)}", "end other programs, or use a larger machine"
-    way_on = f"; {_way_on(options)}" if "resume" in options else ""
-    return MemoryShortage(problem, hint=f"{hint}{way_on}")
+    return MemoryShortage(problem, hint=hint if way_on is None else f"{hint}; {way_on}")
 
 
 def _refused_path(error: Exception) -> DispfxError | None:

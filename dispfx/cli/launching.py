@@ -10,8 +10,6 @@ import sys
 import uuid
 from typing import Any
 
-import typer
-
 from dispfx.errors import DispfxError
 from dispfx.launcher import LAUNCHER
 
@@ -25,7 +23,7 @@ def launches(count: int | None) -> bool:
 
     Raises:
         DispfxError: if there would be too many, or a process was killed, saying which.
-        typer.Exit: with the exit code of a process that has said itself what went wrong.
+        SystemExit: with the exit code of a process that has said itself what went wrong.
         KeyboardInterrupt: if the run was interrupted.
     """
     if count is None or "RANK" in os.environ:
@@ -104,7 +102,7 @@ def _raise(failures: dict[int, Any]) -> None:
         killed = {}
     if not killed:
         first = min(failures.values(), key=lambda found: found.timestamp)
-        raise typer.Exit(first.exitcode)
+        raise SystemExit(first.exitcode)
     # Those that were told to end for another's sake come last.
     rank = min(
         killed, key=lambda number: (killed[number].signal_name() == "SIGTERM", killed[number].timestamp)

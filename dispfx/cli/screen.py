@@ -6,6 +6,8 @@ are shown, and the JSON that was asked for.
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 class Screen:
     """How one verb shows its work."""
 
+    print_after: tuple[str, ...] = setting(
+        (), "Print the graph after this pass (see `dispfx passes`). May be repeated.", repeats=str
+    )
     json: bool = setting(False, "Print the result as JSON; progress goes to stderr.")
     quiet: bool = setting(False, "Print nothing but errors.")
     debug: bool = setting(False, "Show tracebacks and warnings.")
@@ -30,15 +35,22 @@ class Screen:
         """The console for people."""
         return Console(stderr=self.json, quiet=self.quiet, soft_wrap=False)
 
-    def observer(self, leads: bool = True) -> "TerminalObserver":
-        """Return what shows progress; to be used as a context manager.
+    @contextmanager
+    def observer(self, leads: bool = True) -> Iterator["TerminalObserver"]:
+        """Show progress while the block runs, and the graphs that were asked for.
 
         Args:
             leads: whether this process leads its run; the others show nothing.
+
+        Raises:
+            DispfxError: if a pass to print after does not exist.
         """
+        from dispfx import api
         from dispfx.report import TerminalObserver
 
-        return TerminalObserver(Console(stderr=self.json), self.quiet or not leads)
+        shown = TerminalObserver(Console(stderr=self.json), self.quiet or not leads)
+        with shown as observer, api.printing(self.print_after, observer):
+            yield observer
 
     def print_json(self, plain: Any) -> None:
         """Print the result, if it was asked for as JSON."""

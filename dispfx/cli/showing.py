@@ -1,51 +1,28 @@
-"""Verbs that show what was done: report, compare, doctor."""
+"""Verbs that show what was done, or what there is: report, compare, passes, doctor."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from dispfx.cli import options as given
-from dispfx.cli.faults import reports_faults
 from dispfx.cli.screen import Screen
 from dispfx.errors import DispfxError, OutputError
 from dispfx.preconditions import check_folder
+from dispfx.settings.trees import CompareSettings, NoSettings, VerifySettings
 
 
-@reports_faults
-def report(
-    folder: given.Folder,
-    json: given.Json = False,
-    quiet: given.Quiet = False,
-    debug: given.Debug = False,
-) -> None:
+def report(settings: VerifySettings, screen: Screen) -> None:
     """Draw DIR/report.html and DIR/pictures/ from what the folder holds; every compile does so at its end."""
+    folder = settings.folder.folder
     check_folder(folder, report=True)
     from dispfx.report.page import write_page
 
-    screen = Screen(json, quiet)
     files = [str(path) for path in write_page(folder)]
     screen.print_json({"files": files})
     screen.print_text("\n".join(files))
 
 
-@reports_faults
-def compare(
-    paths: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="DIR... | PLAN PLAN", help="Folders that dispfx wrote, or two plans.", show_default=False
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="Of folders: write a page (.html) with the plot, and the plot as PNG.")
-    ] = None,
-    json: given.Json = False,
-    quiet: given.Quiet = False,
-    debug: given.Debug = False,
-) -> None:
-    """Put runs side by side, or show what two plans keep alike."""
-    screen = Screen(json, quiet)
+def compare(settings: CompareSettings, screen: Screen) -> None:
+    """Show runs side by side, or what two plans keep alike."""
+    paths, out = settings.paths.paths, settings.paths.out
     if all(path.expanduser().is_file() for path in paths):
         _compare_plans(paths, out, screen)
         return
@@ -56,7 +33,7 @@ def compare(
     _compare_runs(paths, out, screen)
 
 
-def _compare_runs(paths: list[Path], out: Path | None, screen: Screen) -> None:
+def _compare_runs(paths: Sequence[Path], out: Path | None, screen: Screen) -> None:
     from dispfx.report.comparison import RUN_HEADER, run_notes, run_rows, runs_plain, write_comparison
     from dispfx.report.run import read_run
     from dispfx.report.table import print_rows
@@ -70,7 +47,7 @@ def _compare_runs(paths: list[Path], out: Path | None, screen: Screen) -> None:
         screen.print_text(line)
 
 
-def _compare_plans(paths: list[Path], out: Path | None, screen: Screen) -> None:
+def _compare_plans(paths: Sequence[Path], out: Path | None, screen: Screen) -> None:
     if len(paths) != 2 or out is not None:
         raise OutputError("two plans are compared at a time, and on the screen", hint="leave out the rest")
     from dispfx.ir.plan import Plan
@@ -86,17 +63,26 @@ def _compare_plans(paths: list[Path], out: Path | None, screen: Screen) -> None:
         print_rows([difference_rows(difference)], screen.console, header)
 
 
-@reports_faults
-def doctor(json: given.Json = False, quiet: given.Quiet = False, debug: given.Debug = False) -> None:
+def passes(settings: NoSettings, screen: Screen) -> None:
+    """List the passes of the compiler, in order, with their stage and effect."""
+    from dispfx.api.printing import described_passes
+    from dispfx.report.table import print_rows
+
+    rows = described_passes()
+    screen.print_json({"passes": [dict(zip(("name", "stage", "effect"), row, strict=True)) for row in rows]})
+    if not screen.json:
+        print_rows([rows], screen.console, ("pass", "stage", "effect"))
+
+
+def doctor(settings: NoSettings, screen: Screen) -> None:
     """Show versions, devices, and what is missing; exit code 2 where something needed is."""
     from dispfx import api
     from dispfx.report import to_plain
     from dispfx.report.table import print_rows
 
-    screen = Screen(json, quiet)
     findings = api.doctor()
     document = {"findings": to_plain(findings)}
-    if not json:
+    if not screen.json:
         rows = [(finding.name, finding.state, finding.detail) for finding in findings]
         print_rows([rows], screen.console, ("", "state", ""))
     missing = [finding.name for finding in findings if finding.state == "missing"]

@@ -8,16 +8,20 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from cyclopts import Group, Parameter
+from cyclopts import App, Group, Parameter
 from cyclopts.validators import Number
 
+from dispfx.cli.examples import epilog
+from dispfx.cli.faults import ends_with_message
 from dispfx.cli.screen import Screen
 from dispfx.settings.field import Field, section_fields
 from dispfx.settings.tree import Tree
 
+Given = dict[str, Any]
 _COMMON = Group("Most runs", help="What most runs need; everything else has a default.", sort_key=0)
+_SCREEN = Group("Screen", help="What is printed.", sort_key=99)
 
 
 @dataclass(frozen=True)
@@ -25,35 +29,62 @@ class Verb:
     """One verb.
 
     Args:
-        name: as it is typed.
-        run: does the work with the settings and the screen.
+        run: does the work with the settings and the screen; its docstring is the help.
         tree: class of its settings.
-        positional: settings without an option name, in order.
+        name: as it is typed; that of `run` by default.
+        positional: settings without an option name, in order, and the placeholder of each.
         required: settings that must be given.
         without: settings of the tree that the verb has no use for.
         defaults: values that differ from those of the tree.
+        build: makes the settings from what was given; `tree.of` by default.
     """
 
-    name: str
     run: Callable[[Any, Screen], None]
     tree: type[Tree]
-    positional: tuple[str, ...] = ("model",)
+    name: str = ""
+    positional: Mapping[str, str] = field(default_factory=lambda: {"model": "MODEL"})
     required: tuple[str, ...] = ()
-    without: frozenset[str] = frozenset()
+    without: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    build: Callable[[Given], Tree] | None = None
+
+    @property
+    def named(self) -> str:
+        """As it is typed."""
+        return self.name or self.run.__name__
+
+    def add_to(self, app: App) -> None:
+        """Add the verb to the command line."""
+        name, signature = self.named, self.signature()
+
+        def command(*words: Any, **options: Any) -> None:
+            given = dict(zip(self.positional, words, strict=False)) | options
+            self._call({key: value for key, value in given.items() if value is not None})
+
+        command.__name__, command.__doc__ = name, self.run.__doc__
+        command.__signature__ = signature  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
+        app.command(command, name=name, help_epilogue=epilog(name))
+
+    def _call(self, given: Given) -> None:
+        names = [one.name for one in section_fields(Screen)]
+        screen = Screen(**{name: given.pop(name) for name in names if name in given})
+        given = {**self.defaults, **given}
+        with ends_with_message(screen, given, resumable="resume" in self.tree.settings()):
+            build = self.build or (lambda found: self.tree.of(**found))
+            self.run(build(given), screen)
 
     def signature(self) -> inspect.Signature:
         """Return one parameter per setting, positional ones first, and those of the screen last."""
         fields = {name: one for name, one in self.tree.settings().items() if name not in self.without}
-        first = [self._parameter(fields.pop(name), None, position=True) for name in self.positional]
+        first = [self._positional(fields.pop(name), word) for name, word in self.positional.items()]
         rest = [
-            self._parameter(one, self._group(number, section, one))
+            self._option(one, self._group(number, section, one))
             for number, section in enumerate(self.tree.sections().values(), start=1)
             for one in section_fields(section)
             if one.name in fields and one.facts.on_command_line
         ]
-        screen = Group("Screen", help="What is printed.", sort_key=99)
-        shown = [self._parameter(one, screen) for one in section_fields(Screen)]
+        shown = [self._option(one, _SCREEN) for one in section_fields(Screen) if one.name not in self.without]
         return inspect.Signature([*first, *rest, *shown])
 
     def _group(self, number: int, section: type, one: Field) -> Group:
@@ -62,35 +93,42 @@ class Verb:
         title = section.__name__.removesuffix("Settings")
         return Group(title, help=(section.__doc__ or "").partition("\n")[0], sort_key=number)
 
-    def _parameter(self, one: Field, group: Group | None, position: bool = False) -> inspect.Parameter:
-        needed = one.name in self.required or (position and one.required)
-        kind = inspect.Parameter.POSITIONAL_ONLY if position else inspect.Parameter.KEYWORD_ONLY
-        annotation = one.typed if needed else one.typed | None
+    def _positional(self, one: Field, word: str) -> inspect.Parameter:
+        needed = one.required and one.name not in self.defaults
         return inspect.Parameter(
             one.name,
-            kind,
+            inspect.Parameter.POSITIONAL_ONLY,
             default=inspect.Parameter.empty if needed else None,
-            annotation=Annotated[annotation, self._facts(one, group)],
+            annotation=Annotated[
+                one.typed if needed else one.typed | None,
+                Parameter(name=word, help=one.facts.doc, negative=(), negative_iterable=()),
+            ],
         )
 
-    def _facts(self, one: Field, group: Group | None) -> Parameter:
+    def _option(self, one: Field, group: Group) -> inspect.Parameter:
+        needed = one.name in self.required
         facts = one.facts
         bounds = {"gte": facts.least, "gt": facts.above, "lte": facts.most, "lt": facts.below}
-        given = {name: bound for name, bound in bounds.items() if bound is not None}
-        negative = f"--no-{one.option[2:]}" if one.typed is bool and one.facts.default else ()
-        return Parameter(
-            name=None if group is None else one.option,
-            help=_help(one, self.defaults.get(one.name, one.value)),
+        limits = {name: bound for name, bound in bounds.items() if bound is not None}
+        parameter = Parameter(
+            name=one.option,
+            help=self._help(one),
             group=group,
-            negative=negative,
+            negative=f"--no-{one.option[2:]}" if one.typed is bool and facts.default else (),
             negative_iterable=(),
             show_default=False,
-            validator=Number(**given) if given else None,
+            validator=Number(**limits) if limits else None,
+        )
+        return inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if needed else None,
+            annotation=Annotated[one.typed if needed else one.typed | None, parameter],
         )
 
-
-def _help(one: Field, value: Any) -> str:
-    default = one.facts.default
-    if not default and isinstance(value, str | int | float) and not isinstance(value, bool):
-        default = f"{value:,}" if isinstance(value, int) else str(value)
-    return one.facts.doc + (f" [default: {default}]" if default else "")
+    def _help(self, one: Field) -> str:
+        value, default = self.defaults.get(one.name, one.value), one.facts.default
+        if not default and isinstance(value, str | int | float) and not isinstance(value, bool):
+            default = f"{value:,}" if isinstance(value, int) else str(value)
+        functions = " Or file.py:function." if one.facts.functions else ""
+        return one.facts.doc + functions + (f" [default: {default}]" if default else "")

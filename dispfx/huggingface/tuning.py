@@ -5,9 +5,7 @@ computation, whatever is learned.
 """
 
 import importlib
-import math
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +13,7 @@ import torch
 from torch import nn
 
 from dispfx.errors import DispfxError
-
-
-@dataclass(frozen=True)
-class TuneSettings:
-    """How adapters are trained.
-
-    Args:
-        rank: of each adapter's product.
-        alpha: an adapter is scaled by alpha / rank.
-        lr: learning rate of AdamW at the first step; it falls to zero in a line.
-        steps: of the optimizer.
-        batch_size: sequences a step.
-        seq_len: tokens a sequence.
-        seed: of the adapters' first values and of the order of the sequences.
-    """
-
-    rank: int = 16
-    alpha: float = 32.0
-    lr: float = 2e-4
-    steps: int = 1000
-    batch_size: int = 8
-    seq_len: int = 512
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            DispfxError: naming the one with which no run makes sense.
-        """
-        for name, least in (("rank", 1), ("steps", 1), ("batch_size", 1), ("seq_len", 2), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise DispfxError(f"{name} must be at least {least}, and {getattr(self, name)} was given")
-        for name in ("alpha", "lr"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise DispfxError(f"{name} must be a number above 0, and {value} was given")
+from dispfx.settings.verb_settings import TuneSettings
 
 
 def peft_library() -> Any:

@@ -98,6 +98,15 @@ def read_costs(path: str | Path) -> CostTable:
     return CostTable.of_plain(plain)
 
 
+def latency_table(costs: CostTable | str | Path | None) -> CostTable | None:
+    """Return a table as it is, or read from its file; None for none.
+
+    Raises:
+        DataError: as `read_costs`.
+    """
+    return costs if costs is None or isinstance(costs, CostTable) else read_costs(costs)
+
+
 _HINT = "make one with tools/measure_costs.py on the device that the result is for"
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dispfx.choices import choice
-from dispfx.learning.settings import EstimatorName
+from dispfx.settings.learning_settings import EstimatorName
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dispfx.choices import choice
 from dispfx.learning.outer_product import OuterProduct, OuterProducts
-from dispfx.learning.settings import HypernetworkName, seed_for
+from dispfx.settings.learning_settings import HypernetworkName, seed_for
 
 INPUT_WIDTH = 32
 RECURRENT_WIDTH = 64

@@ -31,11 +31,11 @@ from dispfx.learning.hypernetwork import build_hypernetwork
 from dispfx.learning.interrupt import uninterrupted
 from dispfx.learning.objective import next_token_loss
 from dispfx.learning.readout import reading
-from dispfx.learning.settings import LearnSettings, seed_for
 from dispfx.learning.state import Position, restore_run, run_tensors
 from dispfx.learning.text import Batches
 from dispfx.learning.update import Slopes, Update, fastest_update
 from dispfx.ranks import ALONE, Ranks
+from dispfx.settings.learning_settings import LearnSettings, seed_for
 
 # Kernels round otherwise for a batch than for one sequence, bfloat16 ones by about 1e-2 of a logit.
 _SAMPLE_TOLERANCE = 2e-3

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import DataError
-from dispfx.learning.settings import seed_for
 from dispfx.learning.text import HELD_OUT_SHARE, TokenBatches
+from dispfx.settings.learning_settings import seed_for
 
 _SMALLEST_SHARE = Fraction(1, 1000)
 _LONGEST_PATTERN = 10_000

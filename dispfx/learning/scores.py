@@ -30,7 +30,7 @@ from dispfx.ir.budget import Groups, harden
 from dispfx.ir.plan import Budget
 from dispfx.ir.sites import UNTOUCHED, GatePoint, Site, Slice
 from dispfx.learning.learner import Problem
-from dispfx.learning.settings import Method, seed_for
+from dispfx.settings.learning_settings import Method, seed_for
 
 SEQUENCES = 64
 _SMALLEST = 1e-30

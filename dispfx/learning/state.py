@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dispfx.atomic import replacing
 from dispfx.errors import DataError, PlanMismatchError
 from dispfx.json_text import parse_json
-from dispfx.learning.settings import LearnSettings
+from dispfx.settings.learning_settings import LearnSettings
 
 STATE_FILE = "learning.safetensors"
 STATE_VERSION = 1

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import DataError
-from dispfx.learning.settings import seed_for
+from dispfx.settings.learning_settings import seed_for
 
 if TYPE_CHECKING:
     import numpy as np

@@ -22,10 +22,10 @@ from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
 from dispfx.learning.learner import Gated, Learner, Problem, StepOutcome, check_gates, check_samples
 from dispfx.learning.records import MetricsLog, Pace, StepRecord
 from dispfx.learning.scores import starting_logits
-from dispfx.learning.settings import LearnSettings
 from dispfx.learning.state import Identity, Position, load_state, save_state, settings_identity
 from dispfx.learning.text import Batches
 from dispfx.ranks import ALONE, RankLost, Ranks
+from dispfx.settings.learning_settings import LearnSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,23 +53,9 @@ class Learned:
     seconds: float
 
 
-def learn(
-    gated: Gated,
-    sites: Sequence[Site],
-    shapes: Mapping[str, tuple[int, ...]],
-    text: Batches,
-    budget: Budget,
-    settings: LearnSettings,
-    *,
-    state_dir: Path | None = None,
-    resume: bool = False,
-    on_step: Callable[[StepRecord], None] = lambda record: None,
-    device: torch.device | str = "cpu",
-    fingerprint: str | None = None,
-    ranks: Ranks | None = None,
-    note: Callable[[str], None] = lambda text: None,
-) -> Learned:
-    """Learn masks and return the selections that meet the budget.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LearningTask:
+    """What is learned, from what, and by which processes.
 
     Args:
         gated: (ids_BT int64, one 1-D float mask a site) -> logits_BTV, with frozen weights.
@@ -78,13 +64,74 @@ def learn(
         text: batches to learn from, cut as `settings` say.
         budget: what may stay.
         settings: of the run.
-        state_dir: where the state and metrics.jsonl are written; nothing is written without it.
-        resume: go on from the state in `state_dir`, where there is one.
-        on_step: called with the record of every `log_every`-th step and of the last.
         device: where the decoder lives.
+        ranks: the processes of the run.
         fingerprint: of the decoder; a state of another one is refused.
-        ranks: the processes of the run, of which this one leads; the others call `follow_run`.
-        note: told what a GPU could not do its fastest way, and why.
+    """
+
+    gated: Gated
+    sites: Sequence[Site]
+    shapes: Mapping[str, tuple[int, ...]]
+    text: Batches
+    budget: Budget
+    settings: LearnSettings
+    device: torch.device | str = "cpu"
+    ranks: Ranks = ALONE
+    fingerprint: str | None = None
+
+    def problem(self) -> Problem:
+        """Return what stays the same while masks are learned, on the device.
+
+        Raises:
+            DataError: if the text is cut otherwise than the settings say.
+            DispfxError: if the ranks cannot share a batch.
+            BudgetError: if the sites cannot meet the budget.
+        """
+        text, settings, device = self.text, self.settings, torch.device(self.device)
+        if (text.seq_len, text.batch_size) != (settings.seq_len, settings.batch_size):
+            raise DataError(
+                f"the text is cut into batches of {text.batch_size} × {text.seq_len} tokens, and the "
+                f"settings ask for {settings.batch_size} × {settings.seq_len}"
+            )
+        self.ranks.check(settings.batch_size, settings.samples)
+        count = ParameterCount.of_sites(self.sites, self.shapes, self.budget.of)
+        groups = Groups.of_run(self.sites, constrained=settings.constrained)
+        check_reachable(self.sites, count, self.budget, groups=groups)
+        return Problem(
+            gated=self.gated,
+            sites=tuple(self.sites),
+            groups=groups.to(device),
+            count=count.to(device),
+            target=self.budget.keep * count.dense,
+            text=text,
+            settings=settings,
+            device=device,
+            ranks=self.ranks,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Watch:
+    """Where the state of a run is kept, and who is told what happens.
+
+    Args:
+        state_dir: where the state and metrics.jsonl are written; nothing is written without it.
+        resume: continue from the state in `state_dir`, where there is one.
+        on_step: called with the record of every `log_every`-th step and of the last.
+        note: told in words how the decoder is run.
+    """
+
+    state_dir: Path | None = None
+    resume: bool = False
+    on_step: Callable[[StepRecord], None] = lambda record: None
+    note: Callable[[str], None] = lambda text: None
+
+
+def learn(task: LearningTask, watch: Watch | None = None) -> Learned:
+    """Learn masks and return the selections that meet the budget.
+
+    Args:
+        task: what is learned; this process leads its ranks, the others call `follow_run`.
 
     Raises:
         BudgetError: if the sites cannot meet the budget; before anything is learned where possible.
@@ -93,22 +140,24 @@ def learn(
         DispfxError: if the loss stays not finite, or the logits become so.
         KeyboardInterrupt, RankLost: after the state was saved.
     """
-    began = perf_counter()
-    problem = problem_of(gated, sites, shapes, text, budget, settings, torch.device(device), ranks or ALONE)
-    identity = _identity(problem, budget, fingerprint)
+    began, watch = perf_counter(), watch or Watch()
+    problem = task.problem()
+    identity = _identity(problem, task.budget, task.fingerprint)
+    state_dir = watch.state_dir
     if state_dir is not None:
         try:
             state_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(state_dir, str(error.strerror)) from error
-    learner = _learner(problem, state_dir if resume else None, identity, note)
+    learner = _learner(problem, state_dir if watch.resume else None, identity, watch.note)
     first_step = learner.position.step
-    records = _run(learner, budget, state_dir, identity, on_step)
+    records = _run(learner, task.budget, state_dir, identity, watch.on_step)
     logits = learner.logits()
-    kept = _hardened(learner, logits, budget)
+    kept = _hardened(learner, logits, task.budget)
+    left = problem.count.to("cpu").count_kept(hard_masks(task.sites, kept))
     return Learned(
         kept=kept,
-        achieved=1.0 - problem.count.to("cpu").count_kept(hard_masks(sites, kept)) / problem.count.dense,
+        achieved=1.0 - left / problem.count.dense,
         logits=problem.groups.expand(logits).float().cpu(),
         records=records,
         first_step=first_step,
@@ -118,63 +167,14 @@ def learn(
     )
 
 
-def follow_run(
-    gated: Gated,
-    sites: Sequence[Site],
-    shapes: Mapping[str, tuple[int, ...]],
-    text: Batches,
-    budget: Budget,
-    settings: LearnSettings,
-    *,
-    ranks: Ranks,
-    device: torch.device | str = "cpu",
-) -> None:
-    """Compute with the rank that calls `learn` with the same arguments, until its run ends.
+def follow_run(task: LearningTask) -> None:
+    """Compute with the rank that calls `learn` with the same task, until its run ends.
 
     Raises:
         BudgetError, PassError, DataError: as `learn`.
         RankLost: if another rank ended.
     """
-    follow(problem_of(gated, sites, shapes, text, budget, settings, torch.device(device), ranks))
-
-
-def problem_of(
-    gated: Gated,
-    sites: Sequence[Site],
-    shapes: Mapping[str, tuple[int, ...]],
-    text: Batches,
-    budget: Budget,
-    settings: LearnSettings,
-    device: torch.device,
-    ranks: Ranks = ALONE,
-) -> Problem:
-    """Return what stays the same while masks are learned, on `device`.
-
-    Raises:
-        DataError: if the text is cut otherwise than the settings say.
-        DispfxError: if the ranks cannot share a batch.
-        BudgetError: if the sites cannot meet the budget.
-    """
-    if (text.seq_len, text.batch_size) != (settings.seq_len, settings.batch_size):
-        raise DataError(
-            f"the text is cut into batches of {text.batch_size} × {text.seq_len} tokens, and the settings "
-            f"ask for {settings.batch_size} × {settings.seq_len}"
-        )
-    ranks.check(settings.batch_size, settings.samples)
-    count = ParameterCount.of_sites(sites, shapes, budget.of)
-    groups = Groups.of_run(sites, constrained=settings.constrained)
-    check_reachable(sites, count, budget, groups=groups)
-    return Problem(
-        gated=gated,
-        sites=tuple(sites),
-        groups=groups.to(device),
-        count=count.to(device),
-        target=budget.keep * count.dense,
-        text=text,
-        settings=settings,
-        device=device,
-        ranks=ranks,
-    )
+    follow(task.problem())
 
 
 def _identity(problem: Problem, budget: Budget, fingerprint: str | None) -> Identity:

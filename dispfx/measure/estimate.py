@@ -30,7 +30,6 @@ from dispfx.ir.budget import Groups, ParameterCount
 from dispfx.ir.plan import BudgetOf
 from dispfx.ir.program import Program
 from dispfx.learning.hypernetwork import hypernetwork_parameters
-from dispfx.learning.settings import DEFAULT_RECIPE, LearnSettings, recipe
 from dispfx.measure.cuda_memory import workspaces_bytes
 from dispfx.measure.devices import Device
 from dispfx.measure.graph_sizes import Sizes
@@ -38,6 +37,7 @@ from dispfx.measure.step_memory import StepMemory, needing_gradients, step_memor
 from dispfx.measure.step_work import StepWork, step_work
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
+from dispfx.settings.learning_settings import DEFAULT_RECIPE, LearnSettings, recipe_settings
 from dispfx.training.decoder import head_takes_stream_alone
 from dispfx.training.fast_passes import training_passes
 from dispfx.training.preparation import SHORT
@@ -145,7 +145,7 @@ def estimate(
     """
     device = device or program.device
     on_gpu = device.type == "cuda"
-    settings = settings or LearnSettings(**recipe(DEFAULT_RECIPE))
+    settings = settings or LearnSettings(**recipe_settings(DEFAULT_RECIPE))
     plain = Pipeline([InsertGates()], verify=False).run(program.clone())
     sizes = Sizes(plain.graph, settings.batch_size, settings.seq_len)
     groups = Groups.of_run(program.sites, constrained=settings.constrained)

@@ -6,9 +6,9 @@ from typing import Any
 
 from dispfx.ir.plan import BudgetOf
 from dispfx.ir.program import Program
-from dispfx.learning.settings import LearnSettings
 from dispfx.measure.estimate import Estimate
 from dispfx.report.estimate import duration, estimate_lines, estimate_plain
+from dispfx.settings.learning_settings import LearnSettings
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,12 +6,9 @@ written files, read back.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from dispfx.ir.sites import Select
-from dispfx.learning.settings import LearnSettings
 from dispfx.measure.equivalence import Verification
-from dispfx.text_origin import Bos
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ class Tuning:
         data: what was learned from.
         parameters: how many were trained.
         before, after: perplexity of the pruned decoder, under one protocol.
-        rank, alpha, lr, steps, batch_size, seq_len, seed: as in `dispfx.huggingface.tuning.TuneSettings`.
+        rank, alpha, lr, steps, batch_size, seq_len, seed: as in `dispfx.settings.verb_settings.TuneSettings`.
     """
 
     base: str
@@ -133,28 +130,6 @@ class Tuning:
     batch_size: int
     seq_len: int
     seed: int
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What decided which features are kept, also where nobody chose it.
-
-    Args:
-        learning: as it was after defaults, recipe, and what suits the decoder and the number of processes.
-        align: what widths are multiples of.
-        select: behind the norms, or before them.
-        data_bytes: of text that were read at most.
-        bos: whether sequences begin with the beginning-of-sequence token, as it was chosen.
-        bos_tokens: what every sequence that was learned from begins with.
-    """
-
-    learning: LearnSettings
-    align: int
-    select: Select
-    data_bytes: int
-    # Runs of before there was a choice added none.
-    bos: Bos = "off"
-    bos_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,7 +154,8 @@ class Report:
             `verify` then holds what was compared since, and `perplexity` is None.
         files: SHA-256 of each file that holds the decoder, as it was written, by its path in the folder; what
             `export` adds later is not among them.  Empty in reports of before there was such an entry.
-        settings: of the run; None where a plan was applied, and in reports of before there was such an entry.
+        settings: every setting of the run by section (`dispfx.settings.RunSettings`); None where a plan was
+            applied.
     """
 
     ratio: Ratio
@@ -197,7 +173,7 @@ class Report:
     skills: Mapping[str, SkillChange] = field(default_factory=dict)
     tuned: Tuning | None = None
     files: Mapping[str, str] = field(default_factory=dict)
-    settings: Settings | None = None
+    settings: Mapping[str, Mapping[str, Any]] | None = None
 
     def _repr_html_(self) -> str:
         from dispfx.report.notebook import report_html

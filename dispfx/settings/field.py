@@ -14,6 +14,7 @@ import typing
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from dispfx.choices import closest, require_choice
@@ -105,6 +106,16 @@ class Field:
             return self.facts.takes
         return next(kind for kind in _members(self.kind) if kind is not type(None))
 
+    def takes(self, value: Any) -> bool:
+        """Whether a value from a JSON file has the type of the setting; ranges are checked elsewhere."""
+        members = _members(self.kind)
+        if value is None:
+            return type(None) in members or self.kind is Any
+        if self.facts.repeats is not None:
+            several = value if isinstance(value, list) else [value]
+            return all(_is_a(entry, self.facts.repeats) for entry in several)
+        return any(_is_a(value, kind) for kind in (self.facts.takes or self.typed, *members))
+
     @property
     def required(self) -> bool:
         """Whether there is no default."""
@@ -162,6 +173,14 @@ def refuse_unknown_names(names: Iterable[str], known: Iterable[str]) -> None:
 
 def _members(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if kind in (str, Any, Path) or _is_literal(kind):
+        return isinstance(value, str)
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    return kind in (int, float) and isinstance(value, int if kind is int else int | float)
 
 
 def _is_literal(kind: Any) -> bool:

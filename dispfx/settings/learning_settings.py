@@ -60,6 +60,18 @@ _ADAPTABLE = ("samples", "seq_len", "batch_size")
 
 
 @dataclass(frozen=True)
+class RecipeSettings:
+    """Which defaults learning starts from."""
+
+    recipe: RecipeName | None = setting(
+        None, "Settings of learning to start from; each has an option of its own.", default=DEFAULT_RECIPE
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+
+@dataclass(frozen=True)
 class LearnSettings:
     """How masks are learned.
 

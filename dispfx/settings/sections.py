@@ -170,6 +170,14 @@ class OutputSettings:
         per_run=True,
     )
 
+    config: Path | None = setting(
+        None,
+        "Settings of an earlier run: its report.json. What is given here wins; --out is always needed.",
+        metavar="FILE",
+        common=True,
+        per_run=True,
+    )
+
     def __post_init__(self) -> None:
         check_section(self)
 

@@ -41,6 +41,11 @@ class Tree:
         return found
 
     @classmethod
+    def settings_of(cls, section: str) -> tuple[str, ...]:
+        """Return the names of one section's settings."""
+        return _names_of(cls.sections()[section])
+
+    @classmethod
     def of(cls, **flat: Any) -> Self:
         """Return the settings with these values; all others have their defaults.
 
@@ -48,8 +53,21 @@ class Tree:
             UnknownSettingError: if a name is no setting; the closest one is named.
             DispfxError: if a value makes no sense.
         """
-        refuse_unknown_names(tuple(flat), cls._names())
+        refuse_unknown_names(flat, cls.settings())
         return cls(**{name: cls._section(name, kind, flat) for name, kind in cls.sections().items()})
+
+    @classmethod
+    def given(cls, subject: Any, changes: Mapping[str, Any]) -> Self:
+        """Return settings from what a function was called with: settings, or a model, and single settings.
+
+        Args:
+            subject: settings of this class, or the model that they are about.
+            changes: single settings by flat name.
+
+        Raises:
+            UnknownSettingError, DispfxError: as `of`.
+        """
+        return subject.changed(**changes) if isinstance(subject, cls) else cls.of(model=subject, **changes)
 
     def changed(self, **flat: Any) -> Self:
         """Return the settings with other values.
@@ -57,7 +75,7 @@ class Tree:
         Raises:
             UnknownSettingError, DispfxError: as `of`.
         """
-        refuse_unknown_names(tuple(flat), self._names())
+        refuse_unknown_names(flat, self.settings())
         changes = {}
         for name, kind in self.sections().items():
             own = {one: flat[one] for one in _names_of(kind) if one in flat}
@@ -74,10 +92,6 @@ class Tree:
             }
             for name, kind in self.sections().items()
         }
-
-    @classmethod
-    def _names(cls) -> tuple[str, ...]:
-        return tuple(cls.settings())
 
     @classmethod
     def _section(cls, name: str, kind: type, flat: Mapping[str, Any]) -> Any:

@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from dispfx.settings.learning_settings import LearnSettings, changed_settings, learn_settings
+from dispfx.errors import DispfxError
+from dispfx.settings.learning_settings import (
+    LearnSettings,
+    RecipeSettings,
+    changed_settings,
+    learn_settings,
+)
 from dispfx.settings.sections import (
     BudgetSettings,
     ComputeSettings,
@@ -19,14 +25,16 @@ from dispfx.settings.sections import (
 from dispfx.settings.tree import Tree
 from dispfx.settings.verb_settings import (
     EvaluationSettings,
+    FolderSettings,
     FormSettings,
     GenerationSettings,
+    InspectionSettings,
+    PathsSettings,
+    PlanSettings,
     TimingSettings,
     TuneOutputSettings,
     TuneSettings,
 )
-
-RECIPE = "recipe"
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +45,7 @@ class RunSettings(Tree):
         model: the decoder.
         text: to learn from and to measure on.
         budget: how much to remove.
+        recipe: which defaults of learning were chosen.
         learning: how masks are learned, with the defaults of recipe and model filled in.
         compute: how fast, and on how many processes.
         output: what is written.
@@ -45,26 +54,43 @@ class RunSettings(Tree):
     model: ModelSettings
     text: TextSettings
     budget: BudgetSettings
+    recipe: RecipeSettings
     learning: LearnSettings
     compute: ComputeSettings
     output: OutputSettings
 
     @classmethod
-    def _names(cls) -> tuple[str, ...]:
-        return (*super()._names(), RECIPE)
-
-    @classmethod
     def _section(cls, name: str, kind: type, flat: Mapping[str, Any]) -> Any:
         if kind is not LearnSettings:
             return super()._section(name, kind, flat)
-        return learn_settings(flat.get("model"), recipe=flat.get(RECIPE), **_learning_of(flat))
+        return learn_settings(flat.get("model"), recipe=flat.get("recipe"), **_learning_of(flat))
 
     def changed(self, **flat: Any) -> Self:
         """Return the settings with other values; chosen sizes of learning are not adapted any more."""
+        if flat.get("recipe") not in (None, self.recipe.recipe):
+            raise DispfxError("a recipe is chosen where settings are made, and cannot be changed later")
         learning = _learning_of(flat)
         rest = {name: value for name, value in flat.items() if name not in learning}
         found = super().changed(**rest)
         return replace(found, learning=changed_settings(found.learning, learning)) if learning else found
+
+    def fitted(self, learning: LearnSettings) -> Self:
+        """Return the settings with those of learning as a decoder was learned with."""
+        return replace(self, learning=learning)
+
+
+@dataclass(frozen=True, eq=False)
+class ApplySettings(RunSettings):
+    """`apply`: a run without learning, from a plan."""
+
+    plan: PlanSettings
+
+
+@dataclass(frozen=True, eq=False)
+class InspectSettings(RunSettings):
+    """`inspect`: a run that stops before learning."""
+
+    inspection: InspectionSettings
 
 
 def _learning_of(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,3 +141,22 @@ class GenerateSettings(Tree):
     model: ModelSettings
     text: TextSettings
     generation: GenerationSettings
+
+
+@dataclass(frozen=True, eq=False)
+class VerifySettings(Tree):
+    """`verify` and `report`: what a folder holds."""
+
+    folder: FolderSettings
+
+
+@dataclass(frozen=True, eq=False)
+class CompareSettings(Tree):
+    """`compare`: runs or plans side by side."""
+
+    paths: PathsSettings
+
+
+@dataclass(frozen=True, eq=False)
+class NoSettings(Tree):
+    """Verbs without settings of their own."""

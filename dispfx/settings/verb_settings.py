@@ -16,7 +16,7 @@ class EvaluationSettings:
 
     dense: Any = setting(
         None,
-        "What DIR was compiled from. Measured in the same tasks, and compared with it: KL and top-1 agreement.",
+        "What DIR was compiled from. Measured in the same tasks, and compared: KL, top-1 agreement.",
         metavar="MODEL",
         takes=str,
         common=True,
@@ -53,7 +53,8 @@ class TuneSettings:
     lr: float = setting(2e-4, "Learning rate of AdamW; it falls linearly to zero.", above=0.0)
     steps: int = setting(1000, "Optimizer steps.", least=1, common=True)
     batch_size: int = setting(8, "Sequences per step.", least=1, common=True)
-    seq_len: int = setting(512, "Tokens per sequence.", default="512, or what the decoder reads", least=2)
+    # None until a decoder says how much it reads.
+    seq_len: int = setting(None, "Tokens per sequence.", default="512, or what the decoder reads", least=2)
     seed: int = setting(0, "Seed of the adapters' first values and of the order of sequences.", least=0)
 
     def __post_init__(self) -> None:
@@ -138,3 +139,35 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         check_section(self)
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """Which plan is applied."""
+
+    plan: Path = required("A plan.safetensors.")
+
+
+@dataclass(frozen=True)
+class InspectionSettings:
+    """How much is read."""
+
+    config_only: bool = setting(False, "Read the config and no weights.", common=True)
+
+
+@dataclass(frozen=True)
+class FolderSettings:
+    """Which folder."""
+
+    folder: Path = required("A folder that dispfx wrote.")
+    trust_remote_code: bool = setting(False, "Run code that comes with the checkpoint.")
+
+
+@dataclass(frozen=True)
+class PathsSettings:
+    """What is compared."""
+
+    paths: Sequence[Path] = required("Folders that dispfx wrote, or two plans.", repeats=Path)
+    out: Path | None = setting(
+        None, "Of folders: write a page (.html) with the plot, and the plot as PNG.", common=True
+    )

@@ -6,17 +6,14 @@ Whatever is not there, does not fit or does not agree is left out, with a word.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from dispfx.choices import check_choices, option
-from dispfx.chosen_device import chosen_device
 from dispfx.errors import DispfxError, UnsupportedGraphError, VerificationError, first_line
 from dispfx.ir.program import Program
 from dispfx.learning.objective import next_token_loss
+from dispfx.settings import ComputeSettings
 from dispfx.training.comparison import (
     Comparison,
     Loss,
@@ -30,44 +27,8 @@ from dispfx.training.gathered import GatheredDecoder
 from dispfx.training.replay import ReplayedLoss
 from dispfx.training.shards import Sharding
 
-Choice = Literal["auto", "on", "off"]
-
 # The ordinary capture is compared on a short sequence: it holds whole masks and whole logits.
 SHORT = 128
-
-
-@dataclass(frozen=True)
-class Compute:
-    """How the decoder's part of a step is computed; it changes speed and memory, not what is learned.
-
-    Args:
-        compile: compile each kind of layer once; auto does so on CUDA.
-        checkpointing: compute layers again in the backward pass; auto does so where memory is short.
-        replay: replay the pass as one CUDA graph; auto does so where layers are compiled and whole.
-        join: in compiled layers, sum the gradient of projections that read one value where it is written.
-        shard_on: device of this process, where every process of the run has a part of the weights only, and
-            the decoder itself is elsewhere; by default each has all of them where the decoder is.
-    """
-
-    compile: Choice = "auto"
-    checkpointing: Choice = "auto"
-    replay: Choice = "auto"
-    join: bool = True
-    shard_on: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check the choices.
-
-        Raises:
-            DispfxError: if one is none of auto, on and off, or the device is not there.
-        """
-        check_choices(self, option)
-        if self.shard_on is not None:
-            chosen_device(self.shard_on)
-
-    def compiles(self, device: torch.device) -> bool:
-        """Whether layers are compiled on that device, if they can be."""
-        return self.compile == "on" or (self.compile == "auto" and device.type == "cuda")
 
 
 class PlainDecoder(nn.Module):
@@ -115,7 +76,7 @@ def prepare(
     plain: Program,
     fast: Program,
     ids_BT: Tensor,
-    compute: Compute,
+    compute: ComputeSettings,
     *,
     samples: int = 1,
     short_of_memory: bool = False,
@@ -151,7 +112,7 @@ class _Preparation:
         plain: Program,
         fast: Program,
         ids_BT: Tensor,
-        compute: Compute,
+        compute: ComputeSettings,
         samples: int,
         note: Callable[[str], None],
         agree: Callable[[bool], bool],

@@ -14,9 +14,9 @@ from dispfx import api
 from dispfx.api.text import TextChoice, open_text
 from dispfx.errors import DataError, DispfxError
 from dispfx.ir.plan import Plan
-from dispfx.learning.settings import LearnSettings
 from dispfx.measure.perplexity import TextFacts, perplexity
 from dispfx.report import load_report
+from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source import load_source
 from dispfx.text_origin import Reading
 from tests.api.conftest import Watcher

@@ -25,9 +25,9 @@ from dispfx.errors import (
     VerificationError,
 )
 from dispfx.ir.plan import Plan
-from dispfx.learning.settings import LearnSettings
 from dispfx.measure.equivalence import Verification
 from dispfx.report import load_report
+from dispfx.settings.learning_settings import LearnSettings
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Compiled, Watcher, random_tokens
 from tests.api.plain import another_decoder, build_decoder
 from tests.plain_decoders import FORMS, VOCABULARY, build

@@ -9,7 +9,7 @@ from dispfx.api.fitting import fitted_settings, settings_among, settings_for, se
 from dispfx.api.opening import learn_settings
 from dispfx.api.programs import analyse, capture
 from dispfx.ir.program import Program
-from dispfx.learning.settings import RECIPES
+from dispfx.settings.learning_settings import RECIPES
 from dispfx.source.experts import Experts
 from tests.captures import plain
 from tests.plain_decoders import FORMS, build

@@ -7,7 +7,7 @@ import pytest
 from dispfx.api.fitting import fitted_settings
 from dispfx.api.opening import changed_settings, learn_settings
 from dispfx.errors import DispfxError
-from dispfx.learning.settings import RECIPES, LearnSettings
+from dispfx.settings.learning_settings import RECIPES, LearnSettings
 
 
 def test_the_recipe_of_the_paper_is_what_the_settings_say():

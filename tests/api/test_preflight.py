@@ -13,11 +13,11 @@ from dispfx.api import preflight
 from dispfx.api.opening import Opening
 from dispfx.cli.app import app
 from dispfx.errors import DispfxError
-from dispfx.learning.settings import LearnSettings
 from dispfx.measure.free_memory import free_bytes
 from dispfx.measure.resident import resident_bytes
+from dispfx.settings import ComputeSettings
+from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source.stored import loaded_bytes
-from dispfx.training.preparation import Compute
 from tests.captures import plain
 from tests.tiny_transformers import tiny_transformer
 from tests.trust.hostile import write_gguf
@@ -141,7 +141,7 @@ def test_weights_that_do_not_fit_are_refused_with_what_is_missing(free: Any):
 def test_learning_that_does_not_fit_is_refused_with_what_would_help(free: Any):
     program = plain("llama")
     settings = LearnSettings(batch_size=4, seq_len=64)
-    off, auto = Compute(checkpointing="off"), Compute()
+    off, auto = ComputeSettings(checkpointing="off"), ComputeSettings()
     from dispfx.measure.estimate import estimate
 
     found = estimate(program, settings)

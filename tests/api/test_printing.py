@@ -11,7 +11,7 @@ from dispfx.api.speed import step_call
 from dispfx.errors import DispfxError
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.ir.plan import Plan
-from dispfx.learning.settings import LearnSettings
+from dispfx.settings.learning_settings import LearnSettings
 from tests.api.conftest import Watcher, random_tokens
 from tests.api.plain import build_decoder
 from tests.captures import lowered_with_cache

@@ -14,9 +14,9 @@ from dispfx.api import text as command_text
 from dispfx.api.text import TextChoice, open_text
 from dispfx.errors import DataError
 from dispfx.learning.mixture import Mixture
-from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import TokenBatches
 from dispfx.measure.perplexity import TextFacts
+from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source import Source
 from dispfx.text_origin import Reading
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Watcher, random_tokens

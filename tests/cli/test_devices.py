@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dispfx.api
-from dispfx.api import Compute
+from dispfx.api import ComputeSettings
 from dispfx.chosen_device import chosen_device, local_device
 from dispfx.cli.app import app
 from dispfx.errors import DispfxError
@@ -73,7 +73,7 @@ FUNCTIONS: dict[str, Callable[[str], Any]] = {
     "bench": lambda device: dispfx.api.bench("no-such-folder", device=device),
     "load": lambda device: dispfx.api.load("no-such-folder", device=device),
     "load_source": lambda device: load_source("demo", device=device),
-    "Compute": lambda device: Compute(shard_on=device),
+    "Compute": lambda device: ComputeSettings(shard_on=device),
 }
 
 

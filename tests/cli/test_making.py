@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dispfx.ir.plan import Budget, Plan, Selection
-from dispfx.learning.settings import LearnSettings
 from dispfx.report import Report, from_json
+from dispfx.settings.learning_settings import LearnSettings
 from tests.report.test_preview import example_preview
 
 

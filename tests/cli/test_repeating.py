@@ -8,9 +8,9 @@ import pytest
 
 from dispfx.api import opening
 from dispfx.learning import settings as recipes
-from dispfx.learning.settings import LearnSettings
 from dispfx.report import Report, Settings, save_report
 from dispfx.report.settings import settings_words
+from dispfx.settings.learning_settings import LearnSettings
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from dispfx.errors import UnsupportedGraphError
 from dispfx.huggingface.widths_of_config import resized
 from dispfx.ir.closure import Mismatch
 from dispfx.ir.plan import Plan
-from dispfx.learning.settings import LearnSettings
 from dispfx.report import load_report
+from dispfx.settings.learning_settings import LearnSettings
 from tests.huggingface.conftest import Folder, logits_without_dispfx, write_narrower
 from tests.programs import relative_error, token_ids
 from tests.tiny_transformers import VOCABULARY, tiny_transformer

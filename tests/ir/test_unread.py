@@ -10,7 +10,7 @@ import dispfx
 from dispfx import api
 from dispfx.deploy.exported import load_program
 from dispfx.ir.unread import unread_parts
-from dispfx.learning.settings import LearnSettings
+from dispfx.settings.learning_settings import LearnSettings
 from tests.one_branch import VOCABULARY, WIDTH, Middle
 from tests.plain_decoders import perturb
 

@@ -18,8 +18,8 @@ from dispfx.ir.program import Program
 from dispfx.learning.learner import Problem, check_samples
 from dispfx.learning.objective import next_token_loss
 from dispfx.learning.scores import score, select_by_score, starting_logits
-from dispfx.learning.settings import LearnSettings, Method
 from dispfx.learning.trainer import problem_of
+from dispfx.settings.learning_settings import LearnSettings, Method
 from dispfx.source import encode, load_source
 from tests.one_branch import WIDTH
 from tests.plain_decoders import FORMS, VOCABULARY, build

@@ -3,7 +3,7 @@
 import pytest
 
 from dispfx.errors import DispfxError
-from dispfx.learning.settings import LearnSettings, seed_for
+from dispfx.settings.learning_settings import LearnSettings, seed_for
 
 
 def test_the_defaults_are_the_papers_constants():

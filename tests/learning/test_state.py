@@ -20,9 +20,9 @@ from dispfx.errors import DataError, PlanMismatchError
 from dispfx.ir.plan import Budget
 from dispfx.learning import readout
 from dispfx.learning.learner import Learner
-from dispfx.learning.settings import LearnSettings
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.learning.trainer import Learned, learn
+from dispfx.settings.learning_settings import LearnSettings
 from tests.learning.tiny_decoder import batches, markov_tokens, settings, untrained_decoder
 from tests.processes import run_code
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dispfx.ir.gate import gate
 from dispfx.ir.sites import Site, SiteKind, Slice
-from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import TokenBatches
+from dispfx.settings.learning_settings import LearnSettings
 
 VOCABULARY, WIDTH, INNER, LAYERS, TOKENS = 24, 64, 192, 2, 16
 

@@ -16,13 +16,14 @@ from dispfx.ir.budget import Groups
 from dispfx.ir.ops import ATTENTION
 from dispfx.ir.program import Program
 from dispfx.learning.hypernetwork import build_hypernetwork
-from dispfx.learning.settings import LearnSettings
 from dispfx.measure.cuda_memory import block_bytes, workspaces_bytes
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
+from dispfx.settings import ComputeSettings
+from dispfx.settings.learning_settings import LearnSettings
 from dispfx.training.decoder import TrainingDecoder
 from dispfx.training.fast_passes import training_passes
-from dispfx.training.preparation import SHORT, Compute
+from dispfx.training.preparation import SHORT
 from tests.measure.caching_allocator import Block, CachingAllocator
 from tests.programs import token_ids
 
@@ -64,7 +65,7 @@ def peak_of_a_step(program: Program, settings: LearnSettings) -> int:
     """Return the most bytes that one forward and backward pass of learning holds beside the weights."""
     ids = token_ids(settings.batch_size, settings.seq_len, vocabulary=program.vocabulary_size)
     text = batches_of(ids.repeat(1, 2).flatten(), settings, held_out=ids.flatten())
-    prepared = prepared_loss(program, text, settings, Compute("off", "off"))
+    prepared = prepared_loss(program, text, settings, ComputeSettings("off", "off"))
     features = sum(site.size for site in program.sites)
     masks = torch.ones(settings.samples, features) if settings.samples > 1 else torch.ones(features)
     masks.requires_grad_()

@@ -8,10 +8,10 @@ import transformers
 
 from dispfx.api import capture
 from dispfx.ir.program import Program
-from dispfx.learning.settings import LearnSettings
 from dispfx.measure.cuda_memory import block_bytes, workspaces_bytes
 from dispfx.measure.estimate import estimate
 from dispfx.measure.resident import BEGUN_BYTES, resident_bytes
+from dispfx.settings.learning_settings import LearnSettings
 from tests.measure.live_memory import learning_on_a_gpu, peak_of_a_step_on_a_gpu
 
 CUDA = torch.device("cuda")

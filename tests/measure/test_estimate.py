@@ -10,10 +10,10 @@ from torch import nn
 from dispfx.api import capture
 from dispfx.ir.program import Program
 from dispfx.learning.hypernetwork import build_hypernetwork, hypernetwork_parameters
-from dispfx.learning.settings import LearnSettings
 from dispfx.measure.devices import CARDS, COMPILED_EFFICIENCY, EAGER_EFFICIENCY, Device, this_cpu
 from dispfx.measure.estimate import Estimate, estimate
 from dispfx.measure.step_work import StepWork
+from dispfx.settings.learning_settings import LearnSettings
 from tests.measure.live_memory import peak_of_a_step
 from tests.plain_decoders import FORMS, INNER, VOCABULARY, WIDTH, build
 from tests.programs import program_of

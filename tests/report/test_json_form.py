@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dispfx.errors import DataError
-from dispfx.learning.settings import LearnSettings
 from dispfx.report import Report, Settings, from_json, load_report, save_report, to_json
+from dispfx.settings.learning_settings import LearnSettings
 
 FIELDS: dict[str, Any] = {
     "ratio": {"requested", "achieved", "of"},

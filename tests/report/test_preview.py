@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from dispfx.learning.settings import LearnSettings
 from dispfx.report.preview import Preview, preview_lines, preview_plain
+from dispfx.settings.learning_settings import LearnSettings
 from tests.report.test_estimate import estimate
 from tests.report.test_sites import program
 

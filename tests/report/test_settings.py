@@ -3,10 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from dispfx.learning.settings import LearnSettings
 from dispfx.report import Report, Settings, model_card, save_report
 from dispfx.report.page import write_page
 from dispfx.report.settings import settings_rows
+from dispfx.settings.learning_settings import LearnSettings
 from tests.report.runs import write_run
 
 SET = Settings(LearnSettings(lr=3e-3, lambda_=7.0, antithetic=True), 8, "after-norm", 2**27)

@@ -7,7 +7,7 @@ from pathlib import Path
 import dispfx
 from dispfx.api.programs import batches_of
 from dispfx.api.training import prepared_loss
-from dispfx.learning.settings import LearnSettings
+from dispfx.settings.learning_settings import LearnSettings
 from dispfx.training.decoder import TrainingDecoder
 from tests.plain_decoders import FORMS, build
 from tests.programs import token_ids

@@ -17,16 +17,16 @@ from dispfx.errors import DispfxError
 from dispfx.ir.placing import placed
 from dispfx.ir.plan import Budget
 from dispfx.ir.program import Program
-from dispfx.learning.settings import LearnSettings
 from dispfx.learning.text import TokenBatches
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
 from dispfx.ranks import Ranks, joined
+from dispfx.settings.learning_settings import LearnSettings
 from dispfx.training.comparison import sample_masks, value_and_gradient
 from dispfx.training.decoder import TrainingDecoder
 from dispfx.training.fast_passes import training_passes
 from dispfx.training.gathered import GatheredDecoder
-from dispfx.training.preparation import Compute, PlainDecoder
+from dispfx.training.preparation import PlainDecoder
 from dispfx.training.shards import Sharding, rows_of
 from tests.processes import join_all
 from tests.programs import program_of, token_ids
@@ -35,7 +35,7 @@ RANKS = 2
 LAYERS = 4
 RATIO = 0.3
 SETTINGS = LearnSettings(steps=8, seq_len=16, batch_size=4, samples=2, accumulate=2, lr=0.05, save_every=2)
-IN_PARTS = Compute(shard_on="cpu")
+IN_PARTS = ComputeSettings(shard_on="cpu")
 
 Work = Callable[[Ranks, Path], Any]
 
@@ -80,7 +80,7 @@ def text_of(settings: LearnSettings) -> TokenBatches:
 def plan_of(
     form: str,
     ranks: Ranks,
-    compute: Compute | None,
+    compute: ComputeSettings | None,
     settings: LearnSettings = SETTINGS,
     *,
     state: Path | None = None,

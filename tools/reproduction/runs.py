@@ -34,11 +34,11 @@ from dispfx.demo.text import draw_lines
 from dispfx.errors import DataError, DispfxError
 from dispfx.ir.plan import Plan
 from dispfx.learning.records import METRICS_FILE, StepRecord
-from dispfx.learning.settings import LearnSettings
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.report.run import read_steps
+from dispfx.settings import ComputeSettings
+from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source import Source, encode, load_source
-from dispfx.training.preparation import Compute
 from reproduction.setup import Common, Outcome, Setup
 
 # Settings that differ between the runs of a folder, or say only who chose the others.
@@ -152,7 +152,7 @@ class Bench:
             setup.ratio,
             align=self.common.align,
             settings=settings,
-            compute=Compute(compile=self.common.compile),
+            compute=ComputeSettings(compile=self.common.compile),
             state_dir=folder,
             resume=True,
             note=notes.append,
