@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import dispfx
 from dispfx import api
-from dispfx.cli.app import app
 from dispfx.settings.learning_settings import LearnSettings
+from tests.command_line import run
 from tests.plain_decoders import perturb
 
 WIDTH, INNER, VOCABULARY = 24, 40, 59
@@ -96,5 +95,5 @@ def test_it_compiles_with_every_verification_and_names_what_stays(tmp_path: Path
 )
 def test_the_exit_code_is_two_only_when_nothing_is_left(skip: tuple[str, ...], code: int):
     options = [word for pattern in skip for word in ("--skip", pattern)]
-    result = CliRunner().invoke(app, ["inspect", "tests.test_constant_branch:decoder", *options])
+    result = run("inspect", "tests.test_constant_branch:decoder", *options)
     assert result.exit_code == code, result.output

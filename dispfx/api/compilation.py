@@ -26,6 +26,7 @@ from dispfx.ir.plan import Plan
 from dispfx.ranks import ALONE, Ranks
 from dispfx.report import NullObserver, Observer, Report, load_report
 from dispfx.settings import RunSettings
+from dispfx.settings.trees import ApplySettings
 
 
 def compile(
@@ -85,7 +86,6 @@ def apply(
     data: Any = None,
     out: str | Path | None = None,
     *,
-    settings: RunSettings | None = None,
     observer: Observer | None = None,
     **changes: Any,
 ) -> Report:
@@ -94,15 +94,14 @@ def apply(
     Args:
         plan: a plan, or its file.
         data: texts or token ids, (N,) integers, whose last tenth is measured on, unless `eval_data` is given.
-        model, out, and others: as for `compile`.
+        model, out, and others: as for `compile`; single settings are those of `ApplySettings`.
 
     Raises:
         PlanMismatchError: if the plan belongs to another decoder.
         UnknownSettingError, DispfxError, VerificationError: as `compile`.
     """
-    read = plan if isinstance(plan, Plan) else Plan.load(plan)
-    chosen = run_settings(settings, model=model, ratio=_share(read), data=data, out=out, **changes)
-    return run_apply(chosen, read, observer)
+    given = {"model": model, "plan": plan, "data": data, "out": out}
+    return run_apply(ApplySettings.of(**{**given, **changes}), observer)
 
 
 def run_settings(settings: RunSettings | None, **changes: Any) -> RunSettings:
@@ -164,9 +163,11 @@ def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks:
 
 
 def run_apply(
-    settings: RunSettings, plan: Plan, observer: Observer | None = None, *, command: str | None = None
+    settings: ApplySettings, observer: Observer | None = None, *, command: str | None = None
 ) -> Report:
     """As `apply`, with all settings in one object; `command` as for `run_compile`."""
+    plan = settings.plan.plan
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     path = refuse_existing(settings.output.path)
     stages = Stages(observer or NullObserver())
     chosen = TextChoice(settings.text)
@@ -193,15 +194,6 @@ def run_apply(
         command=command,
     )
     return _finish(task, stages)
-
-
-def _share(plan: Plan) -> float:
-    """Return the ratio of a plan as a setting; a plan that keeps everything has none."""
-    return plan.budget.ratio or plan.achieved or _NOTHING
-
-
-# What a plan removes that removes nothing.
-_NOTHING = 1e-9
 
 
 def _finish(task: Task, stages: Stages) -> Report:

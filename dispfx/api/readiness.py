@@ -71,8 +71,8 @@ def ready_to_learn(
     costs = latency_table(budget.costs)
     with stages("open"):
         chosen.check()
-        require_room_for_weights(settings.model, copies=copies)
-        source = open_model(settings.model)
+        require_room_for_weights(settings.placed_model, copies=copies)
+        source = open_model(settings.placed_model)
         require_decoder_for(export, source)
         fitted = partial(fitted_settings, settings.learning, context=context_of(source), ranks=ranks.size)
         learning = fitted()

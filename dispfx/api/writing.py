@@ -66,6 +66,7 @@ from dispfx.report import (
 )
 from dispfx.report.page import write_page
 from dispfx.settings import RunSettings
+from dispfx.settings.trees import ApplySettings
 from dispfx.source import Source
 
 DENSE_FOLDER = "dense"
@@ -90,7 +91,7 @@ class Task:
     program: Program
     plan: Plan
     text: Text
-    settings: RunSettings
+    settings: RunSettings | ApplySettings
     command: str | None = None
 
     @property
@@ -324,7 +325,7 @@ def _report(
         command=task.command or "dispfx.compile",
         skills=skills,
         files=files,
-        settings=task.settings.plain() if task.state is not None else None,
+        settings=task.settings.plain() if isinstance(task.settings, RunSettings) else None,
     )
 
 
@@ -346,7 +347,7 @@ def _perplexity(task: Task, reloaded: nn.Module) -> PerplexityChange | None:
         return None
     named = context_of(task.source)
     # A plan that was learned has run at the length of its sequences.
-    own = task.settings.learning.seq_len if task.state is not None else named
+    own = task.settings.learning.seq_len if isinstance(task.settings, RunSettings) else named
     context = named if task.source.config is not None else own
     values = [
         measure(

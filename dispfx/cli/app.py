@@ -4,7 +4,7 @@ import difflib
 import sys
 from io import TextIOWrapper
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, MissingArgumentError
 
 from dispfx import __version__
 from dispfx.cli import evaluating, making, measuring, showing, tuning, using
@@ -29,9 +29,10 @@ from dispfx.settings.trees import (
 )
 
 _DIR, _FOLDER = {"model": "DIR"}, {"folder": "DIR"}
+_DIR_DOC = {"model": "A folder that dispfx wrote."}
+_ANY_DOC = {"model": "A folder that dispfx wrote, or any MODEL that `compile` takes."}
 _LEARNING = tuple(RunSettings.settings_of("learning"))
 _COMPUTE = tuple(RunSettings.settings_of("compute"))
-_BUDGET = tuple(RunSettings.settings_of("budget"))
 _OPENING = ("revision", "dtype", "tokenizer")
 _LEARNED_FROM = ("data", "data_weight")
 _TEXT = (*_LEARNED_FROM, "eval_data", "data_field", "data_bytes", "allow_unknown", "eval_windows")
@@ -61,34 +62,37 @@ VERBS = (
         required=("ratio",),
         without=("eval_data", "eval_windows", "export", "config"),
         defaults={"out": "plan.safetensors"},
+        docs={"out": "Plan file to write. It must not exist."},
     ),
     Verb(
         making.apply,
         ApplySettings,
         positional={"model": "MODEL", "plan": "PLAN"},
         required=("out",),
-        without=(*_LEARNING, *_COMPUTE, *_BUDGET, "resume", "dry_run", "config", "recipe"),
-        defaults=_SHARE,
+        without=("resume", "dry_run", "config"),
     ),
     Verb(using.verify, VerifySettings, positional=_FOLDER),
-    Verb(evaluating.evaluate, EvalSettings, name="eval", without=_LEARNED_FROM),
+    Verb(evaluating.evaluate, EvalSettings, name="eval", without=_LEARNED_FROM, docs=_ANY_DOC),
     Verb(
         using.export,
         ExportSettings,
         positional=_DIR,
         without=(*_OPENING, "device"),
+        docs=_DIR_DOC,
     ),
     Verb(
         using.generate,
         GenerateSettings,
         required=("prompt",),
         without=(*_TEXT, *_OPENING, "device", "print_after"),
+        docs=_ANY_DOC,
     ),
     Verb(
         measuring.bench,
         BenchSettings,
         positional=_DIR,
         without=(*_OPENING, *_LEARNED_FROM, "data_field", "data_bytes", "allow_unknown", "bos"),
+        docs=_DIR_DOC,
     ),
     Verb(
         tuning.finetune,
@@ -96,6 +100,7 @@ VERBS = (
         positional=_DIR,
         required=("data", "out"),
         without=("revision", "tokenizer", "data_weight", "print_after"),
+        docs=_DIR_DOC,
     ),
     Verb(showing.report, VerifySettings, positional=_FOLDER, without=("trust_remote_code", "print_after")),
     Verb(
@@ -130,8 +135,8 @@ def make_app() -> App:
         version_flags=["--version"],
     )
     app.register_install_completion_command(add_to_startup=True)
-    for verb in VERBS:
-        verb.add_to(app)
+    for number, verb in enumerate(VERBS):
+        verb.add_to(app, number)
     return app
 
 
@@ -154,7 +159,15 @@ def main() -> None:
     try:
         make_app()(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        raise refused(str(error), words, hint=f"dispfx {words[0]} --help") from None
+        verb = "" if words[0].startswith("-") else f" {words[0]}"
+        raise refused(_told(error), words, hint=f"dispfx{verb} --help") from None
+
+
+def _told(error: CycloptsError) -> str:
+    """Return what is wrong with the arguments."""
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        return f"{error.argument.name} is missing, or has no value"
+    return str(error)
 
 
 def _check_verb(words: list[str]) -> None:

@@ -1,13 +1,15 @@
 """`--config FILE`: the settings of an earlier run, under those that are given anew.
 
 1. FILE is a report.json, whose `settings` are every setting as that run had it, or a JSON file with such
-   sections alone.  None of today's defaults has a part in what they leave open.
+   sections alone.  Today's defaults have no part in a setting that the file has.
 2. What is given on the command line wins.
-3. A file is data, perhaps from elsewhere.  Where to write is never taken from it, and nor is the permission
-   to run code: that of a checkpoint, or a function that MODEL names.
+3. Settings that say where and how a run goes (`Setting.per_run`) are not taken from the file.
+4. A file is data, perhaps from elsewhere.  It cannot choose where to write, and it cannot permit that code is
+   run: neither code of a checkpoint, nor a function that MODEL names.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,46 +19,56 @@ from dispfx.json_text import read_json
 from dispfx.origin import origin_of
 from dispfx.settings.field import section_fields
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.settings.tree import is_of_a_program
 from dispfx.settings.trees import RunSettings
 
+_NEEDED = {"model": "MODEL", "ratio": "--ratio", "out": "--out"}
 
-def configured(given: dict[str, Any]) -> RunSettings:
+
+def configured(given: Mapping[str, Any]) -> RunSettings:
     """Return the settings of a run from what was given, over those of `--config` where there is one.
 
     Raises:
         DispfxError: if MODEL, ratio or output is missing, or the file asks for code to be run.
         DataError: if the file holds no settings.
     """
-    path = given.pop("config", None)
-    stored = {} if path is None else _stored(Path(path).expanduser())
-    flat = {name: value for section in stored.values() for name, value in section.items()}
-    _require_named({**flat, **given}, path)
-    chosen = given.get("trust_remote_code", False)
-    if (
-        path is not None
-        and not chosen
-        and (stored["model"].get("trust_remote_code") or _is_function(flat, given))
-    ):
-        raise DispfxError(
-            "the run of this file executes code that comes with the model",
-            where=str({**flat, **given}["model"]),
-            hint="read that code, then allow it with --trust-remote-code",
-        )
-    if not stored:
-        return RunSettings.of(**given)
-    kept = {name: value for name, value in flat.items() if name in RunSettings.settings()}
-    kept = {name: value for name, value in kept.items() if not RunSettings.settings()[name].facts.per_run}
-    learning = {one.name: flat[one.name] for one in fields(LearnSettings) if one.name in flat}
+    chosen = {name: value for name, value in given.items() if name != "config"}
+    if "config" not in given:
+        _require_named(chosen, "")
+        return RunSettings.of(**chosen)
+    path = Path(given["config"]).expanduser()
+    stored = _stored(path)
+    _require_permission(stored["model"], chosen)
+    flat = _kept(stored, chosen)
+    _require_named(flat | chosen, " with this --config")
+    learning = {**stored["learning"], "adaptable": tuple(stored["learning"].get("adaptable", ()))}
     try:
-        found = RunSettings.of(**{name: value for name, value in kept.items() if value is not None})
-        found = found.fitted(LearnSettings(**learning | {"adaptable": tuple(learning.get("adaptable", ()))}))
+        found = RunSettings.of(**{"out": chosen["out"], **flat}).fitted(LearnSettings(**learning))
     except (TypeError, ValueError) as error:
         raise DataError(f"the settings cannot be used: {error}", where=str(path)) from error
-    return found.changed(**given)
+    return found.changed(**chosen)
+
+
+def _kept(stored: Mapping[str, dict[str, Any]], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run takes from a file, by flat names.
+
+    Raises:
+        DispfxError: if something was an object of a program, and is not given anew.
+    """
+    kept = {}
+    for name, one in RunSettings.settings().items():
+        value = next((section[name] for section in stored.values() if name in section), None)
+        if value is None or one.facts.per_run or name in chosen:
+            continue
+        if is_of_a_program(value):
+            word = _NEEDED.get(name, one.option)
+            raise DispfxError(f"{word} is needed with this --config: its run was given an object in Python")
+        kept[name] = value
+    return kept
 
 
 def _stored(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the sections of a file of settings, each of whose values has a type that JSON can have."""
+    """Return the sections of a file of settings, with values of the types that the settings have."""
     try:
         plain = read_json(path)
     except (OSError, ValueError) as error:
@@ -78,28 +90,37 @@ def _stored(path: Path) -> dict[str, dict[str, Any]]:
 
 def _typed(section: str, values: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the values of a section as its fields have them; names that are no setting are refused."""
-    kind = RunSettings.sections()[section]
+    kind: Any = RunSettings.sections()[section]
     known = {one.name: one for one in section_fields(kind)}
-    extra = {one.name for one in fields(kind)}  # type: ignore[arg-type]
+    names = {one.name for one in fields(kind)}
     for name, value in values.items():
-        if name not in extra:
+        if name not in names:
             raise DataError(f"{section} has no setting {name!r}", where=str(path))
-        if name in known and not known[name].takes(value):
+        if name in known and not known[name].takes(value) and not is_of_a_program(value):
             raise DataError(f"{section}.{name} cannot be {json.dumps(value)[:40]}", where=str(path))
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def _require_named(given: dict[str, Any], path: object) -> None:
-    for name, word in {"model": "MODEL", "ratio": "--ratio", "out": "--out"}.items():
+def _require_named(given: Mapping[str, Any], where: str) -> None:
+    for name, word in _NEEDED.items():
         if given.get(name) is None:
-            raise DispfxError(f"{word} is needed" + ("" if path is None else " with this --config"))
+            raise DispfxError(f"{word} is needed{where}", hint="dispfx compile --help")
 
 
-def _is_function(flat: dict[str, Any], given: dict[str, Any]) -> bool:
-    """Whether the file, and not the user, names a function to run."""
-    if "model" in given or not isinstance(flat.get("model"), str):
-        return False
+def _require_permission(stored: Mapping[str, Any], chosen: Mapping[str, Any]) -> None:
+    """Pass if the user, and not the file, permits the code that MODEL runs."""
+    if "model" in chosen or chosen.get("trust_remote_code"):
+        return
+    if stored.get("trust_remote_code") or _is_function(stored.get("model")):
+        raise DispfxError(
+            "the run of this file executes code that comes with the model",
+            where=str(stored.get("model")),
+            hint="read that code, then allow it with --trust-remote-code",
+        )
+
+
+def _is_function(model: Any) -> bool:
     try:
-        return origin_of(flat["model"]) == "function"
+        return isinstance(model, str) and origin_of(model) == "function"
     except DispfxError:
         return False  # whatever it is, the run will say so

@@ -89,7 +89,9 @@ def print_fault(fault: Fault, document: dict[str, Any] | None = None) -> None:
     Screen(json=True, quiet=True).print_json({**(document or {}), "error": asdict(fault)})
 
 
-def refused(problem: str, words: Sequence[str], *, kind: str = "UsageError", hint: str | None = None) -> SystemExit:
+def refused(
+    problem: str, words: Sequence[str], *, kind: str = "UsageError", hint: str | None = None
+) -> SystemExit:
     """Tell what is wrong with a command line before a verb runs, and return what ends the process.
 
     Args:
@@ -112,9 +114,7 @@ def _fault_of(error: Exception, way_on: str | None) -> tuple[Fault, str]:
     return fault, f"error: {told}"
 
 
-def _ended(
-    fault: Fault, message: str, screen: Screen, document: dict[str, Any] | None = None
-) -> SystemExit:
+def _ended(fault: Fault, message: str, screen: Screen, document: dict[str, Any] | None = None) -> SystemExit:
     """Tell what ended a command, and return what ends the process with its exit code."""
     _say(message, screen.debug)
     # Of several processes, the leading one alone prints results.
@@ -155,7 +155,7 @@ def state_folder(out: Path) -> Path:
     return out.with_name(out.name + ".state")
 
 
-def _way_on(options: dict[str, Any]) -> str:
+def _way_on(options: Mapping[str, Any]) -> str:
     out = options.get("out")
     if "resume" not in options or out is None:
         return "nothing was written"

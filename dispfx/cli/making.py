@@ -73,7 +73,7 @@ def apply(settings: ApplySettings, screen: Screen) -> None:
     from dispfx import api
 
     with screen.observer() as observer:
-        report = api.run_apply(settings, settings.plan.plan, observer, command=command_line())
+        report = api.run_apply(settings, observer, command=command_line())
     _show_folder(screen, report, settings)
 
 
@@ -96,12 +96,9 @@ def _check(settings: RunSettings) -> None:
 
 
 def _placed(settings: RunSettings) -> tuple[str, RunSettings]:
-    """Return where masks are learned, and settings that open the decoder: no device may hold all parts."""
-    device = local_device(settings.model.device)
-    learns_on = device or "cpu"
-    if not settings.compute.shard:
-        return learns_on, settings.changed(device=device)
-    return learns_on, settings.changed(device="cpu", shard_on=learns_on)
+    """Return where masks are learned, and settings that say where this process has its part of the weights."""
+    learns_on = local_device(settings.model.device) or "cpu"
+    return learns_on, settings.changed(shard_on=learns_on) if settings.compute.shard else settings
 
 
 def _preview(screen: Screen, settings: RunSettings, written: str) -> None:

@@ -11,17 +11,18 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from cyclopts import App, Group, Parameter
-from cyclopts.validators import Number
 
 from dispfx.cli.examples import epilog
 from dispfx.cli.faults import ends_with_message
 from dispfx.cli.screen import Screen
-from dispfx.settings.field import Field, section_fields
+from dispfx.settings.field import Field, Setting, section_fields
 from dispfx.settings.tree import Tree
 
 Given = dict[str, Any]
 _COMMON = Group("Most runs", help="What most runs need; everything else has a default.", sort_key=0)
 _SCREEN = Group("Screen", help="What is printed.", sort_key=99)
+# Options that come first in a group.
+_FIRST = ("ratio", "data", "eval_data", "out", "prompt")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Verb:
         positional: settings without an option name, in order, and the placeholder of each.
         required: settings that must be given.
         without: settings of the tree that the verb has no use for.
-        defaults: values that differ from those of the tree.
+        defaults: values that differ from those of the tree; None for what need not be given.
+        docs: sentences of help that differ from those of the tree.
         build: makes the settings from what was given; `tree.of` by default.
     """
 
@@ -46,6 +48,7 @@ class Verb:
     required: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    docs: Mapping[str, str] = field(default_factory=dict)
     build: Callable[[Given], Tree] | None = None
 
     @property
@@ -53,8 +56,8 @@ class Verb:
         """As it is typed."""
         return self.name or self.run.__name__
 
-    def add_to(self, app: App) -> None:
-        """Add the verb to the command line."""
+    def add_to(self, app: App, sort_key: int) -> None:
+        """Add the verb to the command line, at its place among the verbs."""
         name, signature = self.named, self.signature()
 
         def command(*words: Any, **options: Any) -> None:
@@ -64,12 +67,12 @@ class Verb:
         command.__name__, command.__doc__ = name, self.run.__doc__
         command.__signature__ = signature  # type: ignore[attr-defined]
         command.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
-        app.command(command, name=name, help_epilogue=epilog(name))
+        app.command(command, name=name, sort_key=sort_key, help_epilogue=epilog(name))
 
     def _call(self, given: Given) -> None:
         names = [one.name for one in section_fields(Screen)]
         screen = Screen(**{name: given.pop(name) for name in names if name in given})
-        given = {**self.defaults, **given}
+        given = {name: value for name, value in {**self.defaults, **given}.items() if value is not None}
         with ends_with_message(screen, given, resumable="resume" in self.tree.settings()):
             build = self.build or (lambda found: self.tree.of(**found))
             self.run(build(given), screen)
@@ -85,6 +88,7 @@ class Verb:
             if one.name in fields and one.facts.on_command_line
         ]
         shown = [self._option(one, _SCREEN) for one in section_fields(Screen) if one.name not in self.without]
+        rest.sort(key=lambda one: _FIRST.index(one.name) if one.name in _FIRST else len(_FIRST))
         return inspect.Signature([*first, *rest, *shown])
 
     def _group(self, number: int, section: type, one: Field) -> Group:
@@ -101,15 +105,13 @@ class Verb:
             default=inspect.Parameter.empty if needed else None,
             annotation=Annotated[
                 one.typed if needed else one.typed | None,
-                Parameter(name=word, help=one.facts.doc, negative=(), negative_iterable=()),
+                Parameter(name=word, help=self._doc(one), negative=(), negative_iterable=()),
             ],
         )
 
     def _option(self, one: Field, group: Group) -> inspect.Parameter:
         needed = one.name in self.required
         facts = one.facts
-        bounds = {"gte": facts.least, "gt": facts.above, "lte": facts.most, "lt": facts.below}
-        limits = {name: bound for name, bound in bounds.items() if bound is not None}
         parameter = Parameter(
             name=one.option,
             help=self._help(one),
@@ -117,7 +119,8 @@ class Verb:
             negative=f"--no-{one.option[2:]}" if one.typed is bool and facts.default else (),
             negative_iterable=(),
             show_default=False,
-            validator=Number(**limits) if limits else None,
+            validator=_in_range(facts),
+            allow_leading_hyphen=one.typed in (str, list[str]),
         )
         return inspect.Parameter(
             one.name,
@@ -131,4 +134,21 @@ class Verb:
         if not default and isinstance(value, str | int | float) and not isinstance(value, bool):
             default = f"{value:,}" if isinstance(value, int) else str(value)
         functions = " Or file.py:function." if one.facts.functions else ""
-        return one.facts.doc + functions + (f" [default: {default}]" if default else "")
+        within = one.facts.range_text() if one.facts.below is not None else ""
+        notes = {"range": within, "default": default}
+        shown = "".join(f" [{name}: {note}]" for name, note in notes.items() if note)
+        return self._doc(one) + functions + shown
+
+    def _doc(self, one: Field) -> str:
+        return self.docs.get(one.name, one.facts.doc)
+
+
+def _in_range(facts: Setting) -> Callable[[Any, Any], None]:
+    """Return what refuses a number outside the range of a setting, or one that is not finite."""
+
+    def check(kind: Any, value: Any) -> None:
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, int | float) and not isinstance(number, bool) and not facts.allows(number):
+                raise ValueError(f"It must be {facts.range_text() or 'a finite number'}.")
+
+    return check

@@ -59,6 +59,8 @@ class Setting:
 
     def range_text(self) -> str:
         """Return the allowed range in words, or an empty text."""
+        if self.above is not None and self.below is not None:
+            return f"between {self.above:g} and {self.below:g}"
         bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
         return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
 
@@ -155,8 +157,7 @@ def check_section(section: Any) -> None:
             if isinstance(number, bool) or not isinstance(number, int | float) or one.facts.allows(number):
                 continue
             allowed = one.facts.range_text() or "a finite number"
-            where = f"{type(section).__name__}.{one.name}"
-            raise one.facts.error(f"{one.name} must be {allowed}, and {number!r} was given", where=where)
+            raise one.facts.error(f"{one.name} must be {allowed}, and {number!r} was given")
 
 
 def refuse_unknown_names(names: Iterable[str], known: Iterable[str]) -> None:

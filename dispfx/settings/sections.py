@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from dispfx.chosen_device import check_device
 from dispfx.errors import BudgetError, DataError
 from dispfx.settings.field import check_section, required, setting
+from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD
 
 Switch = Literal["auto", "on", "off"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -17,10 +19,6 @@ RatioOf = Literal["blocks", "total"]
 Select = Literal["after-norm", "before-norm"]
 Target = Literal["cuda", "cpu"]
 Export = Literal["none", "onnx", "pt2", "dense"]
-
-TEXT_FIELD = "text"
-# About 32 million tokens of English; the method's own recipe reads 20.5 million.
-TEXT_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +131,10 @@ class ComputeSettings:
         False, "Keep a part of the weights per process, for a decoder too large for one device.", per_run=True
     )
     shard_on: str | None = setting(
-        None, "Device of this process, which has a part of the weights.", on_command_line=False
+        None,
+        "Device of this process, which has a part of the weights.",
+        on_command_line=False,
+        per_run=True,
     )
     replay: Switch = setting("auto", "Replay a step as one CUDA graph.", on_command_line=False)
     join: bool = setting(
@@ -142,6 +143,7 @@ class ComputeSettings:
 
     def __post_init__(self) -> None:
         check_section(self)
+        check_device(self.shard_on)
 
     def compiles(self, device: Any) -> bool:
         """Whether layers are compiled on a `torch.device`, if they can be."""

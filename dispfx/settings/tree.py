@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import PurePath
 from typing import Any, Self
 
+from dispfx.errors import DispfxError
 from dispfx.settings.field import Field, refuse_unknown_names, section_fields
 
 
@@ -51,9 +52,12 @@ class Tree:
 
         Raises:
             UnknownSettingError: if a name is no setting; the closest one is named.
-            DispfxError: if a value makes no sense.
+            DispfxError: if a value makes no sense, or one that has no default is missing.
         """
         refuse_unknown_names(flat, cls.settings())
+        for name, one in cls.settings().items():
+            if one.required and name not in flat:
+                raise DispfxError(f"{name} is needed: {one.facts.doc}")
         return cls(**{name: cls._section(name, kind, flat) for name, kind in cls.sections().items()})
 
     @classmethod
@@ -98,6 +102,9 @@ class Tree:
         return kind(**{one: flat[one] for one in _names_of(kind) if one in flat})
 
 
+_OBJECT = "object"
+
+
 def _names_of(section: type) -> tuple[str, ...]:
     return tuple(one.name for one in section_fields(section))
 
@@ -113,4 +120,9 @@ def _plain(value: Any) -> Any:
         return [_plain(entry) for entry in value]
     if is_dataclass(value):
         return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
-    return type(value).__qualname__  # a module or a tensor: given by a program, not repeatable from a file
+    return {_OBJECT: type(value).__qualname__}
+
+
+def is_of_a_program(plain: Any) -> bool:
+    """Whether a plain value stands for a module or a tensor, which no file can give again."""
+    return isinstance(plain, dict) and list(plain) == [_OBJECT]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from dispfx.chosen_device import local_device
 from dispfx.errors import DispfxError
 from dispfx.settings.learning_settings import (
     LearnSettings,
@@ -74,16 +75,25 @@ class RunSettings(Tree):
         found = super().changed(**rest)
         return replace(found, learning=changed_settings(found.learning, learning)) if learning else found
 
+    @property
+    def placed_model(self) -> ModelSettings:
+        """The decoder as this process opens it: on its own card, or where no device may hold all, on the CPU."""
+        device = local_device(self.model.device) if self.compute.shard_on is None else "cpu"
+        return replace(self.model, device=device)
+
     def fitted(self, learning: LearnSettings) -> Self:
         """Return the settings with those of learning as a decoder was learned with."""
         return replace(self, learning=learning)
 
 
 @dataclass(frozen=True, eq=False)
-class ApplySettings(RunSettings):
+class ApplySettings(Tree):
     """`apply`: a run without learning, from a plan."""
 
+    model: ModelSettings
+    text: TextSettings
     plan: PlanSettings
+    output: OutputSettings
 
 
 @dataclass(frozen=True, eq=False)

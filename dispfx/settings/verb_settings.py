@@ -145,7 +145,7 @@ class GenerationSettings:
 class PlanSettings:
     """Which plan is applied."""
 
-    plan: Path = required("A plan.safetensors.")
+    plan: Any = required("A plan.safetensors.", takes=Path)
 
 
 @dataclass(frozen=True)

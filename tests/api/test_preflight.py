@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 from dispfx.api import preflight
 from dispfx.api.opening import Opening
-from dispfx.cli.app import app
 from dispfx.errors import DispfxError
 from dispfx.measure.free_memory import free_bytes
 from dispfx.measure.resident import resident_bytes
@@ -19,6 +17,7 @@ from dispfx.settings import ComputeSettings
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source.stored import loaded_bytes
 from tests.captures import plain
+from tests.command_line import run
 from tests.tiny_transformers import tiny_transformer
 from tests.trust.hostile import write_gguf
 
@@ -186,6 +185,6 @@ def test_no_verb_begins_without_room(verb: str, free: Any, tmp_path: Path):
         words.insert(2, str(tmp_path / "plan.safetensors"))
     else:
         words += ["--ratio", "0.3", "--steps", "1"]
-    result = CliRunner().invoke(app, words)
+    result = run(*words)
     assert result.exit_code == 2 and "are missing" in result.output, result.output
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.state").exists()

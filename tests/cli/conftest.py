@@ -5,23 +5,16 @@ from typing import Any
 from unittest.mock import MagicMock, create_autospec
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from dispfx import api
-from dispfx.cli.app import app
 from dispfx.report import Report
+from tests.command_line import Result, run
 from tests.report.example import example_report
 
 
 @pytest.fixture
-def dispfx(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+def dispfx() -> Callable[..., Result]:
     """Run the command line and return its exit code and output."""
-
-    def run(*words: Any) -> Result:
-        plain = [str(word) for word in words]
-        monkeypatch.setattr("sys.argv", ["dispfx", *plain])
-        return CliRunner().invoke(app, plain)
-
     return run
 
 

@@ -1,6 +1,5 @@
 """A device is checked once, for every verb and function, before a model or a text is looked at."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch
 import dispfx.api
 from dispfx.api import ComputeSettings
 from dispfx.chosen_device import chosen_device, local_device
-from dispfx.cli.app import app
 from dispfx.errors import DispfxError
 from dispfx.source.loading import load_source
+from tests.command_line import NAMED, options
 
 UNKNOWN = (
     "gpu",
@@ -29,11 +28,7 @@ UNKNOWN = (
     " cpu",
 )
 NOT_HERE = ("cuda", "cuda:0", "cuda:99")
-VERBS = {
-    command.name: command.callback
-    for command in app.registered_commands
-    if command.callback is not None and "device" in inspect.signature(command.callback).parameters
-}
+VERBS = {name for name, verb in NAMED.items() if "device" in {option.name for option in options(verb)}}
 # Nothing that these name exists: a device is told before it is looked for.
 WORDS = {
     "compile": ("no-such/model", "--ratio", "0.3", "--out", "out", "--data", "no-such-text.txt"),
@@ -52,7 +47,7 @@ def without_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_verb_with_a_device_is_tried_here():
-    assert WORDS.keys() == VERBS.keys()
+    assert WORDS.keys() == VERBS
 
 
 @pytest.mark.parametrize("device", [*UNKNOWN, *NOT_HERE])

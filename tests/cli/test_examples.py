@@ -1,20 +1,17 @@
 """Every verb's help ends in examples, and they are command lines that hold."""
 
 import shlex
-from typing import Any
 
 import pytest
-import typer
 
-from dispfx.cli.app import app
 from dispfx.cli.examples import EXAMPLES
+from tests.command_line import NAMED, check
 
-GROUP: Any = typer.main.get_command(app)
 ALL = [(verb, example) for verb, examples in EXAMPLES.items() for example in examples]
 
 
 def test_every_verb_has_examples():
-    assert set(EXAMPLES) == set(GROUP.commands)
+    assert set(EXAMPLES) == set(NAMED)
     assert all(EXAMPLES.values())
 
 
@@ -22,7 +19,7 @@ def test_every_verb_has_examples():
 def test_an_example_parses_as_it_stands(verb: str, example: str):
     program, named, *words = shlex.split(example)
     assert (program, named) == ("dispfx", verb)
-    GROUP.commands[verb].make_context(verb, words)
+    check([named, *words])
 
 
 @pytest.mark.parametrize("verb", EXAMPLES)

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import typer
 
 from dispfx.cli import launching
 from dispfx.errors import DispfxError
@@ -46,9 +45,9 @@ def test_a_killed_process_is_named_and_not_those_that_ended_for_its_sake():
 
 
 def test_a_process_that_was_ended_because_another_refused_is_not_named():
-    with pytest.raises(typer.Exit) as caught:
+    with pytest.raises(SystemExit) as caught:
         launching._raise({0: failure(-15, "SIGTERM", 1), 1: failure(2, "", 4)})
-    assert caught.value.exit_code == 2
+    assert caught.value.code == 2
 
 
 @pytest.mark.parametrize(("count", "size"), [(None, None), (1, None), (None, "1")])
@@ -67,6 +66,6 @@ def test_parts_of_the_weights_are_for_processes_to_be_started_or_of_torchrun(mon
 
 
 def test_a_process_that_said_what_is_wrong_passes_its_exit_code_on():
-    with pytest.raises(typer.Exit) as caught:
+    with pytest.raises(SystemExit) as caught:
         launching._raise({0: failure(1, "", 5), 1: failure(2, "", 4)})
-    assert caught.value.exit_code == 2
+    assert caught.value.code == 2

@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from typer.testing import CliRunner
-
-from dispfx.cli.app import app
+from tests.command_line import run as run_command
 from tests.processes import started
 
 ROOT = Path(__file__).parents[2]
@@ -79,8 +77,8 @@ def shortened(words: list[str]) -> list[str]:
 
 def run(words: list[str]) -> str:
     """Run a command in the current folder, with less to learn and to measure, and return what it prints."""
-    done = CliRunner().invoke(app, shortened(words))
-    assert done.exit_code == 0, f"{' '.join(words)}\n{done.output[-3000:]}\n{done.exception!r}"
+    done = run_command(*shortened(words))
+    assert done.exit_code == 0, f"{' '.join(words)}\n{done.output[-3000:]}"
     return done.output
 
 

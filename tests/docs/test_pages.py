@@ -3,17 +3,15 @@
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import typer
 from torch import nn
 
 from dispfx.capturing import capture
-from dispfx.cli.app import app
 from dispfx.passes.canonicalize import Canonicalize
 from dispfx.pipeline import Pipeline
+from tests.command_line import check
 from tests.docs.listed import ELSEWHERE, LISTED
 from tests.docs.pages import FENCED, PAGES, ROOT, blocks, commands, lines, spans
 from tests.docs.test_other_pages import OTHER_PAGES
@@ -23,10 +21,8 @@ ALL = [(page.name, words) for page in PAGES for _, text in blocks(page) for word
 
 @pytest.mark.parametrize(("page", "words"), ALL, ids=[f"{page}: {' '.join(words)}" for page, words in ALL])
 def test_every_command_has_a_verb_and_options_that_exist(page: str, words: list[str]):
-    group: Any = typer.main.get_command(app)
     synopsis = [word for word in words if word not in ("…", "[--out", "page.html]")]
-    verb = group.commands[synopsis[0]]
-    verb.make_context(synopsis[0], synopsis[1:])
+    check(synopsis)
 
 
 def test_every_command_is_run_by_a_test_or_listed_with_the_reason():

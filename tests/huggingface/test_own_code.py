@@ -10,12 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.hub import HF_MODULES_CACHE
-from typer.testing import CliRunner
 
 import dispfx
-from dispfx.cli.app import app
 from dispfx.errors import DispfxError, OutputError
 from dispfx.report import load_report
+from tests.command_line import run
 from tests.own_code import KINDS, write_own_code
 
 FLAG = "--trust-remote-code"
@@ -35,7 +34,7 @@ class Case:
 
 
 def run(*words: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(word) for word in words])
+    result = run(*words)
     return result.exit_code, result.output + result.stderr
 
 

@@ -9,15 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import dispfx
 from dispfx.api import finetune, verify
-from dispfx.cli.app import app
 from dispfx.errors import DataError, OutputError
 from dispfx.huggingface.tuning import TuneSettings
 from dispfx.ir.plan import Plan
 from dispfx.preconditions import check_folder
+from tests.command_line import run
 from tests.programs import relative_error, token_ids
 from tests.tiny_transformers import VOCABULARY
 
@@ -95,7 +94,7 @@ def test_verify_says_that_there_is_no_report_and_report_says_what_opens_the_fold
 ) -> None:
     folder = saved(unverified("llama"), tmp_path / "saved")
 
-    verified = CliRunner().invoke(app, ["verify", str(folder)])
+    verified = run("verify", folder)
     with pytest.raises(OutputError, match="save_pretrained") as refused:
         check_folder(folder, report=True)
 

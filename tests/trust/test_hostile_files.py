@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
-from dispfx.cli.app import app
 from dispfx.deploy.exported import count_parameters
 from dispfx.deploy.onnx.files import check_external_data, load_model, takes_cache
 from dispfx.deploy.weights import INDEX_FILE, read_tensors
@@ -28,6 +26,7 @@ from dispfx.learning.state import STATE_FILE, Position, load_state, save_state
 from dispfx.report import load_report
 from dispfx.report.page import write_page
 from dispfx.report.run import read_run
+from tests.command_line import run
 from tests.report.runs import write_run
 from tests.trust.hostile import onnx_model, zipped
 
@@ -140,7 +139,7 @@ def test_figures_that_are_not_finite_are_null_in_json(tmp_path: Path):
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     report["ratio"]["achieved"] = float("nan")
     (tmp_path / "report.json").write_text(json.dumps(report), encoding="utf-8")
-    result = CliRunner().invoke(app, ["compare", str(tmp_path), str(tmp_path), "--json"])
+    result = run("compare", tmp_path, tmp_path, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["runs"][0]["ratio"] is None
 
@@ -191,7 +190,7 @@ def test_a_program_with_a_damaged_list_of_tensors_is_a_data_error(listed: str, t
     ],
 )
 def test_a_path_that_the_system_does_not_take_is_the_inputs_fault(words: list[str]):
-    result = CliRunner().invoke(app, words)
+    result = run(*words)
     assert result.exit_code == 2 and "Traceback" not in result.output
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from dispfx.cli.app import app
+from tests.command_line import run
 from tests.trust.moments import PHASES
 
 KILLS = int(os.environ.get("DISPFX_KILLS", "10"))
@@ -52,5 +51,5 @@ def test_a_full_disk_stops_a_run_with_a_message_and_it_goes_on(tmp_path: Path):
 @pytest.mark.parametrize("out", ["/proc/dispfx", "/dev/null/out"])
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(out):
     words = ["compile", "demo", "--ratio", "0.3", "--steps", "1", "--out", out]
-    result = CliRunner().invoke(app, words)
+    result = run(*words)
     assert result.exit_code == 2 and "Traceback" not in result.output

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from dispfx.cli.app import app
+from tests.command_line import run
 from tests.trust.runs import write_tokens
 
 MODEL = "tests.api.plain:build_decoder"
@@ -57,7 +56,7 @@ def poison(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path], P
 
 
 def run(*words: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(word) for word in words])
+    result = run(*words)
     return result.exit_code, result.output + result.stderr
 
 

@@ -3,20 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-from typer.testing import CliRunner
-
-from dispfx.cli.app import app
 from dispfx.report import load_report
 from tests.trust.runs import command, write_tokens
 
 
-def test_a_run_is_repeated_from_its_report_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def run(*words: str) -> None:
-        monkeypatch.setattr("sys.argv", ["dispfx", *words])
-        result = CliRunner().invoke(app, list(words))
-        assert result.exit_code == 0, result.output
-
+def test_a_run_is_repeated_from_its_report_to_the_same_bytes(tmp_path: Path):
     tokens = write_tokens(tmp_path / "tokens.safetensors")
     run(*command(tokens, tmp_path / "first", "--steps", "10", "--lambda", "7", "--eval-windows", "1"))
     words = ["--trust-remote-code", "--quiet"]

@@ -3,21 +3,18 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
-import typer
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
-from typer.testing import CliRunner
 
-from dispfx.cli.app import app
 from dispfx.errors import EXIT_INPUT_FAULT, DispfxError
+from tests.command_line import NAMED, Option, arguments, options, run
 from tests.trust.hostile import Kind
 from tests.trust.mutations import ODD_TEXT
 
 # They print tracebacks, import lm-eval (which takes longer than a case may), start processes, or write into
 # the user's shell settings: that is what they are for.
-_LEFT_OUT = {"debug", "tasks", "launch", "install_completion", "show_completion"}
+_LEFT_OUT = {"debug", "tasks", "launch"}
 _NAMES = (
     "nothing.at:all", "json:dumps", "os:getcwd", "some/model", "folder", "config.json", "model.gguf",
     "plan.safetensors", "text.txt", "report.json", "datasets:none", "new", "new.html", "demo.txt",
@@ -50,29 +47,23 @@ def words_kind(made: Path) -> Kind:
 
 
 def _lines() -> SearchStrategy[list[str]]:
-    command: Any = typer.main.get_command(app)
-    return st.sampled_from(sorted(command.commands)).flatmap(lambda verb: _of(verb, command.commands[verb]))
+    return st.sampled_from(sorted(NAMED)).flatmap(_of)
 
 
-def _of(verb: str, command: Any) -> SearchStrategy[list[str]]:
-    arguments = sum(parameter.param_type_name == "argument" for parameter in command.params)
-    options = [
-        parameter
-        for parameter in command.params
-        if parameter.param_type_name == "option" and parameter.name not in _LEFT_OUT
-    ]
-    given = st.sampled_from(options).flatmap(_option)
-    places = st.lists(_VALUES, min_size=0, max_size=arguments + 1)
+def _of(verb: str) -> SearchStrategy[list[str]]:
+    taken = [option for option in options(NAMED[verb]) if option.name not in _LEFT_OUT]
+    given = st.sampled_from(taken).flatmap(_option)
+    places = st.lists(_VALUES, min_size=0, max_size=len(arguments(NAMED[verb])) + 1)
     # Options that must be there mostly are, so that the others are looked at.
-    needed = [option for option in options if option.required]
+    needed = [option for option in taken if option.required]
     first = st.tuples(*map(_option, needed)) if needed else st.just(())
     return st.tuples(places, first | st.just(()), st.lists(given, max_size=3)).map(
         lambda drawn: [verb, *drawn[0], *(word for option in (*drawn[1], *drawn[2]) for word in option)]
     )
 
 
-def _option(option: Any) -> SearchStrategy[list[str]]:
-    name = st.sampled_from([*option.opts, *option.secondary_opts])
+def _option(option: Option) -> SearchStrategy[list[str]]:
+    name = st.sampled_from(option.words)
     if option.is_flag:
         return name.map(lambda word: [word])
     return st.tuples(name, _CHOICES | _VALUES).map(list)
@@ -83,7 +74,7 @@ def _run(folder: Path) -> None:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        result = CliRunner().invoke(app, words)
+        result = run(*words)
     finally:
         os.chdir(before)
     if result.exit_code == EXIT_INPUT_FAULT and "Traceback" not in result.output:
