@@ -51,6 +51,10 @@ class DispfxError(Exception):
         return "\n".join(lines)
 
 
+class UsageError(DispfxError):
+    """An argument of a command is missing, unknown, or cannot be what was given."""
+
+
 class UnknownSettingError(DispfxError, TypeError):
     """A keyword or a field of a settings file is no setting."""
 

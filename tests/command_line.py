@@ -108,7 +108,8 @@ def check(words: Sequence[str]) -> None:
 
 def _words(parameter: inspect.Parameter) -> tuple[str, ...]:
     facts = parameter.annotation.__metadata__[0]
-    return (*facts.name, *(facts.negative or ()))
+    off = "--no-" + facts.name[0].removeprefix("--")
+    return (*facts.name, *([off] if facts.negative is None else []))
 
 
 def _value_type(parameter: inspect.Parameter) -> Any:

@@ -1,6 +1,5 @@
 """Tasks of lm-eval on a decoder: dense, or pruned from an output folder."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -35,7 +34,7 @@ def score_tasks(model: Any, *, observer: Observer | None = None, **changes: Any)
         # Said before data is fetched.
         raise _unknown(model)
     watcher.stage("read tasks")
-    harness = Harness(task_names(asked.tasks), asked.task_folder, shots=asked.shots, limit=asked.limit)
+    harness = Harness(asked.task_names, asked.task_folder, shots=asked.shots, limit=asked.limit)
     watcher.stage("open")
     decoder, words, longest = _decoder(settings.model)
     context = asked.context or longest
@@ -87,8 +86,3 @@ def _unknown(name: str) -> DataError:
         "tasks need a decoder that transformers knows, and this one is a module or a graph of its own",
         where=name,
     )
-
-
-def task_names(words: Sequence[str]) -> list[str]:
-    """Return the names of tasks, of which a word may hold several, separated by commas."""
-    return [name.strip() for word in words for name in word.split(",") if name.strip()]

@@ -3,6 +3,7 @@
 import difflib
 import sys
 from io import TextIOWrapper
+from pathlib import Path
 
 from cyclopts import App, CycloptsError, MissingArgumentError
 
@@ -11,7 +12,7 @@ from dispfx.cli import evaluating, making, measuring, showing, tuning, using
 from dispfx.cli.config_file import configured
 from dispfx.cli.faults import refused
 from dispfx.cli.verb import Verb
-from dispfx.errors import EXIT_INPUT_FAULT, DispfxError
+from dispfx.errors import EXIT_INPUT_FAULT, DispfxError, UsageError
 from dispfx.launcher import end_with_launcher
 from dispfx.preconditions import check_current_folder
 from dispfx.settings.trees import (
@@ -61,7 +62,7 @@ VERBS = (
         RunSettings,
         required=("ratio",),
         without=("eval_data", "eval_windows", "export", "config"),
-        defaults={"out": "plan.safetensors"},
+        defaults={"out": Path("plan.safetensors")},
         docs={"out": "Plan file to write. It must not exist."},
     ),
     Verb(
@@ -130,7 +131,7 @@ def make_app() -> App:
     app = App(
         name="dispfx",
         help="A compiler that makes a decoder language model smaller, without knowing its architecture.",
-        version=__version__,
+        version=f"dispfx {__version__}",
         help_flags=["--help", "-h"],
         version_flags=["--version"],
     )
@@ -151,16 +152,16 @@ def main() -> None:
     try:
         check_current_folder()
     except DispfxError as error:
-        raise refused(error.problem, words, kind=type(error).__name__, hint=error.hint) from None
+        raise refused(error, words) from None
     if not words:
-        make_app()(["--help"])
+        make_app().help_print()
         raise SystemExit(EXIT_INPUT_FAULT)
     _check_verb(words)
     try:
         make_app()(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         verb = "" if words[0].startswith("-") else f" {words[0]}"
-        raise refused(_told(error), words, hint=f"dispfx{verb} --help") from None
+        raise refused(UsageError(_told(error), hint=f"dispfx{verb} --help"), words) from None
 
 
 def _told(error: CycloptsError) -> str:
@@ -181,4 +182,5 @@ def _check_verb(words: list[str]) -> None:
         return
     near = difflib.get_close_matches(words[0].lower(), [*verbs, *_MEANT], 1)
     hint = f"did you mean {_MEANT.get(near[0], near[0])}?" if near else "dispfx --help"
-    raise refused(f"there is no verb {words[0]!r}; the verbs are {', '.join(verbs)}", words, hint=hint)
+    problem = f"there is no verb {words[0]!r}; the verbs are {', '.join(verbs)}"
+    raise refused(UsageError(problem, hint=hint), words)

@@ -9,12 +9,12 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from dispfx.errors import DataError, DispfxError
+from dispfx.errors import DataError, DispfxError, UsageError
 from dispfx.json_text import read_json
 from dispfx.origin import origin_of
 from dispfx.settings.field import section_fields
@@ -36,14 +36,17 @@ def configured(given: Mapping[str, Any]) -> RunSettings:
     if "config" not in given:
         _require_named(chosen, "")
         return RunSettings.of(**chosen)
+    # Before the file is read, for it never says where to write.
+    _require_named(chosen, " with --config", ("out",))
     path = Path(given["config"]).expanduser()
     stored = _stored(path)
     _require_permission(stored["model"], chosen)
     flat = _kept(stored, chosen)
     _require_named(flat | chosen, " with this --config")
-    learning = {**stored["learning"], "adaptable": tuple(stored["learning"].get("adaptable", ()))}
+    needed = {name: chosen[name] for name in _NEEDED if name in chosen}
     try:
-        found = RunSettings.of(**{"out": chosen["out"], **flat}).fitted(LearnSettings(**learning))
+        learning = {**stored["learning"], "adaptable": tuple(stored["learning"].get("adaptable", ()))}
+        found = RunSettings.of(**needed, **flat).fitted(LearnSettings(**learning))
     except (TypeError, ValueError) as error:
         raise DataError(f"the settings cannot be used: {error}", where=str(path)) from error
     return found.changed(**chosen)
@@ -62,7 +65,7 @@ def _kept(stored: Mapping[str, dict[str, Any]], chosen: Mapping[str, Any]) -> di
             continue
         if is_of_a_program(value):
             word = _NEEDED.get(name, one.option)
-            raise DispfxError(f"{word} is needed with this --config: its run was given an object in Python")
+            raise UsageError(f"{word} is needed with this --config: its run was given an object in Python")
         kept[name] = value
     return kept
 
@@ -101,10 +104,10 @@ def _typed(section: str, values: dict[str, Any], path: Path) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def _require_named(given: Mapping[str, Any], where: str) -> None:
-    for name, word in _NEEDED.items():
+def _require_named(given: Mapping[str, Any], where: str, names: Iterable[str] = tuple(_NEEDED)) -> None:
+    for name in names:
         if given.get(name) is None:
-            raise DispfxError(f"{word} is needed{where}", hint="dispfx compile --help")
+            raise UsageError(f"{_NEEDED[name]} is needed{where}", hint="dispfx compile --help")
 
 
 def _require_permission(stored: Mapping[str, Any], chosen: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ def evaluate(settings: EvalSettings, screen: Screen) -> None:
             # The same windows, so that both figures are of the same positions.
             same = {"context": measured.protocol["context"], "eval_windows": measured.protocol["windows"]}
             alike = api.agree(settings, **same)
-        for one in (model, asked.dense) if asked.tasks else ():
+        for one in (model, asked.dense) if asked.task_names else ():
             if one is not None:
                 scores.append(api.score_tasks(settings.changed(model=one), observer=observer))
     found = Evaluation(model, asked.dense, measured, alike, *scores)
@@ -43,7 +43,7 @@ def evaluate(settings: EvalSettings, screen: Screen) -> None:
 
 def _check(settings: EvalSettings) -> None:
     asked, model = settings.evaluation, settings.model.model
-    if not settings.text.eval_data and not asked.tasks:
+    if not settings.text.eval_data and not asked.task_names:
         raise DataError(
             "text or tasks to measure on are needed",
             hint="name a text file with --eval-data, or tasks of lm-eval with --tasks",

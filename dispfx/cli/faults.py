@@ -59,17 +59,18 @@ def ends_with_message(screen: Screen, given: Mapping[str, Any], *, resumable: bo
     """
     if not screen.debug:
         warnings.simplefilter("ignore")
+    out = given.get("out") if resumable else None
     try:
         check_device(local_device(given.get("device")))
         yield
     except BrokenPipeError:
         raise
     except KeyboardInterrupt:
-        end = Fault("Interrupted", "interrupted", hint=_way_on(given), exit_code=EXIT_INTERRUPTED)
+        end = Fault("Interrupted", "interrupted", hint=_way_on(out), exit_code=EXIT_INTERRUPTED)
         raise _ended(end, f"interrupted; {end.hint}", screen) from None
     except Exception as error:
         found = error.document if isinstance(error, DispfxError) else None
-        way_on = _way_on(given) if resumable else None
+        way_on = _way_on(out) if resumable else None
         raise _ended(*_fault_of(error, way_on), screen, found) from None
 
 
@@ -89,16 +90,13 @@ def print_fault(fault: Fault, document: dict[str, Any] | None = None) -> None:
     Screen(json=True, quiet=True).print_json({**(document or {}), "error": asdict(fault)})
 
 
-def refused(
-    problem: str, words: Sequence[str], *, kind: str = "UsageError", hint: str | None = None
-) -> SystemExit:
-    """Tell what is wrong with a command line before a verb runs, and return what ends the process.
+def refused(error: DispfxError, words: Sequence[str]) -> SystemExit:
+    """Tell an error from before a verb runs, and return what ends the process with its exit code.
 
     Args:
         words: of the command line, which may ask for JSON.
     """
-    error = DispfxError(problem, hint=hint)
-    return _ended(Fault(kind, problem, hint=hint), f"error: {error}", Screen(json="--json" in words))
+    return _ended(*_fault_of(error, None), Screen(json="--json" in words))
 
 
 def _fault_of(error: Exception, way_on: str | None) -> tuple[Fault, str]:
@@ -155,9 +153,9 @@ def state_folder(out: Path) -> Path:
     return out.with_name(out.name + ".state")
 
 
-def _way_on(options: Mapping[str, Any]) -> str:
-    out = options.get("out")
-    if "resume" not in options or out is None:
+def _way_on(out: Path | None) -> str:
+    """Return how to go on; `out` is what a verb that can resume was to write."""
+    if out is None:
         return "nothing was written"
     state = state_folder(out)
     if not state.is_dir():

@@ -116,7 +116,8 @@ class Verb:
             name=one.option,
             help=self._help(one),
             group=group,
-            negative=f"--no-{one.option[2:]}" if one.typed is bool and facts.default else (),
+            # A flag that is on by itself has a twin that turns it off.
+            negative=None if one.typed is bool and facts.default else (),
             negative_iterable=(),
             show_default=False,
             validator=_in_range(facts),

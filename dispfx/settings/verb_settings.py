@@ -43,6 +43,12 @@ class EvaluationSettings:
     def __post_init__(self) -> None:
         check_section(self)
 
+    @property
+    def task_names(self) -> list[str]:
+        """Names of tasks, of which a word may hold several, separated by commas."""
+        words = [self.tasks] if isinstance(self.tasks, str) else self.tasks
+        return [name.strip() for word in words for name in word.split(",") if name.strip()]
+
 
 @dataclass(frozen=True)
 class TuneSettings:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dispfx import __version__
+from dispfx.cli.app import make_app
 from tests.command_line import NAMED, options
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +55,12 @@ def test_every_option_that_a_message_names_is_one():
     for file in (ROOT / "dispfx").rglob("*.py"):
         if "report" not in file.parts:  # its pages have variables that are spelled the same
             named |= set(re.findall(r"(?<![-\w])--[a-z][a-z0-9-]*", file.read_text(encoding="utf-8")))
-    assert named - known <= {"--help", "--nproc-per-node", "--upgrade"}  # torchrun's and pip's own
+    assert named - known <= {
+        "--help",
+        "--version",
+        "--nproc-per-node",
+        "--upgrade",
+    }  # torchrun's and pip's own
 
 
 def test_no_verb_and_an_unknown_verb_are_wrong_arguments(dispfx):
@@ -87,18 +93,23 @@ def test_the_module_is_the_command():
     assert "between 0 and 1" in result.stderr
 
 
-def test_a_shell_is_told_the_verbs():
-    words = {"_DISPFX_COMPLETE": "complete_bash", "COMP_WORDS": "dispfx comp", "COMP_CWORD": "1"}
-    code = "import os, sys; sys.argv = ['dispfx']; from dispfx.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env=os.environ | words,
-        timeout=60,
-        check=False,
-    )
-    assert done.stdout.split() == ["compile", "compare"], done
+def test_a_shell_is_told_the_verbs_and_their_options(tmp_path: Path):
+    """By a script that `--install-completion` writes, so that a shell starts no Python for it."""
+    script = tmp_path / "dispfx.bash"
+    script.write_text(make_app().generate_completion(shell="bash"), encoding="utf-8")
+    for words, told in (
+        (["dispfx", "comp"], ["compile", "compare"]),
+        (
+            ["dispfx", "learn", "--ratio-"],
+            ["--ratio-of"],
+        ),
+    ):
+        code = (
+            f"source {script}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; "
+            "$(complete -p dispfx | sed 's/.*-F //; s/ .*//'); printf '%s\\n' \"${COMPREPLY[@]}\""
+        )
+        done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout.split() == told, done
 
 
 @pytest.mark.parametrize(

@@ -1,97 +1,18 @@
-"""`compile --from-report`: the command that a report is the result of, run again."""
+"""`compile --config`: the settings of an earlier run, under those that are given anew."""
 
-from dataclasses import fields, replace
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from dispfx.api import opening
-from dispfx.learning import settings as recipes
-from dispfx.report import Report, Settings, save_report
-from dispfx.report.settings import settings_words
+from dispfx.report import Report, save_report
+from dispfx.settings import RunSettings, learning_settings
 from dispfx.settings.learning_settings import LearnSettings
-
-
-@pytest.fixture
-def written(report: Report, tmp_path: Path):
-    """Return what writes a report of a command."""
-
-    def write(command: str, settings: Settings | None = None) -> Path:
-        save_report(replace(report, command=command, settings=settings), tmp_path / "report.json")
-        return tmp_path / "report.json"
-
-    return write
-
-
-def test_the_words_of_the_report_are_run_with_another_folder(
-    dispfx, replaced, report, written, tmp_path: Path
-):
-    compile_ = replaced("compile", report)
-    words = "dispfx compile demo --ratio 0.3 --seed=5 --steps 7 --skip 'a b'"
-    path = written(f"{words} --out first --json --resume")
-    result = dispfx("compile", "--from-report", path, "--out", tmp_path / "second")
-
-    assert result.exit_code == 0, result.output
-    assert compile_.call_args.args == ("demo", 0.3)
-    given = compile_.call_args.kwargs
-    assert (given["settings"].seed, given["settings"].steps, given["skip"]) == (5, 7, ("a b",))
-    assert given["out"] == tmp_path / "second" and given["resume"] is False
-    # So that the report of this run can be repeated too.
-    assert given["command"] == f"{words} --out {tmp_path / 'second'}"
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("dispfx compile demo --ratio 0.3 --out first", ["--ratio", "0.4"]),
-        ("dispfx compile demo --ratio 0.3 --out first", ["demo"]),
-        ("dispfx.compile(model, 0.3)", []),
-        ("dispfx apply demo plan --out first", []),
-        ("dispfx compile 'demo", []),
-        ("", []),
-    ],
-)
-def test_what_is_not_the_reports_to_say_and_other_calls_are_refused(
-    dispfx, replaced, report, written, tmp_path: Path, command: str, words: list[str]
-):
-    compile_ = replaced("compile", report)
-    result = dispfx("compile", "--from-report", written(command), "--out", tmp_path / "second", *words)
-    assert result.exit_code == 2 and "error:" in result.output
-    assert not compile_.called
-
-
-def test_a_report_never_says_where_to_write(dispfx, replaced, report, written):
-    compile_ = replaced("compile", report)
-    result = dispfx("compile", "--from-report", written("dispfx compile demo --ratio 0.3 --out first"))
-    assert result.exit_code == 2 and "--out" in result.output and not compile_.called
-
-
-@pytest.mark.parametrize("model", ["./decoder --trust-remote-code", "tests.api.plain:build_decoder"])
-def test_a_report_gives_no_leave_to_run_code(
-    dispfx, replaced, report, written, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-):
-    compile_ = replaced("compile", report)
-    (tmp_path / "decoder").mkdir()
-    (tmp_path / "text.txt").write_text("some words", encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    path = written(f"dispfx compile {model} --ratio 0.3 --data text.txt --out first")
-    words = ["compile", "--from-report", path, "--out", tmp_path / "second"]
-
-    result = dispfx(*words)
-    assert result.exit_code == 2 and "executes code" in result.output and not compile_.called
-    result = dispfx(*words, "--trust-remote-code")
-    assert result.exit_code == 0 and compile_.call_args.kwargs["trust_remote_code"]
-
-
-@pytest.mark.parametrize("content", ["[]", "no json", None])
-def test_a_report_that_is_none_is_refused(dispfx, tmp_path: Path, content: str | None):
-    path = tmp_path / "report.json"
-    if content is not None:
-        path.write_text(content, encoding="utf-8")
-    result = dispfx("compile", "--from-report", path, "--out", tmp_path / "second")
-    assert result.exit_code == 2 and "Traceback" not in result.output
-
+from tests.cli.asked import asked, flat
 
 # No value is that of a default, a recipe or the demo.
 ODD = LearnSettings(
@@ -101,67 +22,189 @@ ODD = LearnSettings(
     estimator="gumbel", hypernetwork="linear", constrained=True, bias=-1.0, temperature=0.5,
     schedule="cosine", seed=9, save_every=3, max_bad_steps=4,
 )  # fmt: skip
-SET = Settings(ODD, align=4, select="before-norm", data_bytes=2**21)
+SET = RunSettings.of(
+    model="demo",
+    ratio=0.35,
+    ratio_of="total",
+    align=4,
+    select="before-norm",
+    skip=("a b",),
+    data_bytes=2**21,
+    bos="on",
+    eval_windows=3,
+    checkpointing="off",
+    export="none",
+    out=Path("first"),
+    dtype="float32",
+).fitted(ODD)
 
 
-def test_the_reports_settings_are_those_of_the_repeated_run(
+@pytest.fixture
+def written(report: Report, tmp_path: Path):
+    """Return what writes the report of a run."""
+
+    def write(settings: RunSettings | None = SET) -> Path:
+        plain = None if settings is None else settings.plain()
+        save_report(replace(report, settings=plain), tmp_path / "report.json")
+        return tmp_path / "report.json"
+
+    return write
+
+
+def test_the_settings_of_a_report_are_those_of_the_run_with_another_folder(
     dispfx, replaced, report, written, tmp_path: Path
 ):
-    """All of them, whatever the words say of some, and so they are in its own command."""
-    compile_ = replaced("compile", report)
-    words = "demo --ratio 0.3 --recipe paper --steps 500 --no-antithetic --lr=1e-3 --skip --steps --align 2"
-    path = written(f"dispfx compile {words} --out first", SET)
-    for out in ("second", "third"):
-        result = dispfx("compile", "--from-report", path, "--out", tmp_path / out)
-        assert result.exit_code == 0, result.output
-        given = compile_.call_args.kwargs
-        assert given["settings"] == ODD and given["skip"] == ("--steps",)
-        assert (given["align"], given["select"], given["ratio_of"]) == (4, "before-norm", report.ratio.of)
-        assert given["data_bytes"] == 2**21
-        path = written(given["command"], SET)
-    assert given["command"].count("--steps=") == given["command"].count("--recipe") == 1
+    compile_ = replaced("run_compile", report)
+    path = written()
+    result = dispfx("compile", "--config", path, "--out", tmp_path / "second")
+
+    assert result.exit_code == 0, result.output
+    found = compile_.call_args.args[0]
+    where_and_how = {"out": tmp_path / "second", "save_every": 3}
+    assert flat(found) == flat(SET) | where_and_how | {"config": None}
+    # So that the report of this run can be repeated too.
+    again = written(found)
+    assert dispfx("compile", "--config", again, "--out", tmp_path / "third").exit_code == 0
+    assert asked(compile_) == flat(found) | {"out": tmp_path / "third"}
 
 
-def test_every_setting_has_an_option_that_the_repeated_run_is_given():
-    of_learning = {field.name for field in fields(LearnSettings)}
-    without = {"adaptable", "log_every", "held_out_every"}  # what the command line does not set
-    options = {word.partition("=")[0][2:].replace("-", "_") for word in settings_words(SET)}
-    beside = {"align", "select", "data_bytes", "bos", "recipe"}
-    assert {"lambda_" if name == "lambda" else name for name in options} == (of_learning - without) | beside
+def test_settings_come_back_from_json_as_they_were():
+    plain = json.loads(json.dumps(SET.plain(), allow_nan=False))
+    sections = {
+        name: {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        for name, values in plain.items()
+    }
+    again = RunSettings(**{name: kind(**sections[name]) for name, kind in RunSettings.sections().items()})
+    assert flat(again) | {"out": Path("first")} == flat(SET)
+
+
+def test_what_is_given_anew_wins(dispfx, replaced, report, written, tmp_path: Path):
+    compile_ = replaced("run_compile", report)
+    words = ["--ratio", 0.4, "--steps", 5, "--save-every", 2, "--skip", "c", "--no-antithetic"]
+    result = dispfx("compile", "--config", written(), "--out", tmp_path / "second", *words)
+    assert result.exit_code == 0, result.output
+    found = compile_.call_args.args[0]
+    assert found.budget.ratio == 0.4 and list(found.budget.skip) == ["c"] and found.budget.align == 4
+    assert found.learning == replace(ODD, steps=5, save_every=2, antithetic=False)
+
+
+def test_another_model_than_that_of_the_file_may_be_given(dispfx, replaced, report, written, tmp_path: Path):
+    compile_ = replaced("run_compile", report)
+    (tmp_path / "decoder").mkdir()
+    words = ["compile", tmp_path / "decoder", "--config", written(), "--out", tmp_path / "second"]
+    assert "text to learn from is needed" in dispfx(*words).stderr
+    (tmp_path / "text.txt").write_text("some words", encoding="utf-8")
+    assert dispfx(*words, "--data", tmp_path / "text.txt").exit_code == 0
+    assert asked(compile_)["model"] == str(tmp_path / "decoder") and asked(compile_)["ratio"] == 0.35
+
+
+def test_a_file_with_sections_alone_is_taken_too(dispfx, replaced, report, tmp_path: Path):
+    compile_ = replaced("run_compile", report)
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(SET.plain()), encoding="utf-8")
+    assert dispfx("compile", "--config", path, "--out", tmp_path / "second").exit_code == 0
+    assert compile_.call_args.args[0].learning == ODD
+
+
+def test_a_file_never_says_where_to_write(dispfx, replaced, report, written):
+    compile_ = replaced("run_compile", report)
+    result = dispfx("compile", "--config", written())
+    assert result.exit_code == 2 and "--out" in result.output and not compile_.called
+
+
+@pytest.mark.parametrize(
+    ("model", "trusted"), [("./decoder", True), ("tests.api.plain:build_decoder", False)]
+)
+def test_a_file_gives_no_permission_to_run_code(
+    dispfx, replaced, report, written, tmp_path: Path, model: str, trusted: bool, monkeypatch
+):
+    compile_ = replaced("run_compile", report)
+    (tmp_path / "decoder").mkdir()
+    (tmp_path / "text.txt").write_text("some words", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    path = written(SET.changed(model=model, trust_remote_code=trusted, data=("text.txt",)))
+    words = ["compile", "--config", path, "--out", tmp_path / "second"]
+
+    result = dispfx(*words)
+    assert result.exit_code == 2 and "executes code" in result.output and not compile_.called
+    result = dispfx(*words, "--trust-remote-code")
+    assert result.exit_code == 0 and asked(compile_)["trust_remote_code"]
+
+
+@pytest.mark.parametrize("content", ["[]", "no json", "{}", '{"settings": null}', '{"settings": 3}', None])
+def test_a_file_without_settings_is_refused(dispfx, replaced, report, tmp_path: Path, content: str | None):
+    compile_ = replaced("run_compile", report)
+    path = tmp_path / "report.json"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    result = dispfx("compile", "--config", path, "--out", tmp_path / "second")
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and str(path) in result.stderr
+    assert "Traceback" not in result.output and not compile_.called
+
+
+def test_the_report_of_a_plan_that_was_applied_has_none_and_says_so(
+    dispfx, replaced, report, written, tmp_path: Path
+):
+    result = dispfx("compile", "--config", written(None), "--out", tmp_path / "second")
+    assert result.exit_code == 2 and "a run that learned" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "told"),
+    [
+        ("learning", "steps", "many", 'learning.steps cannot be "many"'),
+        ("learning", "stesp", 3, "learning has no setting 'stesp'"),
+        ("learning", "steps", -1, "steps must be at least 1"),
+        ("learning", "adaptable", 5, "the settings cannot be used"),
+        ("learning", "log_every", "x", "the settings cannot be used"),
+        ("budget", "ratio", True, "budget.ratio cannot be true"),
+        ("budget", "select", "behind", "select must be after-norm or before-norm"),
+        ("text", "data", [3], "text.data cannot be [3]"),
+        ("model", "model", {"a": 1}, "model.model cannot be"),
+    ],
+)
+def test_a_value_that_no_setting_has_is_refused_by_name(
+    dispfx, replaced, report, tmp_path: Path, section: str, name: str, value: Any, told: str
+):
+    compile_ = replaced("run_compile", report)
+    plain = SET.plain()
+    plain[section] = plain[section] | {name: value}
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(plain), encoding="utf-8")
+    result = dispfx("compile", "--config", path, "--out", tmp_path / "second")
+    assert result.exit_code == 2 and told in result.stderr, result.output
+    assert "Traceback" not in result.output and not compile_.called
+
+
+def test_what_was_an_object_in_python_has_to_be_given(dispfx, replaced, report, written, tmp_path: Path):
+    compile_ = replaced("run_compile", report)
+    path = written(SET.changed(model=nn.Linear(2, 2), data=torch.arange(9)))
+    words = ["compile", "--config", path, "--out", tmp_path / "second"]
+    result = dispfx(*words)
+    assert result.exit_code == 2 and "MODEL is needed with this --config" in result.stderr
+    result = dispfx(*words, "demo")
+    assert result.exit_code == 2 and "--data is needed with this --config" in result.stderr
+    (tmp_path / "text.txt").write_text("some words", encoding="utf-8")
+    assert dispfx(*words, "demo", "--data", tmp_path / "text.txt").exit_code == 0
+    assert asked(compile_)["data"] == [str(tmp_path / "text.txt")]
 
 
 def test_no_later_default_changes_a_repeated_run(
     dispfx, replaced, report, written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    compile_ = replaced("compile", report)
+    compile_ = replaced("run_compile", report)
     told = LearnSettings(steps=400, batch_size=8, samples=8, constrained=True, adaptable=("samples",))
-    path = written("dispfx compile demo --ratio 0.3 --out first", replace(SET, learning=told))
+    path = written(SET.fitted(told))
     later: dict[str, Any] = {"steps": 1, "lr": 0.5, "temperature": 2.0, "samples": 4, "batch_size": 4}
-    monkeypatch.setitem(recipes.RECIPES, "informed", later)
-    monkeypatch.setattr(opening, "_DEMO_SETTINGS", {"bias": 1.0, "antithetic": True})
-    result = dispfx("compile", "--from-report", path, "--out", tmp_path / "second")
+    monkeypatch.setitem(learning_settings.RECIPES, "informed", later)  # type: ignore[arg-type]
+    monkeypatch.setattr(learning_settings, "DEMO", {"bias": 1.0, "antithetic": True})
+    result = dispfx("compile", "--config", path, "--out", tmp_path / "second")
     assert result.exit_code == 0, result.output
-    assert compile_.call_args.kwargs["settings"] == replace(told, adaptable=())
+    assert compile_.call_args.args[0].learning == told
 
 
-def test_how_a_run_goes_may_be_given_anew_beside_settings(dispfx, replaced, report, written, tmp_path: Path):
-    compile_ = replaced("compile", report)
-    words = "dispfx compile demo --ratio 0.3 --save-every 50 --out first"
-    path = written(words, SET)
-    result = dispfx("compile", "--from-report", path, "--out", tmp_path / "2", "--save-every", 2)
-    assert result.exit_code == 0, result.output
-    assert compile_.call_args.kwargs["settings"] == replace(ODD, save_every=2)
-
-
-def test_another_number_of_processes_gets_a_batch_that_it_can_share(
-    dispfx, replaced, report, written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    compile_ = replaced("compile", report)
-    monkeypatch.setattr("dispfx.cli.making.launches", lambda count: False)
-    for adaptable, batch in (("samples", "batch_size"), 8), ((), 6):
-        learned = replace(ODD, samples=6, batch_size=6, adaptable=adaptable)
-        path = written("dispfx compile demo --ratio 0.3 --out first", replace(SET, learning=learned))
-        result = dispfx("compile", "--from-report", path, "--out", tmp_path / "2", "--launch", 4)
-        assert result.exit_code == 0, result.output
-        found = compile_.call_args.kwargs["settings"]
-        assert (found.batch_size, found.samples) == (batch, batch)
+def test_a_recipe_cannot_be_changed_with_a_file(dispfx, replaced, report, written, tmp_path: Path):
+    compile_ = replaced("run_compile", report)
+    words = ["compile", "--config", written(), "--out", tmp_path / "second", "--recipe", "paper"]
+    result = dispfx(*words)
+    assert result.exit_code == 2 and "recipe" in result.stderr and not compile_.called

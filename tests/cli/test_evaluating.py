@@ -7,6 +7,7 @@ import pytest
 
 from dispfx.measure.agreement import Agreement
 from dispfx.measure.perplexity import Perplexity
+from tests.cli.asked import asked
 from tests.report.test_tasks import found
 
 
@@ -23,7 +24,8 @@ def test_eval_shows_the_figure_with_its_protocol(dispfx, replaced, tmp_path: Pat
     evaluate = replaced("evaluate", Perplexity(3.25, protocol))
     result = dispfx("eval", "demo", "--eval-data", text, "--eval-windows", 4, "--context", 128)
     assert result.exit_code == 0, result.output
-    assert evaluate.call_args.kwargs["windows"] == 4 and evaluate.call_args.kwargs["context"] == 128
+    given = asked(evaluate)
+    assert given["eval_windows"] == 4 and given["context"] == 128
     assert result.stdout == "perplexity 3.250  (4 windows of 128 tokens, 508 predicted)\n"
 
     as_json = dispfx("eval", "demo", "--eval-data", text, "--json")
@@ -47,8 +49,8 @@ def test_eval_beside_the_dense_decoder_says_how_alike_both_predict(dispfx, repla
     result = dispfx("eval", written, "--eval-data", text, "--dense", "demo")
     assert result.exit_code == 0, result.output
     assert "KL 0.0123 nats" in result.stdout and "87.5% of 508" in result.stdout
-    assert agree.call_args.args == (str(written), "demo"), "the folder, then the dense decoder"
-    assert (agree.call_args.kwargs["context"], agree.call_args.kwargs["windows"]) == (128, 4)
+    assert (asked(agree)["model"], asked(agree)["dense"]) == (str(written), "demo")
+    assert agree.call_args.kwargs == {"context": 128, "eval_windows": 4}
     shown = json.loads(dispfx("eval", written, "--eval-data", text, "--dense", "demo", "--json").stdout)
     assert shown["agreement"] == {"kl_nats": 0.0123, "top1": 0.875, "tokens": 508}
     assert dispfx("eval", "demo", "--eval-data", text, "--dense", "demo").exit_code == 2
@@ -62,9 +64,10 @@ def test_tasks_are_asked_for_by_name_and_no_text_is_needed(dispfx, replaced, tmp
         "--limit", 10, "--batch-size", 4, "--context", 64,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert score.call_args.args == ("demo", ["piqa", "mine", "other"])
-    given = score.call_args.kwargs
-    assert (given["folder"], given["shots"], given["limit"]) == (tmp_path, 5, 10)
+    given = asked(score)
+    names = score.call_args.args[0].evaluation.task_names
+    assert (given["model"], names) == ("demo", ["piqa", "mine", "other"])
+    assert (given["task_folder"], given["shots"], given["limit"]) == (tmp_path, 5, 10)
     assert (given["batch_size"], given["context"]) == (4, 64)
     assert not evaluate.called
     assert "0.6100 ± 0.0100" in result.stdout and "lm-eval 0.4.13; at most 64 tokens" in result.stdout
@@ -75,7 +78,7 @@ def test_tasks_beside_the_dense_decoder_are_measured_twice(dispfx, replaced, wri
     score.side_effect = [found(), found(0.05)]
     result = dispfx("eval", written, "--tasks", "piqa", "--dense", "demo", "--out", written)
     assert result.exit_code == 0, result.output
-    assert [call.args[0] for call in score.call_args_list] == [str(written), "demo"]
+    assert [call.args[0].model.model for call in score.call_args_list] == [str(written), "demo"]
     assert "-0.0500" in result.stdout and str(written / "eval.json") in result.stdout
     shown = json.loads((written / "eval.json").read_text())
     assert shown["tasks"]["scores"][0]["value"] == 0.61

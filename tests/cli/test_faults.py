@@ -26,7 +26,7 @@ def compile_demo(dispfx, out: Path, *more: str):
 def test_every_error_raised_on_purpose_is_a_message_with_its_exit_code(
     dispfx, replaced, tmp_path: Path, kind
 ):
-    replaced("compile", error=kind("what was wrong", where="layers.0", hint="do this"))
+    replaced("run_compile", error=kind("what was wrong", where="layers.0", hint="do this"))
     result = compile_demo(dispfx, tmp_path / "out")
 
     ours = kind in (errors.PassError, errors.VerificationError)
@@ -36,20 +36,20 @@ def test_every_error_raised_on_purpose_is_a_message_with_its_exit_code(
 
 
 def test_an_unexpected_error_is_our_fault_in_two_lines(dispfx, replaced, tmp_path: Path):
-    replaced("compile", error=RuntimeError("shape mismatch\nwith a long tail"))
+    replaced("run_compile", error=RuntimeError("shape mismatch\nwith a long tail"))
     result = compile_demo(dispfx, tmp_path / "out")
     assert result.exit_code == 1
     assert result.stderr == "error: RuntimeError: shape mismatch\n  run again with --debug to see where\n"
 
 
 def test_debug_shows_the_traceback_and_keeps_the_exit_code(dispfx, replaced, tmp_path: Path):
-    replaced("compile", error=errors.DataError("no text"))
+    replaced("run_compile", error=errors.DataError("no text"))
     result = compile_demo(dispfx, tmp_path / "out", "--debug")
     assert result.exit_code == 2 and "Traceback" in result.stderr and "no text" in result.stderr
 
 
 def test_an_interrupt_says_how_to_go_on(dispfx, replaced, tmp_path: Path):
-    replaced("compile", error=KeyboardInterrupt())
+    replaced("run_compile", error=KeyboardInterrupt())
     fresh = compile_demo(dispfx, tmp_path / "out")
     assert fresh.exit_code == 130 and "run the same command again" in fresh.stderr
 
@@ -70,7 +70,7 @@ def test_an_interrupt_of_a_verb_without_state_promises_none(dispfx, replaced):
     [
         ("inspect", "demo"),
         ("compile", "mine:build", "--ratio", "0.3", "--data", "text.txt", "--out", "out"),
-        ("compile", "--from-report", "report.json", "--out", "out"),
+        ("compile", "--config", "report.json", "--out", "out"),
         ("doctor",),
     ],
 )
@@ -87,7 +87,7 @@ def test_a_current_folder_that_was_removed_is_said_before_a_library_looks_at_it(
 
 
 def test_a_full_disk_under_what_is_printed_is_no_fault_of_ours(dispfx, replaced, tmp_path: Path):
-    replaced("compile", error=OSError(errno.ENOSPC, "No space left on device"))
+    replaced("run_compile", error=OSError(errno.ENOSPC, "No space left on device"))
     result = compile_demo(dispfx, tmp_path / "out")
     assert result.exit_code == 2
     assert result.stderr.startswith(
@@ -107,7 +107,7 @@ def test_signs_that_an_encoding_lacks_end_no_command():
 def test_json_stays_whole_in_every_encoding(monkeypatch: pytest.MonkeyPatch, encoding: str, printed: bytes):
     into = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(into, encoding, write_through=True))
-    Screen(True, False).print_json({"text": "é"})
+    Screen(json=True).print_json({"text": "é"})
     assert json.loads(into.getvalue()) == {"text": "é"} and printed in into.getvalue()
 
 
@@ -121,7 +121,7 @@ def json_error(result) -> dict:
 
 @pytest.mark.parametrize("kind", errors.DispfxError.__subclasses__(), ids=lambda kind: kind.__name__)
 def test_with_json_stdout_has_the_error_too(dispfx, replaced, tmp_path: Path, kind):
-    replaced("compile", error=kind("what was wrong", where="layers.0", hint="do this"))
+    replaced("run_compile", error=kind("what was wrong", where="layers.0", hint="do this"))
     found = json_error(compile_demo(dispfx, tmp_path / "out", "--json"))
     assert found.pop("exit_code") == kind.exit_code
     told = {"kind": kind.__name__, "message": "what was wrong", "where": "layers.0"}
@@ -131,7 +131,7 @@ def test_with_json_stdout_has_the_error_too(dispfx, replaced, tmp_path: Path, ki
 def test_with_json_faults_of_ours_interrupts_and_wrong_arguments_are_told_too(
     dispfx, replaced, tmp_path: Path
 ):
-    twin = replaced("compile", error=RuntimeError("shape mismatch\nwith a long tail"))
+    twin = replaced("run_compile", error=RuntimeError("shape mismatch\nwith a long tail"))
     found = json_error(compile_demo(dispfx, tmp_path / "out", "--json"))
     assert (found["kind"], found["message"]) == ("RuntimeError", "shape mismatch\nwith a long tail")
     assert found["exit_code"] == 1 and "--debug" in found["hint"]
@@ -145,8 +145,8 @@ def test_with_json_faults_of_ours_interrupts_and_wrong_arguments_are_told_too(
     ):
         assert json_error(dispfx(*words))["kind"] == "UsageError"
     assert json_error(dispfx("inspect", "demo", "--json", "--device", "gpu"))["kind"] == "DispfxError"
-    repeated = dispfx("compile", "--from-report", "report.json", "--json")
-    assert "needs a new folder" in json_error(repeated)["message"]
+    repeated = dispfx("compile", "--config", "report.json", "--json")
+    assert "--out is needed" in json_error(repeated)["message"]
 
 
 def test_with_json_a_verify_that_fails_is_one_document_with_what_was_compared(
@@ -170,7 +170,7 @@ def test_an_unknown_verb_is_told_the_one_that_is_meant(dispfx, word: str, meant:
 
 def test_a_verb_like_no_other_is_told_all_verbs(dispfx):
     result = dispfx("xyzzy", "--json")
-    assert json_error(result)["message"].endswith("finetune, report, compare, doctor")
+    assert json_error(result)["message"].endswith("finetune, report, compare, passes, doctor")
 
 
 OUT_OF_MEMORY = {
@@ -193,7 +193,7 @@ def test_memory_that_runs_out_in_a_stage_is_told_with_the_stage_and_the_way_on(
         with Stages(NullObserver())("write"):
             raise OUT_OF_MEMORY[name]
 
-    replaced("compile").side_effect = work
+    replaced("run_compile").side_effect = work
     (tmp_path / "out.state").mkdir()
     result = compile_demo(dispfx, tmp_path / "out")
     assert result.exit_code == 2

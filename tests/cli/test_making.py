@@ -9,6 +9,8 @@ import torch
 from dispfx.ir.plan import Budget, Plan, Selection
 from dispfx.report import Report, from_json
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.settings.trees import RunSettings
+from tests.cli.asked import asked, flat
 from tests.report.test_preview import example_preview
 
 
@@ -35,26 +37,25 @@ def plan() -> Plan:
 def test_compile_without_options_leaves_every_default_to_the_compiler(
     dispfx, replaced, report: Report, tmp_path: Path
 ):
-    compile_ = replaced("compile", report)
+    compile_ = replaced("run_compile", report)
     result = dispfx("compile", "demo", "--ratio", 0.3, "--out", tmp_path / "out")
 
     assert result.exit_code == 0, result.output
-    assert compile_.call_args.args == ("demo", 0.3)
-    given = compile_.call_args.kwargs
-    assert given["out"] == tmp_path / "out"
-    assert given["command"] == f"dispfx compile demo --ratio 0.3 --out {tmp_path / 'out'}"
-    for name in ("data", "eval_data", "eval_windows", "tokenizer", "settings", "align", "target", "dtype"):
+    command = compile_.call_args.kwargs["command"]
+    assert command == f"dispfx compile demo --ratio 0.3 --out {tmp_path / 'out'}"
+    given = asked(compile_)
+    assert given == flat(RunSettings.of(model="demo", ratio=0.3, out=tmp_path / "out"))
+    for name in ("data", "eval_data", "eval_windows", "tokenizer", "align", "target", "dtype"):
         assert given[name] is None, name
-    for name in ("device", "revision", "export"):
+    for name in ("device", "revision", "export", "data_weight"):
         assert given[name] is None, name
-    assert not {"data_weights", "data_field", "data_bytes"} & set(given)
     assert given["resume"] is False and given["trust_remote_code"] is False
     assert given["ratio_of"] == "blocks" and given["skip"] == ()
     assert given["select"] == "after-norm"
 
 
 def test_compile_hands_on_every_option(dispfx, replaced, report: Report, tmp_path: Path, decoder, text):
-    compile_ = replaced("compile", report)
+    compile_ = replaced("run_compile", report)
     words = ["compile", decoder, "--ratio", 0.5, "--out", tmp_path / "out", "--ratio-of", "total"]
     words += ["--data", text, "--data", text, "--eval-data", text, "--eval-windows", 3, "--tokenizer", "tok"]
     words += ["--data-weight", 2, "--data-weight", 1, "--data-field", "body", "--data-bytes", 2**20]
@@ -67,8 +68,8 @@ def test_compile_hands_on_every_option(dispfx, replaced, report: Report, tmp_pat
     result = dispfx(*words)
 
     assert result.exit_code == 0, result.output
-    given = compile_.call_args.kwargs
-    assert given["settings"] == LearnSettings(
+    given = asked(compile_)
+    assert compile_.call_args.args[0].learning == LearnSettings(
         steps=5,
         seq_len=16,
         batch_size=2,
@@ -84,9 +85,9 @@ def test_compile_hands_on_every_option(dispfx, replaced, report: Report, tmp_pat
     assert (
         given["data"] == [str(text)] * 2 and given["eval_data"] == [str(text)] and given["eval_windows"] == 3
     )
-    assert given["data_weights"] == [2.0, 1.0] and given["data_field"] == "body"
+    assert list(given["data_weight"]) == [2.0, 1.0] and given["data_field"] == "body"
     assert given["data_bytes"] == 2**20
-    assert given["skip"] == ("a", "b") and given["align"] == 8 and given["target"] == "cuda"
+    assert tuple(given["skip"]) == ("a", "b") and given["align"] == 8 and given["target"] == "cuda"
     assert given["ratio_of"] == "total" and given["tokenizer"] == "tok" and given["resume"] is True
     assert given["dtype"] == "bfloat16" and given["device"] == "cpu" and given["export"] == "onnx"
     assert given["trust_remote_code"] is True
@@ -96,7 +97,7 @@ def test_compile_hands_on_every_option(dispfx, replaced, report: Report, tmp_pat
 
 @pytest.mark.parametrize("more", [[], ["--constrained", "--costs", "costs.json"]])
 def test_a_selection_before_the_norms_is_for_the_whole_stream(dispfx, replaced, report, tmp_path, more):
-    compile_ = replaced("compile", report)
+    compile_ = replaced("run_compile", report)
     words = ["compile", "demo", "--ratio", 0.3, "--select", "before-norm", "--out", tmp_path / "out", *more]
 
     result = dispfx(*words)
@@ -106,21 +107,21 @@ def test_a_selection_before_the_norms_is_for_the_whole_stream(dispfx, replaced, 
 
 
 def test_one_setting_of_the_demo_keeps_its_other_settings(dispfx, replaced, report: Report, tmp_path: Path):
-    compile_ = replaced("compile", report)
+    compile_ = replaced("run_compile", report)
     dispfx("compile", "demo", "--ratio", 0.3, "--out", tmp_path / "out", "--steps", 7)
-    settings = compile_.call_args.kwargs["settings"]
+    settings = compile_.call_args.args[0].learning
     assert (settings.steps, settings.seq_len, settings.batch_size, settings.lr) == (7, 128, 8, 3e-3)
 
 
 def test_json_is_the_report_and_nothing_else_on_stdout(dispfx, replaced, report: Report, tmp_path: Path):
-    replaced("compile", report)
+    replaced("run_compile", report)
     result = dispfx("compile", "demo", "--ratio", 0.3, "--out", tmp_path / "out", "--json", "--quiet")
     assert from_json(result.stdout) == report
     assert result.stderr == ""
 
 
 def test_quiet_prints_nothing(dispfx, replaced, report: Report, tmp_path: Path):
-    replaced("compile", report)
+    replaced("run_compile", report)
     result = dispfx("compile", "demo", "--ratio", 0.3, "--out", tmp_path / "out", "--quiet")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
 
@@ -128,8 +129,8 @@ def test_quiet_prints_nothing(dispfx, replaced, report: Report, tmp_path: Path):
 def test_progress_goes_to_stderr_with_json_and_to_stdout_without(
     dispfx, replaced, report: Report, tmp_path: Path
 ):
-    compile_ = replaced("compile", report)
-    compile_.side_effect = lambda *words, observer, **rest: (observer.note("a note"), report)[1]
+    compile_ = replaced("run_compile", report)
+    compile_.side_effect = lambda settings, observer, **rest: (observer.note("a note"), report)[1]
     plain = dispfx("compile", "demo", "--ratio", 0.3, "--out", tmp_path / "out")
     assert "a note" in plain.stdout and plain.stderr == ""
     as_json = dispfx("compile", "demo", "--ratio", 0.3, "--out", tmp_path / "out", "--json")
@@ -138,7 +139,7 @@ def test_progress_goes_to_stderr_with_json_and_to_stdout_without(
 
 @pytest.mark.parametrize("ratio", ["0", "1", "1.5", "-0.1", "nan", "30"])
 def test_a_ratio_outside_its_range_is_refused(dispfx, replaced, tmp_path: Path, ratio: str):
-    compile_ = replaced("compile")
+    compile_ = replaced("run_compile")
     result = dispfx("compile", "demo", f"--ratio={ratio}", "--out", tmp_path / "out")
     assert result.exit_code == 2 and "between 0 and 1" in result.stderr
     assert not compile_.called
@@ -147,7 +148,7 @@ def test_a_ratio_outside_its_range_is_refused(dispfx, replaced, tmp_path: Path, 
 def test_wrong_words_are_refused_before_the_compiler_is_asked(
     dispfx, replaced, tmp_path: Path, decoder: Path, text: Path
 ):
-    compile_ = replaced("compile")
+    compile_ = replaced("run_compile")
     empty = tmp_path / "empty.txt"
     empty.touch()
     out = tmp_path / "out"
@@ -161,10 +162,14 @@ def test_wrong_words_are_refused_before_the_compiler_is_asked(
         "no name of a data set": [decoder, "--data", "datasets:"],
         "only .jsonl.gz is read": [decoder, "--data", "text.txt.gz"],
         "data-bytes": [decoder, "--data", text, "--data-bytes", 1000],
-        "No such option": ["demo", "--ratios", "1"],
-        "is not one of": ["demo", "--estimator", "guess"],
+        "Unknown option: --ratios. Did you mean --ratio?": ["demo", "--ratios", "1"],
+        '"guess" for --estimator. Choose from: "reinmax", "gumbel", "straight-through"': [
+            "demo",
+            "--estimator",
+            "guess",
+        ],
         "eval-windows": ["demo", "--eval-windows", "0"],
-        "steps must be": ["demo", "--steps", "0"],
+        '"0" for --steps. It must be at least 1': ["demo", "--steps", "0"],
     }
     for reason, words in wrong.items():
         result = dispfx("compile", *words, "--ratio", 0.3, "--out", out)
@@ -175,7 +180,7 @@ def test_wrong_words_are_refused_before_the_compiler_is_asked(
 
 
 def test_a_folder_that_exists_is_refused_and_left_alone(dispfx, replaced, tmp_path: Path):
-    compile_ = replaced("compile")
+    compile_ = replaced("run_compile")
     (tmp_path / "mine").write_text("keep")
     result = dispfx("compile", "demo", "--ratio", 0.3, "--out", tmp_path)
     assert result.exit_code == 2 and str(tmp_path) in result.stderr
@@ -183,7 +188,7 @@ def test_a_folder_that_exists_is_refused_and_left_alone(dispfx, replaced, tmp_pa
 
 
 def test_resume_leaves_a_folder_that_exists_to_the_compiler(dispfx, replaced, report: Report, tmp_path: Path):
-    compile_ = replaced("compile", report)
+    compile_ = replaced("run_compile", report)
     result = dispfx("compile", "demo", "--ratio", 0.3, "--out", tmp_path, "--resume")
     assert result.exit_code == 0 and compile_.called
 
@@ -191,15 +196,15 @@ def test_resume_leaves_a_folder_that_exists_to_the_compiler(dispfx, replaced, re
 def test_a_dry_run_asks_for_a_preview_with_the_same_arguments_and_runs_nothing(
     dispfx, replaced, tmp_path: Path, decoder: Path, text: Path
 ):
-    compile_, learn = replaced("compile"), replaced("learn_plan")
+    compile_, learn = replaced("run_compile"), replaced("run_learn")
     preview = replaced("preview", example_preview())
     for verb, written in (("compile", "a pruned decoder"), ("learn", "a plan")):
         words = [verb, decoder, "--ratio", 0.3, "--data", text, "--out", tmp_path / "out", "--steps", 5]
         result = dispfx(*words, "--dry-run", "--launch", 2)
         assert result.exit_code == 0, result.output
-        given = preview.call_args.kwargs
-        assert preview.call_args.args == (str(decoder), 0.3)
-        assert given["out"] == tmp_path / "out" and given["settings"].steps == 5
+        given = asked(preview)
+        assert (given["model"], given["ratio"]) == (str(decoder), 0.3)
+        assert given["out"] == tmp_path / "out" and given["steps"] == 5
         assert "nothing was written" in result.stdout and written in result.stdout
         shown = json.loads(dispfx(*words, "--dry-run", "--json").stdout)
         assert shown["dry_run"] is True and shown["ratio"]["reachable"] == 0.3004
@@ -209,12 +214,13 @@ def test_a_dry_run_asks_for_a_preview_with_the_same_arguments_and_runs_nothing(
 def test_learn_writes_a_plan_and_says_what_it_removes(
     dispfx, replaced, plan: Plan, tmp_path: Path, decoder, text
 ):
-    learn = replaced("learn_plan", plan)
+    learn = replaced("run_learn", plan)
     out = tmp_path / "plan.safetensors"
     result = dispfx("learn", decoder, "--ratio", 0.3, "--data", text, "--out", out, "--steps", 5)
     assert result.exit_code == 0, result.output
-    assert learn.call_args.args == (str(decoder), 0.3)
-    assert learn.call_args.kwargs["out"] == out and learn.call_args.kwargs["settings"].steps == 5
+    given = asked(learn)
+    assert (given["model"], given["ratio"]) == (str(decoder), 0.3)
+    assert given["out"] == out and given["steps"] == 5
     assert "30.01%" in result.stdout
 
     as_json = dispfx("learn", decoder, "--ratio", 0.3, "--data", text, "--out", out, "--json")
@@ -227,23 +233,24 @@ def test_learn_writes_a_plan_and_says_what_it_removes(
 
 
 def test_learn_does_not_overwrite_a_plan(dispfx, replaced, tmp_path: Path):
-    learn = replaced("learn_plan")
+    learn = replaced("run_learn")
     (tmp_path / "plan.safetensors").touch()
     result = dispfx("learn", "demo", "--ratio", 0.3, "--out", tmp_path / "plan.safetensors")
     assert result.exit_code == 2 and not learn.called
 
 
 def test_apply_hands_on_model_plan_and_folder(dispfx, replaced, report: Report, tmp_path: Path, text: Path):
-    apply = replaced("apply", report)
+    apply = replaced("run_apply", report)
     plan = tmp_path / "plan.safetensors"
     plan.write_bytes(b"any")
     result = dispfx("apply", "demo", plan, "--out", tmp_path / "out", "--eval-data", text, "--export", "none")
     assert result.exit_code == 0, result.output
-    assert apply.call_args.args == ("demo", plan)
-    assert apply.call_args.kwargs["eval_data"] == [str(text)] and apply.call_args.kwargs["export"] == "none"
+    given = asked(apply)
+    assert (given["model"], given["plan"], given["out"]) == ("demo", plan, tmp_path / "out")
+    assert given["eval_data"] == [str(text)] and given["export"] == "none"
 
 
 def test_apply_refuses_a_plan_that_is_not_there(dispfx, replaced, tmp_path: Path):
-    apply = replaced("apply")
+    apply = replaced("run_apply")
     result = dispfx("apply", "demo", tmp_path / "absent", "--out", tmp_path / "out")
     assert result.exit_code == 2 and "plan file was named" in result.stderr and not apply.called

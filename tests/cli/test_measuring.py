@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dispfx.api.bench import Benched
+from tests.cli.asked import asked
 from tests.report.test_speed import FACTS, row
 
 
@@ -22,20 +23,20 @@ def test_bench_passes_on_what_was_chosen(dispfx, replaced, written: Path):
         "--mode", "compiled", "--device", "cpu",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert bench.call_args.args == (written,)
-    chosen = bench.call_args.kwargs
-    assert (chosen["dense"], chosen["batches"]) == ("demo", (1, 8))
-    assert (chosen["prompts"], chosen["pasts"]) == ((64,), (32,))
-    assert (chosen["modes"], chosen["device"], chosen["runtime"]) == (("compiled",), "cpu", "torch")
+    chosen = asked(bench)
+    assert chosen["model"] == str(written)
+    assert (chosen["dense"], list(chosen["batch"])) == ("demo", [1, 8])
+    assert (list(chosen["prompt"]), list(chosen["past"])) == ([64], [32])
+    assert (chosen["mode"], chosen["device"], chosen["runtime"]) == ("compiled", "cpu", "torch")
     assert "| 1.60 | 2.00 | 80% |" in result.stdout
 
 
 def test_bench_leaves_the_defaults_to_the_compiler(dispfx, replaced, written: Path):
     bench = replaced("bench", Benched((), FACTS))
     assert dispfx("bench", written).exit_code == 0
-    chosen = bench.call_args.kwargs
-    assert chosen["batches"] == chosen["prompts"] == chosen["pasts"] == ()
-    assert chosen["modes"] == ("eager", "compiled") and chosen["dense"] is None
+    chosen = asked(bench)
+    assert chosen["batch"] == chosen["prompt"] == chosen["past"] == ()
+    assert chosen["mode"] == "both" and chosen["dense"] is None
 
 
 def test_bench_prints_one_json_document_and_writes_both_files(dispfx, replaced, written: Path):

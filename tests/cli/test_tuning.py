@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dispfx.huggingface.tuning import TuneSettings
 from dispfx.report import Protocol, Tuning
+from dispfx.settings.verb_settings import TuneSettings
+from tests.cli.asked import asked
 
 TOLD = Tuning(
     "demo", "text.txt", 96, 5.0, 4.0, Protocol("text.txt", 128, 2, 254, 0.1), 8, 16.0, 1e-3, 5, 2, 16, 3
@@ -23,7 +24,6 @@ def written(tmp_path: Path) -> Path:
 
 
 def test_finetune_hands_on_every_option(dispfx, replaced, written: Path):
-    replaced("tune_settings", TuneSettings(rank=8))
     run = replaced("finetune", TOLD)
     text, out = written.with_name("text.txt"), written.with_name("out")
     result = dispfx(
@@ -32,16 +32,16 @@ def test_finetune_hands_on_every_option(dispfx, replaced, written: Path):
         "--dtype", "float32", "--device", "cpu", "--save-every", 3, "--resume",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    given = run.call_args.kwargs
-    assert given["settings"] == TuneSettings(rank=8) and given["merge"] is True
+    given = asked(run)
+    chosen = TuneSettings(rank=8, alpha=16.0, steps=5, batch_size=2, seq_len=16)
+    assert run.call_args.args[0].tuning == chosen and given["merge"] is True
     assert (given["dtype"], given["device"], given["eval_windows"]) == ("float32", "cpu", 2)
     assert (given["save_every"], given["resume"]) == (3, True)
-    assert given["command"].startswith(f"dispfx finetune {written} --data")
+    assert run.call_args.kwargs["command"].startswith(f"dispfx finetune {written} --data")
     assert "perplexity 5.000 before and 4.000 after" in result.stdout and f"written: {out}" in result.stdout
 
 
 def test_finetune_as_json_is_one_document_and_quiet_says_nothing(dispfx, replaced, written: Path):
-    replaced("tune_settings", TuneSettings())
     replaced("finetune", TOLD)
     words = ["finetune", written, "--data", written.with_name("text.txt"), "--out", written.with_name("out")]
     shown = json.loads(dispfx(*words, "--json").stdout)
@@ -63,7 +63,6 @@ def test_finetune_refuses_wrong_words_first(dispfx, replaced, written: Path, tmp
 
 
 def test_an_interrupted_run_says_how_to_go_on(dispfx, replaced, written: Path):
-    replaced("tune_settings", TuneSettings())
     replaced("finetune", error=KeyboardInterrupt())
     words = ["finetune", written, "--data", written.with_name("text.txt"), "--out", written.with_name("out")]
     result = dispfx(*words)

@@ -7,6 +7,7 @@ import pytest
 
 from dispfx.measure.equivalence import Verification
 from dispfx.settings.learning_settings import LearnSettings
+from tests.cli.asked import asked
 from tests.report.test_estimate import estimate
 from tests.report.test_sites import program
 
@@ -26,8 +27,8 @@ def test_inspect_shows_sites_and_refusals(dispfx, replaced):
     fitted = replaced("settings_of", LearnSettings())
     result = dispfx("inspect", "demo", "--skip", "layers.0.mlp", "--dtype", "float32", "--seq-len", 64)
     assert result.exit_code == 0, result.output
-    assert inspect.call_args.args == ("demo",)
-    assert inspect.call_args.kwargs["skip"] == ("layers.0.mlp",)
+    given = asked(inspect)
+    assert given["model"] == "demo" and list(given["skip"]) == ["layers.0.mlp"]
     assert inspect.call_args.kwargs["config_only"] is False
     assert estimated.call_args.args == (inspect.return_value, fitted.return_value)
     assert fitted.call_args.args[0] is inspect.return_value
@@ -108,7 +109,7 @@ def test_export_names_what_it_wrote(dispfx, replaced, written: Path):
     export = replaced("export", [written / "onnx" / "model.onnx"])
     result = dispfx("export", written, "--onnx")
     assert result.exit_code == 0 and result.stdout.strip() == str(written / "onnx" / "model.onnx")
-    assert export.call_args.kwargs["onnx"] is True and export.call_args.kwargs["pt2"] is False
+    assert asked(export)["onnx"] is True and asked(export)["pt2"] is False
 
 
 def test_export_of_nothing_is_refused(dispfx, replaced, written: Path):
@@ -121,8 +122,8 @@ def test_generate_prints_the_text(dispfx, replaced):
     generate = replaced("generate", "once upon a time")
     result = dispfx("generate", "demo", "--prompt", "once", "--max-new-tokens", 3, "--temperature", 0.5)
     assert result.exit_code == 0 and result.stdout == "once upon a time\n"
-    assert generate.call_args.args == ("demo", "once")
-    assert generate.call_args.kwargs["max_new_tokens"] == 3
+    given = asked(generate)
+    assert (given["model"], given["prompt"], given["max_new_tokens"]) == ("demo", "once", 3)
     assert json.loads(dispfx("generate", "demo", "--prompt", "once", "--json").stdout) == {
         "prompt": "once",
         "text": "once upon a time",
