@@ -138,10 +138,19 @@ def module_logits(model: nn.Module, ids: Tensor, tensors: Mapping[str, Tensor] |
     Raises:
         CaptureError: if the module raises, or returns no logits.
     """
-    arguments = _fixed_arguments(model)
     if tensors is None:
-        return logits_of(_run(model, ids, arguments), ids)
+        return logits_of(module_output(model, ids), ids)
+    arguments = _fixed_arguments(model)
     return logits_of(torch.func.functional_call(model, dict(tensors), (ids,), arguments), ids)
+
+
+def module_output(model: nn.Module, ids: Tensor) -> Any:
+    """Return what a decoder gives for token ids (B, T), without a cache.
+
+    Raises:
+        CaptureError: if the module raises.
+    """
+    return _run(model, ids, _fixed_arguments(model))
 
 
 @dataclass(frozen=True)
