@@ -265,6 +265,7 @@ def export(
     ort_fusions: bool = False,
     padding: bool = True,
     trust_remote_code: bool = False,
+    observer: Observer | None = None,
 ) -> list[Path]:
     """Write other forms of the decoder in a folder beside its checkpoint, verified.
 
@@ -273,6 +274,7 @@ def export(
         ort_fusions: use operators of ONNX Runtime's own; left out again where they do not verify.
         padding: whether the ONNX model's texts may be padded; without, it needs no mask.
         trust_remote_code: whether code that comes with the folder may run.
+        observer: is told where the ONNX model has no KV cache, and why.
 
     Raises:
         OutputError: if the form is there already, or the folder holds a graph alone.
@@ -296,7 +298,9 @@ def export(
         written.append(target)
     if onnx:
         flavor = Flavor(padding, ort_fusions)
-        write_onnx(opened, opset=opset or OPSET, write=write, flavor=flavor)
+        model = write_onnx(opened, opset=opset or OPSET, write=write, flavor=flavor)
+        if model.note is not None:
+            (observer or NullObserver()).note(model.note)
         written.append(onnx_folder)
     return written
 

@@ -120,7 +120,9 @@ def with_cached_answers(answers: Answers, program: Program, *, padding: bool = T
     if answers.dtype == torch.bfloat16:
         module = retyped(module, torch.bfloat16, torch.float32)
     caches, size = cache_tensors(module.graph), program.vocabulary_size
-    questions = [_of_cached(caches, shape, size, padding) for shape in CACHED_SHAPES]
+    longest = program.context or sum(CACHED_SHAPES[1][1:])
+    shapes = [shape._replace(past=min(shape.past, longest - shape.tokens)) for shape in CACHED_SHAPES]
+    questions = [_of_cached(caches, shape, size, padding) for shape in shapes]
     if padding:
         questions.append(_of_padded(caches, size))
     return replace(answers, cached=_asked(questions, lambda inputs: module(*inputs)))

@@ -3,7 +3,7 @@
 import platform
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -151,6 +151,7 @@ def write_output(task: Task, stages: Stages) -> Report:
             f"transformers cannot hold this decoder as modules ({pruned.reason}); dispfx.load opens it"
         )
     lines: list[Verification] = []
+    no_cache: str | None = None
     with stages("verify"):
         lines += captured_lines(task.program)
         _add(lines, identity_lines(task.program), stages)
@@ -178,7 +179,11 @@ def write_output(task: Task, stages: Stages) -> Report:
                 _add(lines, exported_lines(folder, reloaded, task.program.vocabulary_size), stages)
         if task.exports == "onnx":
             with stages("onnx"):
-                _add(lines, write_onnx(opened, plain=partial(_plain, task)), stages)
+                written = write_onnx(opened, plain=partial(_plain, task))
+                _add(lines, written.lines, stages)
+                no_cache = written.no_cache
+                if written.note is not None:
+                    stages.observer.note(written.note)
         if task.exports == "dense":
             with stages("dense"):
                 _add(lines, _write_dense(task, folder / DENSE_FOLDER, lowered), stages)
@@ -188,6 +193,7 @@ def write_output(task: Task, stages: Stages) -> Report:
         with stages("digest"):
             files = digests(folder)
         report = _report(task, folder, tuple(lines), measured, skills, files, stages)
+        report = replace(report, onnx_without_cache=no_cache)
         _write_words(task, folder, report, as_modules=isinstance(pruned, PrunedModel))
     return report
 

@@ -158,6 +158,7 @@ def export(
             ort_fusions=ort_fusions,
             padding=not no_padding,
             trust_remote_code=trust_remote_code,
+            observer=observer,
         )
     screen.print_json({"files": [str(path) for path in files]})
     for path in files:

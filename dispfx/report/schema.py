@@ -179,6 +179,7 @@ class Report:
             `verify` then holds what was compared since, and `perplexity` is None.
         files: SHA-256 of each file that holds the decoder, as it was written, by its path in the folder; what
             `export` adds later is not among them.  Empty in reports of before there was such an entry.
+        onnx_without_cache: why the ONNX model written with the folder has no KV cache, where it has none.
         settings: of the run; None where a plan was applied, and in reports of before there was such an entry.
     """
 
@@ -198,6 +199,7 @@ class Report:
     tuned: Tuning | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     settings: Settings | None = None
+    onnx_without_cache: str | None = None
 
     def _repr_html_(self) -> str:
         from dispfx.report.notebook import report_html
