@@ -18,7 +18,7 @@ from dispfx.api.programs import only_planned, require_same_decoder
 from dispfx.api.readiness import Learning, analysed
 from dispfx.api.stages import Stages
 from dispfx.api.text import TextChoice, open_text, require_tokens
-from dispfx.api.writing import Task, check_export, require_decoder_for, write_output
+from dispfx.api.writing import Task, check_export, require_writable, write_output
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import VerificationError
@@ -189,7 +189,7 @@ def apply(
         opening = Opening(model, revision, dtype, device, trust_remote_code, tokenizer)
         require_room_for_weights(opening, copies=1.0 + read.budget.keep)
         source = opening.open()
-        require_decoder_for(export, source)
+        require_writable(export, source)
         text = open_text(source, chosen)
     stages.say(text.notes)
     text.require_measurable()

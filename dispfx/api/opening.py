@@ -8,6 +8,7 @@ from torch import nn
 
 from dispfx.choices import require_fields
 from dispfx.chosen_device import chosen_device
+from dispfx.huggingface.classes import known_config
 from dispfx.learning.settings import DEFAULT_RECIPE, LearnSettings
 from dispfx.learning.settings import recipe as recipe_of
 from dispfx.source import Source, load_source
@@ -104,11 +105,10 @@ class Opening:
 
 
 def _source_of(model: nn.Module) -> Source:
-    config = getattr(model, "config", None)
     return Source(
         model=model,
         tokenizer=None,
-        config=config if hasattr(config, "save_pretrained") else None,
+        config=known_config(model),
         name=type(model).__name__,
         origin="function",
         generation_config=getattr(model, "generation_config", None),

@@ -20,9 +20,10 @@ from dispfx.api.programs import analyse, apart
 from dispfx.api.stages import Stages
 from dispfx.api.text import Text, TextChoice, open_text, require_tokens, separator_of
 from dispfx.api.training import device_of_learning
-from dispfx.api.writing import check_export, require_decoder_for
+from dispfx.api.writing import check_export, require_writable
 from dispfx.choices import check_choices, option, require_choice
 from dispfx.finite_weights import require_finite_weights
+from dispfx.huggingface.classes import unknown_class
 from dispfx.ir.costs import CostTable, read_costs
 from dispfx.ir.lookups import require_readable
 from dispfx.ir.plan import BudgetOf
@@ -103,7 +104,7 @@ def ready_to_learn(
         chosen.check()
         require_room_for_weights(opening, copies=copies)
         source = opening.open()
-        require_decoder_for(how.export, source)
+        require_writable(how.export, source)
         fitted = partial(
             fitted_settings, chosen_settings, context=context_of(source), ranks=(how.ranks or ALONE).size
         )
@@ -141,4 +142,6 @@ def analysed(
         require_finite_weights(source.model)
         program = analyse(source.model, skip=skip, select=select, longest=longest)
     stages.observer.found(program)
+    if reason := unknown_class(source.model):
+        stages.observer.note(f"transformers cannot hold this decoder ({reason}); dispfx.load opens its graph")
     return program

@@ -2,6 +2,7 @@
 
 import platform
 import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,11 +36,18 @@ from dispfx.capturing import export_program
 from dispfx.choices import require_choice
 from dispfx.demo.probe import skill_probe
 from dispfx.deploy import exported
-from dispfx.deploy.checkpoint import site_indices, underived_buffers, write_checkpoint
+from dispfx.deploy.checkpoint import (
+    own_config,
+    require_rebuilt,
+    site_indices,
+    underived_buffers,
+    write_checkpoint,
+)
 from dispfx.deploy.digests import digests
 from dispfx.deploy.folder import new_folder
+from dispfx.deploy.section import write_model_files
 from dispfx.deploy.size import stored_size
-from dispfx.errors import DispfxError, first_line, memory_shortage
+from dispfx.errors import DispfxError, SourceError, first_line, memory_shortage
 from dispfx.huggingface.classes import code_of_class
 from dispfx.huggingface.dense import write_ordinary, zeroed_twin
 from dispfx.huggingface.layout import MARK
@@ -113,11 +121,12 @@ class Task:
         return is_own_code(self.source.model, self.source.config, self.source.tokenizer)
 
 
-def require_decoder_for(export: str | None, source: Source) -> None:
-    """Pass if the decoder can be written in the form that was asked for.
+def require_writable(export: str | None, source: Source) -> None:
+    """Pass if the decoder can be written in the form that was asked for; all but its weights is written once.
 
     Raises:
-        DispfxError: if a dense checkpoint was asked of a module that transformers does not know.
+        DispfxError: if a dense checkpoint was asked of a module that transformers does not know, or config,
+            tokenizer or code cannot be written and read back.
     """
     if export == "dense" and source.config is None:
         raise DispfxError(
@@ -125,6 +134,31 @@ def require_decoder_for(export: str | None, source: Source) -> None:
             where=source.name,
             hint="--export pt2 writes the pruned graph",
         )
+    if source.config is None:
+        return
+    with tempfile.TemporaryDirectory(prefix="dispfx-") as name, private_code(Path(name)):
+        folder = Path(name)
+        try:
+            _write_files(source, folder)
+        except Exception as error:
+            # Configs and tokenizers are code of others, and so is what they raise.
+            raise SourceError(
+                f"config, tokenizer or code of the decoder cannot be written: {first_line(error)}",
+                where=source.name,
+            ) from error
+        config = own_config(folder, is_own_code(source.model, source.config))
+        require_rebuilt(source.model, config)
+
+
+def _write_files(source: Source, folder: Path) -> None:
+    write_model_files(
+        folder,
+        config=source.config,
+        architecture=type(source.model).__name__,
+        generation_config=source.generation_config,
+        tokenizer=source.tokenizer,
+    )
+    carry_code(folder, {"AutoConfig": source.config, "AutoModelForCausalLM": source.model})
 
 
 def check_export(export: str | None) -> None:

@@ -49,7 +49,14 @@ def exported(folder: Path, tmp_path: Path, **options: Any) -> onnx.ModelProto:
 @pytest.mark.parametrize("positions", [17, 46])
 def test_a_decoder_of_few_positions_is_traced_within_them_and_keeps_its_cache(tmp_path: Path, positions: int):
     torch.manual_seed(0)
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 96, "bos_token_id": 1, "eos_token_id": 1}
+    sizes: dict[str, Any] = {
+        "n_embd": 32,
+        "n_layer": 1,
+        "n_head": 2,
+        "vocab_size": 96,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
     model = GPT2LMHeadModel(GPT2Config(n_positions=positions, **sizes)).eval()
     plan = dispfx.Plan.random(dispfx.capture(model), 0.4, seed=1, align=4)
 
