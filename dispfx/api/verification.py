@@ -75,7 +75,7 @@ def lowered_lines(
     hard = gated(program, plan)
     lines = _compare("lowered = gated", program, hard, lowered, tolerance)
     if model is not None and plan.select == "after-norm":
-        zeroed = ZeroedDecoder(model, zeroed_tensors(program, plan))
+        zeroed = zeroed_decoder(program, plan, model)
         lines += _compare("lowered = zeroed", program, zeroed, lowered, tolerance)
     lines += unread_lines(program, plan, hard)
     fast = lower(program, plan, write="gather-add")
@@ -113,6 +113,20 @@ def exported_lines(folder: Path, decoder: nn.Module, vocabulary_size: int) -> li
         vocabulary_size=vocabulary_size,
         device=parameter.device,
     )
+
+
+def zeroed_decoder(program: Program, plan: Plan, model: nn.Module) -> nn.Module:
+    """Return the user's module with zeros for what is removed.
+
+    A module that scales a weight by a statistic of all of it would scale what is left by another number.
+    There the captured graph takes its place, which holds the dense decoder's statistics.
+    """
+    tensors = zeroed_tensors(program, plan)
+    if not program.dense_statistics:
+        return ZeroedDecoder(model, tensors)
+    twin = program.clone()
+    twin.rebuild({**dict(program.tensors()), **tensors})
+    return twin.graph_module
 
 
 class ZeroedDecoder(nn.Module):

@@ -23,6 +23,8 @@ from dispfx.ir.unread import unread_parts
 
 # Kept indices of a site are the buffer `dispfx_index.<site>` of a lowered decoder.
 INDEX_PREFIX = "dispfx_index"
+# Statistics of whole weights, computed from the dense decoder.
+DENSE_PREFIX = "dispfx_dense"
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,11 @@ class Program:
         """Yield parameters and buffers by path."""
         yield from self.graph_module.named_parameters()
         yield from self.graph_module.named_buffers()
+
+    @property
+    def dense_statistics(self) -> dict[str, Tensor]:
+        """Statistics of whole weights that the graph holds as constants, by path."""
+        return {path: tensor for path, tensor in self.tensors() if path.startswith(f"{DENSE_PREFIX}.")}
 
     def site(self, name: str) -> Site:
         """Return the site of that name; KeyError if there is none."""
