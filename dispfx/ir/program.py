@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from dispfx.ir import ops
-from dispfx.ir.notebook import program_html
+from dispfx.ir.notebook import program_html, program_text
 from dispfx.ir.outline import Outline
 from dispfx.ir.sites import Branch, Refusal, ResidualStream, Site
 from dispfx.ir.unread import unread_parts
@@ -48,7 +48,7 @@ class Leaf:
     entry: str
 
 
-@dataclass
+@dataclass(repr=False)
 class Program:
     """A decoder on its way through the compiler.
 
@@ -97,6 +97,9 @@ class Program:
     separator: int | None = None
     context: int | None = None
     computes_on: torch.device | None = None
+
+    def __repr__(self) -> str:
+        return program_text(self)
 
     def _repr_html_(self) -> str:
         return program_html(self)
