@@ -36,6 +36,7 @@ from dispfx.capturing import (
 )
 from dispfx.errors import CaptureError, first_line
 from dispfx.ir.cached_inputs import CACHED_INPUTS, CachedShape, CacheTensor, cache_tensors, sample_inputs
+from dispfx.ir.lengths import Lengths, hold_to
 from dispfx.ir.program import Program
 from dispfx.tracing.caches import nothing_remembered
 from dispfx.tracing.exporting import traced, user_frame
@@ -121,6 +122,7 @@ def export_cached_program(module: fx.GraphModule, *, context: int | None = None)
             inputs by position and returns a tuple of its outputs.
         context: as for `capture_cached`.
     """
+    hold_to(module, Lengths())  # A bound that is asked in a trace may not stand on a size with a name.
     caches = cache_tensors(module.graph)
     device = next(module.parameters()).device
     rows = 2  # Only the sizes matter here.

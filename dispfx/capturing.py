@@ -10,7 +10,8 @@ How a decoder becomes a graph:
    become one.  Token ids stay the only input and logits the only output.
 4. The graph runs at the traced and at another shape and must give what the module gives there,
    because `Dim.AUTO` may fix a dimension without saying so.
-5. A decoder on the meta device has shapes and no values: it is captured without being run, rule 4 is
+5. The lengths for which the graph holds are found (`dispfx.tracing.valid_lengths`); it raises at others.
+6. A decoder on the meta device has shapes and no values: it is captured without being run, rule 4 is
    left out, and `Program.measured` is False.
 """
 
@@ -37,12 +38,15 @@ from dispfx.tracing.exporting import torch_unheard, traced, user_frame
 from dispfx.tracing.module_state import ModuleState, module_kept, random_state_kept
 from dispfx.tracing.refusals import refuse_export, refuse_fixed_length
 from dispfx.tracing.rounding import allowed_by_rounding, most_allowed
+from dispfx.tracing.valid_lengths import Outcome, Trial, conditions_of, valid_lengths
 from dispfx.tracing.warm_up import length_bound, warm_up
 from dispfx.unlifting import program_of, straight_line, user_inputs, user_outputs
 
 TRACED_SHAPE = (3, 13)
 OTHER_SHAPE = (2, 17)
 LONGEST = 2048
+# Shortest and longest of the sequences that every form of a decoder is compared on.
+VERIFIED_LENGTHS = (8, 17)
 IDENTITY_TOLERANCE = 1e-6
 _WRAPPERS = (torch.jit.ScriptModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
 # Attention sums over more places, most of them hidden, than for a document alone.
@@ -89,11 +93,16 @@ def capture(
             _run(called, token_ids(model, vocabulary, (1, tokens)), arguments)
 
         exported = _export_at_its_longest(called, ids, state, run, longest)
+        conditions = conditions_of(exported)
         program = _program_of(straight_line(exported), model, called)
         program.separator = separator
         if shapes:
             alike = [leaf for leaf in _tensors_in(returned) if leaf.shape == logits.shape]
             program.logits_returned = max(1, len(alike))
+        tried = _trial(program, called, vocabulary, arguments, run)
+        program.hold_to(valid_lengths(conditions, TRACED_SHAPE[1], tried))
+        for tokens in VERIFIED_LENGTHS:
+            program.lengths.require(tokens, "what is compiled is verified at that length, too")
         for shape in shapes:
             ids = token_ids(model, vocabulary, shape)
             try:
@@ -103,6 +112,19 @@ def capture(
         if separator is not None and shapes:
             _check_apart(program, model, token_ids(model, vocabulary, OTHER_SHAPE), separator)
     return program
+
+
+def compare_at(model: nn.Module, program: Program, tokens: int) -> None:
+    """Compare a graph with its decoder on one more sequence; the difference joins `program.identity`.
+
+    Raises:
+        CaptureError: if they differ.
+    """
+    with evaluation(model), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ids = token_ids(model, program.vocabulary_size, (1, tokens))
+        found = _identity(program, model, ids, _fixed_arguments(model))
+    program.identity = {**program.identity, (1, tokens): found}
 
 
 def _check_apart(program: Program, model: nn.Module, ids: Tensor, separator: int) -> None:
@@ -370,6 +392,32 @@ def _require_same_twice(model: nn.Module, ids: Tensor, arguments: Mapping[str, A
             where=type(model).__name__,
             hint="in evaluation mode nothing may be random, and nothing may depend on earlier calls",
         )
+
+
+def _trial(
+    program: Program,
+    model: nn.Module,
+    vocabulary: int,
+    arguments: Mapping[str, Any],
+    run: Callable[[int], None],
+) -> Trial:
+    """Return how a module and its graph are tried at other lengths."""
+
+    def traced_at(tokens: int) -> ExportedProgram:
+        return _export(model, token_ids(model, vocabulary, (TRACED_SHAPE[0], tokens)))
+
+    def compared(tokens: int) -> Outcome:
+        ids = token_ids(model, vocabulary, (1, tokens))
+        try:
+            if tokens > 1:
+                return "same" if _identity(program, model, ids, arguments) else "other"
+            # Another kernel may take a single token, and sum in another order.
+            found = _difference_at(program, model, ids, arguments).relative
+            return "same" if found <= max(1e-5, 20 * torch.finfo(program.dtype).eps) else "other"
+        except CaptureError as error:
+            return "stops" if isinstance(error, _FixedLength) else "other"
+
+    return Trial(model, run, traced_at, compared if _has_values(model) else None)
 
 
 class _FixedLength(CaptureError):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from dispfx.api.length_checks import compare_longest, require_onnx_lengths, window_of
 from dispfx.api.opening import Opening
 from dispfx.api.plan_learning import learn_from, remove_state, state_folder
 from dispfx.api.preflight import require_room_for_weights
@@ -196,6 +197,11 @@ def apply(
     program = only_planned(analysed(source, stages, (), read.select), read)
     require_same_decoder(program, read)
     read = read.fitted(program.sites)
+    if export == "onnx":
+        require_onnx_lengths(program.lengths, program.context)
+    if text.measure is not None:
+        with stages("check lengths"):
+            compare_longest(source, program, window_of(source, program, None), stages.observer.note)
     require_tokens(source, text, program.vocabulary_size)
     return _finish(
         Task(

@@ -1,7 +1,7 @@
 """DIR/onnx: the ONNX model of an output folder, verified before it appears."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from dispfx.api.folders import Opened
+from dispfx.api.length_checks import require_onnx_lengths
 from dispfx.api.onnx_verification import Answers, Reference, onnx_lines, whole_answers, with_cached_answers
+from dispfx.api.opening import named_context
 from dispfx.api.programs import WriteSpelling
 from dispfx.choices import require_choice
 from dispfx.deploy.checkpoint import main_dtype, own_generation_config
@@ -37,7 +39,7 @@ from dispfx.huggingface.own_code import carry_code
 from dispfx.ir.cached_inputs import cache_tensors
 from dispfx.ir.closure import Mismatch
 from dispfx.ir.program import Program
-from dispfx.measure.equivalence import Verification, random_token_ids, require
+from dispfx.measure.equivalence import SHAPES_BT, Verification, random_token_ids, require
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.pipeline import Pipeline
 
@@ -69,6 +71,7 @@ def write_onnx(
     write: WriteSpelling = "gather-add",
     flavor: Flavor = PLAIN,
     plain: Callable[[], fx.GraphModule] | None = None,
+    shapes: Sequence[tuple[int, int]] = SHAPES_BT,
 ) -> WrittenModel:
     """Write `onnx/` into an opened folder if ONNX Runtime gives what the checkpoint gives.
 
@@ -82,6 +85,7 @@ def write_onnx(
             does not verify with them.
         plain: returns the decoder without a cache, written by gather-add, for a folder that has no
             checkpoint to make it from.
+        shapes: (batch, tokens) of the whole texts that are compared.
 
     Raises:
         DispfxError: if there is no such spelling of the writes.
@@ -89,7 +93,9 @@ def write_onnx(
         UnsupportedGraphError: if the exporter cannot translate the decoder.
     """
     require_choice(get_args(WriteSpelling), write, "--write")
-    answers = whole_answers(_reference(opened))
+    if opened.plan is not None and opened.plan.lengths is not None:
+        require_onnx_lengths(opened.plan.lengths, named_context(opened.config))
+    answers = whole_answers(_reference(opened), shapes)
     opened.release()
     found = cached_twin(opened)
     cached, reason = (None, found.reason) if isinstance(found, Mismatch) else (found, None)
@@ -148,14 +154,14 @@ def has_onnx(folder: Path) -> bool:
     return (folder / FOLDER / MODEL_FILE).is_file()
 
 
-def folder_onnx_lines(opened: Opened) -> list[Verification]:
-    """Compare the folder's ONNX model with its checkpoint.
+def folder_onnx_lines(opened: Opened, shapes: Sequence[tuple[int, int]] = SHAPES_BT) -> list[Verification]:
+    """Compare the folder's ONNX model with its checkpoint, on whole texts of these shapes too.
 
     Raises:
         DataError: if the model is damaged.
     """
     path = opened.path / FOLDER / MODEL_FILE
-    answers = whole_answers(_reference(opened))
+    answers = whole_answers(_reference(opened), shapes)
     if takes_cache(path):
         answers = with_cached_answers(answers, opened.cached(), padding=takes_padding(path))
     return onnx_lines(path, answers)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from dispfx.api.fitting import fitted_settings
+from dispfx.api.length_checks import require_lengths, require_onnx_lengths
 from dispfx.api.opening import Opening, context_of, learn_settings
 from dispfx.api.ordinary import require_ordinary
 from dispfx.api.preflight import require_room_for_weights, require_room_to_learn
@@ -117,6 +118,8 @@ def ready_to_learn(
         text.batches(settings)  # Otherwise the decoder's graph says how long its sequences may be.
     text.require_measurable()
     program = analysed(source, stages, how.skip, how.select, settings.seq_len)
+    if how.export == "onnx":
+        require_onnx_lengths(program.lengths, program.context)
     if how.select == "before-norm" and how.export == "dense":
         with stages("verify"):
             require_ordinary(source, program, how.ratio, how.ratio_of, how.alignment(program))
@@ -128,7 +131,9 @@ def ready_to_learn(
                 source.model, program, separator, skip=how.skip, select=how.select, longest=settings.seq_len
             )
     settings = fitted(program=learned_on, note=stages.observer.note)
-    require_readable(program, settings.seq_len)
+    require_readable(learned_on, settings.seq_len)
+    with stages("check lengths"):
+        require_lengths(source, program, settings, stages.observer.note, measured=text.measure is not None)
     batches = text.batches(settings)
     require_room_to_learn(learned_on, settings, how.compute, how.ranks)
     return Ready(source, text, batches, program, learned_on, settings, costs)

@@ -15,15 +15,17 @@ from torch import nn
 
 import dispfx
 from dispfx.api.folders import open_folder
+from dispfx.api.length_checks import window_of
 from dispfx.api.measuring import measure
 from dispfx.api.onnx_folder import write_onnx
-from dispfx.api.opening import context_of
 from dispfx.api.ordinary import ordinary_decoder
 from dispfx.api.programs import exportable, lower
 from dispfx.api.stages import Stages
 from dispfx.api.text import Text
 from dispfx.api.verification import (
+    beyond_lines,
     captured_lines,
+    compared_shapes,
     dense_lines,
     exported_lines,
     identity_lines,
@@ -56,11 +58,10 @@ from dispfx.huggingface.own_code import carry_code, is_own_code, private_code
 from dispfx.huggingface.saving import PrunedModel, build_pruned
 from dispfx.ir.closure import Mismatch
 from dispfx.ir.count import ParameterCount
-from dispfx.ir.coverage import coverage
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
-from dispfx.measure.equivalence import Verification, random_token_ids, require
+from dispfx.measure.equivalence import SHAPES_BT, Verification, random_token_ids, require
 from dispfx.report import (
     Bytes,
     Parameters,
@@ -72,7 +73,6 @@ from dispfx.report import (
     Settings,
     SiteWidth,
     SkillChange,
-    UngatedWeights,
     model_card,
     save_report,
 )
@@ -194,6 +194,7 @@ def write_output(task: Task, stages: Stages) -> Report:
         _add(lines, lowered_lines(task.program, task.plan, lowered, task.source.model), stages)
         if isinstance(pruned, PrunedModel):
             _add(lines, module_lines(task.program, lowered, pruned.model), stages)
+            _add(lines, beyond_lines(task.program, task.plan, task.source.model, pruned.model), stages)
     with new_folder(task.path) as folder, private_code(folder):
         with stages("write"):
             _write_decoder(task, folder, lowered, pruned)
@@ -212,10 +213,12 @@ def write_output(task: Task, stages: Stages) -> Report:
             )
             _add(lines, reloaded_lines(name, task.program, written, reloaded), stages)
             if task.exports == "pt2" and task.source.config is not None:
-                _add(lines, exported_lines(folder, reloaded, task.program.vocabulary_size), stages)
+                size, shapes = task.program.vocabulary_size, compared_shapes(task.program)
+                _add(lines, exported_lines(folder, reloaded, size, shapes), stages)
         if task.exports == "onnx":
             with stages("onnx"):
-                written = write_onnx(opened, plain=partial(_plain, task))
+                shapes = compared_shapes(task.program)
+                written = write_onnx(opened, plain=partial(_plain, task), shapes=shapes)
                 _add(lines, written.lines, stages)
                 no_cache = written.no_cache
                 if written.note is not None:
@@ -260,7 +263,7 @@ def modules_of(
 
     def agrees(candidate: nn.Module) -> str | None:
         try:
-            lines = module_lines(program, lowered, candidate)
+            lines = module_lines(program, lowered, candidate, shapes=SHAPES_BT)
         except Exception as error:
             if memory_shortage(error) is not None:
                 raise
@@ -331,12 +334,7 @@ def _stored(
     if isinstance(pruned, PrunedModel):
         return pruned.stored_parameters(), pruned.stored_buffers()
     underived = underived_buffers(task.source.model, task.source.config)
-    # Nothing that is built from the config has the statistics of the dense weights.
-    buffers = {
-        name: tensor
-        for name, tensor in lowered.named_buffers()
-        if name in underived or name in task.program.dense_statistics
-    }
+    buffers = {name: tensor for name, tensor in lowered.named_buffers() if name in underived}
     indices = site_indices(task.plan, task.program.sites) or {MARK: torch.zeros(1, dtype=torch.int32)}
     return dict(lowered.named_parameters()), {**buffers, **indices}
 
@@ -391,9 +389,7 @@ def _report(
         skills=skills,
         files=files,
         settings=task.settings,
-        ungated=tuple(
-            UngatedWeights(one.reason, one.size, one.parameters) for one in coverage(task.program).ungated
-        ),
+        lengths=task.program.lengths,
     )
 
 
@@ -413,8 +409,7 @@ def _perplexity(task: Task, reloaded: nn.Module) -> PerplexityChange | None:
     """Measure the captured and the reloaded decoder on text that was not learned from."""
     if task.text.measure is None:
         return None
-    named = context_of(task.source)
-    context = named if task.source.config is not None else task.context or named
+    context = window_of(task.source, task.program, task.context)
     values = [
         measure(
             decoder,

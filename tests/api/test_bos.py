@@ -137,8 +137,7 @@ def test_a_tokenizer_that_adds_none_changes_no_number(decoder_folder: Path, fold
 def test_on_without_such_a_token_is_refused_by_every_command(
     decoder_folder: Path, folder: Path, tmp_path: Path
 ):
-    text = folder / "text.txt"
-    on: dict[str, Any] = {"bos": "on"}
+    text, on = folder / "text.txt", {"bos": "on"}
     calls: list[Any] = [
         lambda: dispfx.compile(str(decoder_folder), 0.2, out=tmp_path / "a", data=text, **on),
         lambda: api.learn_plan(str(decoder_folder), 0.2, out=tmp_path / "b", data=text, **on),
