@@ -87,8 +87,7 @@ def lowered_lines(
     hard = gated(program, plan)
     lines = _compare("lowered = gated", program, hard, lowered, tolerance)
     if model is not None and plan.select == "after-norm":
-        zeroed = ZeroedDecoder(model, zeroed_tensors(program, plan))
-        shapes = compared_shapes(program)
+        zeroed, shapes = zeroed_decoder(program, plan, model), compared_shapes(program)
         lines += _compare("lowered = zeroed", program, zeroed, lowered, tolerance, shapes)
     lines += unread_lines(program, plan, hard)
     fast = lower(program, plan, write="gather-add")
@@ -109,7 +108,7 @@ def beyond_lines(program: Program, plan: Plan, model: nn.Module, modules: nn.Mod
     most, claimed = program.lengths.most, program.context
     if most is None or program.lengths.limit or claimed is None or claimed <= most:
         return []
-    if plan.select != "after-norm":
+    if plan.select != "after-norm" or program.dense_statistics:
         return []
     zeroed = ZeroedDecoder(model, zeroed_tensors(program, plan))
     logits = partial(module_logits, modules)
@@ -146,6 +145,20 @@ def exported_lines(
         shapes=shapes,
         device=parameter.device,
     )
+
+
+def zeroed_decoder(program: Program, plan: Plan, model: nn.Module) -> nn.Module:
+    """Return the user's module with zeros for what is removed.
+
+    A module that scales a weight by a statistic of all of it would scale what is left by another number.
+    There the captured graph takes its place, which holds the dense decoder's statistics.
+    """
+    tensors = zeroed_tensors(program, plan)
+    if not program.dense_statistics:
+        return ZeroedDecoder(model, tensors)
+    twin = program.clone()
+    twin.rebuild({**dict(program.tensors()), **tensors})
+    return twin.graph_module
 
 
 class ZeroedDecoder(nn.Module):

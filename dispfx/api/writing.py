@@ -58,6 +58,7 @@ from dispfx.huggingface.own_code import carry_code, is_own_code, private_code
 from dispfx.huggingface.saving import PrunedModel, build_pruned
 from dispfx.ir.closure import Mismatch
 from dispfx.ir.count import ParameterCount
+from dispfx.ir.coverage import coverage
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
@@ -73,6 +74,7 @@ from dispfx.report import (
     Settings,
     SiteWidth,
     SkillChange,
+    UngatedWeights,
     model_card,
     save_report,
 )
@@ -334,7 +336,12 @@ def _stored(
     if isinstance(pruned, PrunedModel):
         return pruned.stored_parameters(), pruned.stored_buffers()
     underived = underived_buffers(task.source.model, task.source.config)
-    buffers = {name: tensor for name, tensor in lowered.named_buffers() if name in underived}
+    # Nothing that is built from the config has the statistics of the dense weights.
+    buffers = {
+        name: tensor
+        for name, tensor in lowered.named_buffers()
+        if name in underived or name in task.program.dense_statistics
+    }
     indices = site_indices(task.plan, task.program.sites) or {MARK: torch.zeros(1, dtype=torch.int32)}
     return dict(lowered.named_parameters()), {**buffers, **indices}
 
@@ -389,6 +396,9 @@ def _report(
         skills=skills,
         files=files,
         settings=task.settings,
+        ungated=tuple(
+            UngatedWeights(one.reason, one.size, one.parameters) for one in coverage(task.program).ungated
+        ),
         lengths=task.program.lengths,
     )
 

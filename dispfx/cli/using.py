@@ -42,6 +42,8 @@ def inspect(
         return
     origin_of(model)
     from dispfx import api
+    from dispfx.ir.coverage import coverage
+    from dispfx.report.coverage import coverage_lines, coverage_plain
     from dispfx.report.estimate import estimate_plain, print_estimate
     from dispfx.report.sites import print_sites, program_plain
 
@@ -61,9 +63,14 @@ def inspect(
             select=select,
         )
         needed = api.estimate(program, api.settings_of(program, settings))
-    screen.print_json({**program_plain(program), "estimate": estimate_plain(needed)})
+    reached = coverage(program)
+    screen.print_json(
+        {**program_plain(program), **coverage_plain(reached), "estimate": estimate_plain(needed)}
+    )
     if not json:
         print_sites(program, screen.console)
+        for line in coverage_lines(reached):
+            screen.console.print(line, highlight=False, markup=False, soft_wrap=True)
         print_estimate(needed, screen.console)
 
 

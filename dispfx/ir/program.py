@@ -17,13 +17,15 @@ from torch import Tensor, fx, nn
 
 from dispfx.ir import ops
 from dispfx.ir.lengths import Lengths, hold_to
-from dispfx.ir.notebook import program_html
+from dispfx.ir.notebook import program_html, program_text
 from dispfx.ir.outline import Outline
 from dispfx.ir.sites import Branch, Refusal, ResidualStream, Site
 from dispfx.ir.unread import unread_parts
 
 # Kept indices of a site are the buffer `dispfx_index.<site>` of a lowered decoder.
 INDEX_PREFIX = "dispfx_index"
+# Statistics of whole weights, computed from the dense decoder.
+DENSE_PREFIX = "dispfx_dense"
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Leaf:
     entry: str
 
 
-@dataclass
+@dataclass(repr=False)
 class Program:
     """A decoder on its way through the compiler.
 
@@ -98,6 +100,9 @@ class Program:
     lengths: Lengths = field(default_factory=Lengths)
     context: int | None = None
     computes_on: torch.device | None = None
+
+    def __repr__(self) -> str:
+        return program_text(self)
 
     def _repr_html_(self) -> str:
         return program_html(self)
@@ -192,6 +197,11 @@ class Program:
         """Yield parameters and buffers by path."""
         yield from self.graph_module.named_parameters()
         yield from self.graph_module.named_buffers()
+
+    @property
+    def dense_statistics(self) -> dict[str, Tensor]:
+        """Statistics of whole weights that the graph holds as constants, by path."""
+        return {path: tensor for path, tensor in self.tensors() if path.startswith(f"{DENSE_PREFIX}.")}
 
     def site(self, name: str) -> Site:
         """Return the site of that name; KeyError if there is none."""

@@ -159,6 +159,15 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class UngatedWeights:
+    """Block weights that no site cuts, for one reason: how many parameters, and their paths."""
+
+    reason: str
+    parameters: int
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Report:
     """One compilation.
 
@@ -170,6 +179,7 @@ class Report:
         verify: every comparison of two forms of the pruned decoder.
         sites: what each site keeps.
         refused: what was left dense.
+        ungated: block weights that no site cuts, by reason; empty in reports without such an entry.
         seed: of everything random.
         versions: of Python and of the libraries that had a part in it.
         device: where it ran.
@@ -203,6 +213,7 @@ class Report:
     files: Mapping[str, str] = field(default_factory=dict)
     settings: Settings | None = None
     onnx_without_cache: str | None = None
+    ungated: tuple[UngatedWeights, ...] = ()
     lengths: Lengths | None = None
 
     def _repr_html_(self) -> str:

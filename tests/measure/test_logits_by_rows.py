@@ -90,7 +90,7 @@ def test_small_logits_are_those_of_the_decoder_bit_for_bit():
 
 @torch.no_grad()
 def test_the_body_of_a_module_runs_once_and_the_module_stays_as_it_was(small_chunks):
-    model = llama()
+    model: Any = llama()
     runs: list[int] = []
     handle = model.base_model.layers[0].register_forward_hook(lambda *given: runs.append(1))
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}

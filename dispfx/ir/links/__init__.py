@@ -19,7 +19,7 @@ from collections.abc import Callable
 from torch import fx
 
 from dispfx.ir import ops
-from dispfx.ir.links import products, reductions, shapes
+from dispfx.ir.links import places, products, reductions, shapes
 from dispfx.ir.links.connections import (
     Alternatives,
     Connection,
@@ -83,7 +83,9 @@ _RULES: dict[object, Callable[[fx.Node], list[Connection] | None]] = {
     aten.permute: shapes.moved,
     aten.t: shapes.moved,
     aten.numpy_T: shapes.moved,
+    aten.movedim: shapes.moved,
     aten.expand: shapes.expanded,
+    aten.expand_as: shapes.expanded_as,
     aten.slice: shapes.sliced,
     aten.select: shapes.selected,
     operator.getitem: shapes.item,
@@ -91,12 +93,17 @@ _RULES: dict[object, Callable[[fx.Node], list[Connection] | None]] = {
     aten.glu: shapes.gated_half,
     aten.index: shapes.indexed,
     aten.index_select: shapes.index_selected,
+    aten.flip: places.flipped,
+    aten.roll: places.rolled,
+    aten.pad: places.padded,
+    aten.constant_pad_nd: places.padded,
     aten.type_as: reductions.first_only,
     aten.conv1d: products.convolution,
     aten.convolution: products.convolution,
     aten.index_add: shapes.scattered,
     aten.index_put: shapes.placed,
     aten.repeat: shapes.repeated,
+    aten.tile: shapes.repeated,
     aten.repeat_interleave: shapes.interleaved,
     **dict.fromkeys(ops.VIEWS, shapes.reshaped),
     **dict.fromkeys(ops.REDUCTIONS, reductions.reduction),
