@@ -11,7 +11,8 @@ a mask says something else than smaller weights.
 
 1. A parameter is zero where it is cut; a buffer is cut with it and keeps its value.
 2. A product is zero where its weight is, unless something that is not is added.
-3. A pointwise operation is tried: zeros for what is zero, other numbers for all else.
+3. A pointwise operation is tried: zeros for what is zero, other numbers for all else.  So is an operation
+   whose link rule was registered from outside, which is not taken for zero if it cannot be tried.
 4. A softmax is not zero, and a norm only if it adds nothing; anything else hands on what it is given.
 """
 
@@ -25,7 +26,7 @@ from torch.fx.node import map_arg
 
 from dispfx.ir import ops
 from dispfx.ir.closure import Closure, Mismatch
-from dispfx.ir.links import Link, links
+from dispfx.ir.links import Link, is_registered, links
 from dispfx.ir.links.places import pad_fill
 from dispfx.ir.ops import aten, packet
 
@@ -100,8 +101,10 @@ def _is_zero(node: fx.Node, zero: Mapping[fx.Node, bool]) -> bool:
         return any(zero[value] for value in factors) and all(zero[value] for value in added)
     if packet(node) in ops.NORMS:
         return all(zero.get(value, False) for value in _bias(node))
+    if is_registered(node):
+        return any(zero[value] for value in given) and _stays_zero(node, zero, untried=False)
     if ops.is_pointwise(node) and packet(node) not in ops.CASTS | ops.COPIES:
-        return _stays_zero(node, zero)
+        return _stays_zero(node, zero, untried=True)
     return bool(given) and all(zero[value] for value in given)
 
 
@@ -139,8 +142,8 @@ def _bias(norm: fx.Node) -> list[fx.Node]:
     return [bias] if isinstance(bias, fx.Node) else []
 
 
-def _stays_zero(node: fx.Node, zero: Mapping[fx.Node, bool]) -> bool:
-    """Try a pointwise operation on single numbers; what cannot be tried is taken to hand on zeros."""
+def _stays_zero(node: fx.Node, zero: Mapping[fx.Node, bool], *, untried: bool) -> bool:
+    """Try a pointwise operation on single numbers; `untried` is the answer where it refuses them."""
     generator = torch.Generator().manual_seed(0)
     for truth in (True, False, None):
         number = partial(_number, zero=zero, truth=truth, generator=generator)
@@ -148,7 +151,7 @@ def _stays_zero(node: fx.Node, zero: Mapping[fx.Node, bool]) -> bool:
             args, kwargs = (map_arg(part, number) for part in (node.args, node.kwargs))
             result = node.target(*args, **{**kwargs, **_here(kwargs)})  # type: ignore[operator]
         except Exception:  # an operation may refuse single numbers
-            return True
+            return untried
         if not isinstance(result, Tensor) or bool((result != 0).any()):
             return False
     return True
