@@ -35,6 +35,7 @@ from dispfx.errors import CaptureError, first_line
 from dispfx.ir.program import Program
 from dispfx.tracing.caches import nothing_remembered
 from dispfx.tracing.exporting import torch_unheard, traced, user_frame
+from dispfx.tracing.fitting_shapes import OTHER_SHAPE, TRACED_SHAPE, Shapes, fitting_shapes
 from dispfx.tracing.module_state import ModuleState, module_kept, random_state_kept
 from dispfx.tracing.refusals import refuse_export, refuse_fixed_length
 from dispfx.tracing.rounding import allowed_by_rounding, most_allowed
@@ -42,8 +43,6 @@ from dispfx.tracing.valid_lengths import Outcome, Trial, conditions_of, valid_le
 from dispfx.tracing.warm_up import length_bound, warm_up
 from dispfx.unlifting import program_of, straight_line, user_inputs, user_outputs
 
-TRACED_SHAPE = (3, 13)
-OTHER_SHAPE = (2, 17)
 LONGEST = 2048
 # Shortest and longest of the sequences that every form of a decoder is compared on.
 VERIFIED_LENGTHS = (8, 17)
@@ -82,35 +81,36 @@ def capture(
         called = model
         if separator is not None:
             called, arguments = ApartDocuments(model, separator, arguments).eval(), {}
-        ids = token_ids(model, vocabulary, TRACED_SHAPE)
-        shapes = (TRACED_SHAPE, OTHER_SHAPE) if _has_values(model) else ()
-        if shapes:
-            # What torch.export says of a module that cannot run at all is hard to read.
-            returned = _run(called, ids, arguments)
-            logits = logits_of(returned, ids)
 
         def run(tokens: int) -> None:
             _run(called, token_ids(model, vocabulary, (1, tokens)), arguments)
 
+        measured = _has_values(model)
+        # What torch.export says of a module that cannot run at all is hard to read.
+        fit = fitting_shapes(run) if measured else Shapes()
+        ids = token_ids(model, vocabulary, fit.traced)
+        if measured:
+            returned = _run(called, ids, arguments)
+            logits = logits_of(returned, ids)
         exported = _export_at_its_longest(called, ids, state, run, longest)
         conditions = conditions_of(exported)
         program = _program_of(straight_line(exported), model, called)
         program.separator = separator
-        if shapes:
+        if measured:
             alike = [leaf for leaf in _tensors_in(returned) if leaf.shape == logits.shape]
             program.logits_returned = max(1, len(alike))
         tried = _trial(program, called, vocabulary, arguments, run)
-        program.hold_to(valid_lengths(conditions, TRACED_SHAPE[1], tried))
-        for tokens in VERIFIED_LENGTHS:
+        program.hold_to(fit.limit or valid_lengths(conditions, TRACED_SHAPE[1], tried))
+        for tokens in () if fit.limit else VERIFIED_LENGTHS:
             program.lengths.require(tokens, "what is compiled is verified at that length, too")
-        for shape in shapes:
+        for shape in (fit.traced, fit.other) if measured else ():
             ids = token_ids(model, vocabulary, shape)
             try:
                 program.identity = {**program.identity, shape: _identity(program, called, ids, arguments)}
             except _FixedLength as error:
-                raise _refuse_fixed_length(program, called, ids, error.__cause__) from error.__cause__
-        if separator is not None and shapes:
-            _check_apart(program, model, token_ids(model, vocabulary, OTHER_SHAPE), separator)
+                raise _refuse_fixed_length(program, called, ids, error.__cause__, fit) from error.__cause__
+        if separator is not None and measured:
+            _check_apart(program, model, token_ids(model, vocabulary, fit.other), separator)
     return program
 
 
@@ -424,12 +424,14 @@ class _FixedLength(CaptureError):
     """The graph does not run at another length than the traced one."""
 
 
-def _refuse_fixed_length(program: Program, model: nn.Module, ids: Tensor, error: Any) -> CaptureError:
+def _refuse_fixed_length(
+    program: Program, model: nn.Module, ids: Tensor, error: Any, fit: Shapes
+) -> CaptureError:
     def traced_at(tokens: int) -> ExportedProgram:
         return _export(model, token_ids(model, program.vocabulary_size, (TRACED_SHAPE[0], tokens)))
 
     name = type(model).__name__
-    lengths = (TRACED_SHAPE[1], OTHER_SHAPE[1])
+    lengths = (fit.traced[1], OTHER_SHAPE[1])
     return refuse_fixed_length(program.graph_module, ids, error, name, traced_at, lengths)
 
 

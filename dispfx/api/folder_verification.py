@@ -15,7 +15,7 @@ from dispfx.deploy.digests import changed
 from dispfx.deploy.size import stored_size
 from dispfx.huggingface.loading import load_model
 from dispfx.ir.plan import Plan
-from dispfx.measure.equivalence import OF_REPORT, SHAPES_BT, Verification, compare_decoders
+from dispfx.measure.equivalence import OF_REPORT, Verification, compare_decoders, shapes_up_to
 from dispfx.preconditions import is_saved_again
 from dispfx.report import Report, load_report
 
@@ -34,7 +34,7 @@ def verify(folder: str | Path, *, trust_remote_code: bool = False) -> list[Verif
         OutputError, DataError, PlanMismatchError: if the folder is not whole, or its report not of its plan.
     """
     opened = open_folder(folder, trust_remote_code=trust_remote_code)
-    lines, shapes = [], SHAPES_BT
+    lines, shapes = [], shapes_up_to()
     if not is_saved_again(opened.path):
         require_record(opened.path)
         lines = _file_lines(opened.path)
@@ -57,8 +57,8 @@ def verify(folder: str | Path, *, trust_remote_code: bool = False) -> list[Verif
 def _shapes(report: Report) -> tuple[tuple[int, int], ...]:
     """Return the shapes of every comparison, and the longest sequence that the compile compared."""
     longest = max((line.shape[1] for line in report.verify if len(line.shape) == 2), default=0)
-    beyond = longest > max(tokens for _, tokens in SHAPES_BT)
-    return (*SHAPES_BT, (1, longest)) if beyond else SHAPES_BT
+    # The usual shapes are among those of the report, unless the decoder reads less.
+    return shapes_up_to(longest or None, longest)
 
 
 def _file_lines(folder: Path) -> list[Verification]:

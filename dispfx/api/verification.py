@@ -34,7 +34,7 @@ from dispfx.capturing import module_logits
 from dispfx.deploy.exported import load_program
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
-from dispfx.measure.equivalence import SHAPES_BT, Verification, compare_decoders
+from dispfx.measure.equivalence import SHAPES_BT, Verification, compare_decoders, shapes_up_to
 
 Shapes = Sequence[tuple[int, int]]
 # A product over fewer features adds the same numbers in another order.  In float32 that moved the logits
@@ -68,8 +68,12 @@ def captured_lines(program: Program) -> list[Verification]:
 def compared_shapes(program: Program) -> tuple[tuple[int, int], ...]:
     """Return the shapes of every comparison, and the longest sequence that the capture was compared on."""
     longest = max((shape[1] for shape in program.identity if len(shape) == 2), default=0)
-    beyond = longest > max(tokens for _, tokens in SHAPES_BT)
-    return (*SHAPES_BT, (1, longest)) if beyond else SHAPES_BT
+    return shapes_up_to(program.lengths.most, longest)
+
+
+def short_shapes(program: Program) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of every comparison, none of them long."""
+    return shapes_up_to(program.lengths.most)
 
 
 def identity_lines(program: Program) -> list[Verification]:
@@ -235,7 +239,7 @@ def _removed_positions(removed: Tensor, labels: tuple[int, ...] | None) -> Tenso
 
 
 def _compare(
-    name, program: Program, expected, actual, tolerance: float, shapes: Shapes = SHAPES_BT
+    name, program: Program, expected, actual, tolerance: float, shapes: Shapes | None = None
 ) -> list[Verification]:
     return compare_decoders(
         name,
@@ -243,6 +247,6 @@ def _compare(
         actual,
         tolerance,
         vocabulary_size=program.vocabulary_size,
-        shapes=shapes,
+        shapes=shapes or short_shapes(program),
         device=program.device,
     )

@@ -32,6 +32,7 @@ from dispfx.api.verification import (
     lowered_lines,
     module_lines,
     reloaded_lines,
+    short_shapes,
     zeroed_tensors,
 )
 from dispfx.capturing import export_program
@@ -62,7 +63,7 @@ from dispfx.ir.coverage import coverage
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
-from dispfx.measure.equivalence import SHAPES_BT, Verification, random_token_ids, require
+from dispfx.measure.equivalence import Verification, random_token_ids, require
 from dispfx.report import (
     Bytes,
     Parameters,
@@ -265,7 +266,7 @@ def modules_of(
 
     def agrees(candidate: nn.Module) -> str | None:
         try:
-            lines = module_lines(program, lowered, candidate, shapes=SHAPES_BT)
+            lines = module_lines(program, lowered, candidate, shapes=short_shapes(program))
         except Exception as error:
             if memory_shortage(error) is not None:
                 raise
