@@ -49,7 +49,8 @@ def fitting_shapes(run: Callable[[int], None]) -> Shapes:
                 f"this decoder reads at most {most} tokens, and a capture takes {min(_SMALLER)}",
                 where=error.where,
             ) from error
-        return Shapes(*_SMALLER[least], Lengths(most=most, end="limit", where=error.where))
+        traced, other = _SMALLER[least]
+        return Shapes(traced, other, Lengths(most=most, end="limit", where=error.where))
     return Shapes()
 
 
