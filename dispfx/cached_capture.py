@@ -36,6 +36,7 @@ from dispfx.capturing import (
 )
 from dispfx.errors import CaptureError, first_line
 from dispfx.ir.cached_inputs import CACHED_INPUTS, CachedShape, CacheTensor, cache_tensors, sample_inputs
+from dispfx.ir.lengths import Lengths, hold_to
 from dispfx.ir.program import Program
 from dispfx.tracing.caches import nothing_remembered
 from dispfx.tracing.exporting import traced, user_frame
@@ -44,6 +45,9 @@ from dispfx.unlifting import program_of, straight_line, user_inputs, user_output
 
 TRACED_SHAPE = CachedShape(batch=3, tokens=13, past=34)
 OTHER_SHAPES = (CachedShape(2, 17, 5), CachedShape(2, 7, 0), CachedShape(1, 1, 9))
+# The same for decoders of few positions.
+FEW_TRACED_SHAPE = CachedShape(batch=3, tokens=7, past=6)
+FEW_OTHER_SHAPES = (CachedShape(2, 11, 4), CachedShape(2, 5, 0), CachedShape(1, 1, 9))
 # For a single token, or with nothing cached, a decoder may choose other kernels than the graph, which was
 # traced with several tokens after cached ones, so sums run in another order: one rounding a step, a few
 # ten steps.
@@ -70,12 +74,21 @@ class CachedForward:
     caches: tuple[CacheTensor, ...]
 
 
-def capture_cached(forward: CachedForward, *, vocabulary_size: int | None = None) -> Program:
+def traced_shape(context: int | None) -> CachedShape:
+    """Return the sizes that a decoder is traced at, which has so many positions where that is known."""
+    few = context is not None and context < TRACED_SHAPE.tokens + TRACED_SHAPE.past
+    return FEW_TRACED_SHAPE if few else TRACED_SHAPE
+
+
+def capture_cached(
+    forward: CachedForward, *, vocabulary_size: int | None = None, context: int | None = None
+) -> Program:
     """Return the graph of a decoder with its cache; the decoder itself is not changed.
 
     Args:
         forward: the prepared decoder.
         vocabulary_size: ids are drawn below it; by default taken from the input embedding.
+        context: how many positions the decoder has; it is traced within them.
 
     Raises:
         CaptureError: if the decoder cannot be exported with a cache, works at some shapes only, or the
@@ -87,29 +100,33 @@ def capture_cached(forward: CachedForward, *, vocabulary_size: int | None = None
     vocabulary = vocabulary_size or embedding_rows(decoder)
     device = next(decoder.parameters()).device
     found: dict[tuple[int, ...], Difference] = {}
+    traced_at = traced_shape(context)
+    others = OTHER_SHAPES if traced_at == TRACED_SHAPE else FEW_OTHER_SHAPES
     with evaluation(decoder, use_cache=True), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sample = sample_inputs(forward.caches, TRACED_SHAPE, vocabulary, device)
-        _run(forward, sample, TRACED_SHAPE)
+        sample = sample_inputs(forward.caches, traced_at, vocabulary, device)
+        _run(forward, sample, traced_at)
         program = _program_of(straight_line(_export(forward, sample)), forward)
-        for shape in (TRACED_SHAPE, *OTHER_SHAPES):
+        for shape in (traced_at, *others):
             inputs = sample_inputs(forward.caches, shape, vocabulary, device)
             found[shape] = _identity(program, forward, inputs, shape)
     program.identity = found
     return program
 
 
-def export_cached_program(module: fx.GraphModule) -> ExportedProgram:
+def export_cached_program(module: fx.GraphModule, *, context: int | None = None) -> ExportedProgram:
     """Return the graph of a cached program as an `ExportedProgram`, dynamic in B, T and P.
 
     Args:
         module: the graph module of a cached program, lowered or not.  The exported program takes its
             inputs by position and returns a tuple of its outputs.
+        context: as for `capture_cached`.
     """
+    hold_to(module, Lengths())  # A bound that is asked in a trace may not stand on a size with a name.
     caches = cache_tensors(module.graph)
     device = next(module.parameters()).device
     rows = 2  # Only the sizes matter here.
-    inputs = sample_inputs(caches, TRACED_SHAPE, rows, device)
+    inputs = sample_inputs(caches, traced_shape(context), rows, device)
     batch, sequence, past = Dim("batch"), Dim("sequence"), Dim("past_sequence")
     shapes = (
         {0: batch, 1: sequence},
@@ -185,7 +202,9 @@ def _identity(
             hint="the length is fixed somewhere in the decoder; a capture without a cache may still work",
         ) from error
     found = dict(zip(program.outputs, map(difference, actual, expected), strict=True))
-    tolerance = IDENTITY_TOLERANCE if shape == TRACED_SHAPE else step_tolerance(program.dtype)
+    tolerance = (
+        IDENTITY_TOLERANCE if shape in (TRACED_SHAPE, FEW_TRACED_SHAPE) else step_tolerance(program.dtype)
+    )
     _require_close(found, shape, tolerance, type(forward.decoder).__name__)
     return found["logits"]
 

@@ -10,7 +10,8 @@ How a decoder becomes a graph:
    become one.  Token ids stay the only input and logits the only output.
 4. The graph runs at the traced and at another shape and must give what the module gives there,
    because `Dim.AUTO` may fix a dimension without saying so.
-5. A decoder on the meta device has shapes and no values: it is captured without being run, rule 4 is
+5. The lengths for which the graph holds are found (`dispfx.tracing.valid_lengths`); it raises at others.
+6. A decoder on the meta device has shapes and no values: it is captured without being run, rule 4 is
    left out, and `Program.measured` is False.
 """
 
@@ -34,15 +35,17 @@ from dispfx.errors import CaptureError, first_line
 from dispfx.ir.program import Program
 from dispfx.tracing.caches import nothing_remembered
 from dispfx.tracing.exporting import torch_unheard, traced, user_frame
+from dispfx.tracing.fitting_shapes import OTHER_SHAPE, TRACED_SHAPE, Shapes, fitting_shapes
 from dispfx.tracing.module_state import ModuleState, module_kept, random_state_kept
 from dispfx.tracing.refusals import refuse_export, refuse_fixed_length
 from dispfx.tracing.rounding import allowed_by_rounding, most_allowed
+from dispfx.tracing.valid_lengths import Outcome, Trial, conditions_of, valid_lengths
 from dispfx.tracing.warm_up import length_bound, warm_up
 from dispfx.unlifting import program_of, straight_line, user_inputs, user_outputs
 
-TRACED_SHAPE = (3, 13)
-OTHER_SHAPE = (2, 17)
 LONGEST = 2048
+# Shortest and longest of the sequences that every form of a decoder is compared on.
+VERIFIED_LENGTHS = (8, 17)
 IDENTITY_TOLERANCE = 1e-6
 _WRAPPERS = (torch.jit.ScriptModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
 # Attention sums over more places, most of them hidden, than for a document alone.
@@ -78,31 +81,50 @@ def capture(
         called = model
         if separator is not None:
             called, arguments = ApartDocuments(model, separator, arguments).eval(), {}
-        ids = token_ids(model, vocabulary, TRACED_SHAPE)
-        shapes = (TRACED_SHAPE, OTHER_SHAPE) if _has_values(model) else ()
-        if shapes:
-            # What torch.export says of a module that cannot run at all is hard to read.
-            returned = _run(called, ids, arguments)
-            logits = logits_of(returned, ids)
 
         def run(tokens: int) -> None:
             _run(called, token_ids(model, vocabulary, (1, tokens)), arguments)
 
+        measured = _has_values(model)
+        # What torch.export says of a module that cannot run at all is hard to read.
+        fit = fitting_shapes(run) if measured else Shapes()
+        ids = token_ids(model, vocabulary, fit.traced)
+        if measured:
+            returned = _run(called, ids, arguments)
+            logits = logits_of(returned, ids)
         exported = _export_at_its_longest(called, ids, state, run, longest)
+        conditions = conditions_of(exported)
         program = _program_of(straight_line(exported), model, called)
         program.separator = separator
-        if shapes:
+        if measured:
             alike = [leaf for leaf in _tensors_in(returned) if leaf.shape == logits.shape]
             program.logits_returned = max(1, len(alike))
-        for shape in shapes:
+        tried = _trial(program, called, vocabulary, arguments, run)
+        program.hold_to(fit.limit or valid_lengths(conditions, TRACED_SHAPE[1], tried))
+        for tokens in () if fit.limit else VERIFIED_LENGTHS:
+            program.lengths.require(tokens, "what is compiled is verified at that length, too")
+        for shape in (fit.traced, fit.other) if measured else ():
             ids = token_ids(model, vocabulary, shape)
             try:
                 program.identity = {**program.identity, shape: _identity(program, called, ids, arguments)}
             except _FixedLength as error:
-                raise _refuse_fixed_length(program, called, ids, error.__cause__) from error.__cause__
-        if separator is not None and shapes:
-            _check_apart(program, model, token_ids(model, vocabulary, OTHER_SHAPE), separator)
+                raise _refuse_fixed_length(program, called, ids, error.__cause__, fit) from error.__cause__
+        if separator is not None and measured:
+            _check_apart(program, model, token_ids(model, vocabulary, fit.other), separator)
     return program
+
+
+def compare_at(model: nn.Module, program: Program, tokens: int) -> None:
+    """Compare a graph with its decoder on one more sequence; the difference joins `program.identity`.
+
+    Raises:
+        CaptureError: if they differ.
+    """
+    with evaluation(model), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ids = token_ids(model, program.vocabulary_size, (1, tokens))
+        found = _identity(program, model, ids, _fixed_arguments(model))
+    program.identity = {**program.identity, (1, tokens): found}
 
 
 def _check_apart(program: Program, model: nn.Module, ids: Tensor, separator: int) -> None:
@@ -138,10 +160,19 @@ def module_logits(model: nn.Module, ids: Tensor, tensors: Mapping[str, Tensor] |
     Raises:
         CaptureError: if the module raises, or returns no logits.
     """
-    arguments = _fixed_arguments(model)
     if tensors is None:
-        return logits_of(_run(model, ids, arguments), ids)
+        return logits_of(module_output(model, ids), ids)
+    arguments = _fixed_arguments(model)
     return logits_of(torch.func.functional_call(model, dict(tensors), (ids,), arguments), ids)
+
+
+def module_output(model: nn.Module, ids: Tensor) -> Any:
+    """Return what a decoder gives for token ids (B, T), without a cache.
+
+    Raises:
+        CaptureError: if the module raises.
+    """
+    return _run(model, ids, _fixed_arguments(model))
 
 
 @dataclass(frozen=True)
@@ -363,16 +394,44 @@ def _require_same_twice(model: nn.Module, ids: Tensor, arguments: Mapping[str, A
         )
 
 
+def _trial(
+    program: Program,
+    model: nn.Module,
+    vocabulary: int,
+    arguments: Mapping[str, Any],
+    run: Callable[[int], None],
+) -> Trial:
+    """Return how a module and its graph are tried at other lengths."""
+
+    def traced_at(tokens: int) -> ExportedProgram:
+        return _export(model, token_ids(model, vocabulary, (TRACED_SHAPE[0], tokens)))
+
+    def compared(tokens: int) -> Outcome:
+        ids = token_ids(model, vocabulary, (1, tokens))
+        try:
+            if tokens > 1:
+                return "same" if _identity(program, model, ids, arguments) else "other"
+            # Another kernel may take a single token, and sum in another order.
+            found = _difference_at(program, model, ids, arguments).relative
+            return "same" if found <= max(1e-5, 20 * torch.finfo(program.dtype).eps) else "other"
+        except CaptureError as error:
+            return "stops" if isinstance(error, _FixedLength) else "other"
+
+    return Trial(model, run, traced_at, compared if _has_values(model) else None)
+
+
 class _FixedLength(CaptureError):
     """The graph does not run at another length than the traced one."""
 
 
-def _refuse_fixed_length(program: Program, model: nn.Module, ids: Tensor, error: Any) -> CaptureError:
+def _refuse_fixed_length(
+    program: Program, model: nn.Module, ids: Tensor, error: Any, fit: Shapes
+) -> CaptureError:
     def traced_at(tokens: int) -> ExportedProgram:
         return _export(model, token_ids(model, program.vocabulary_size, (TRACED_SHAPE[0], tokens)))
 
     name = type(model).__name__
-    lengths = (TRACED_SHAPE[1], OTHER_SHAPE[1])
+    lengths = (fit.traced[1], OTHER_SHAPE[1])
     return refuse_fixed_length(program.graph_module, ids, error, name, traced_at, lengths)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from dispfx.errors import SourceError
 
@@ -29,6 +30,8 @@ def require_finite_weights(model: nn.Module) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
+    if isinstance(tensor, UninitializedParameter):  # refused where it is captured
+        return True
     if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
         return True
     value = tensor.detach()

@@ -9,8 +9,8 @@ Rules:
 2. The operand is split at additions whose two operands both hold a product.  Where it mixes the branch
    with the stream it reads, as `α · (branch - x)` does, the branch alone is the leaf.
 3. A leaf is attention if it holds scaled dot-product attention, or a product of two activations with
-   a softmax behind one of them; it is a mixer if it holds a convolution, a scan, or any other product
-   of two activations; otherwise it is an MLP.
+   a softmax behind one of them; it is a mixer if anything else in it mixes tokens: a convolution, a scan,
+   a product of two activations that sums over tokens; otherwise it is an MLP.
 4. Leaves of one kind under one addition, such as routed and shared experts, are one leaf.
 5. A branch is named after the module that holds its weights, with its kind where that is not unique.
 """
@@ -24,6 +24,7 @@ from dispfx.ir import ops
 from dispfx.ir.flow import Flow
 from dispfx.ir.program import Leaf, Program
 from dispfx.ir.sites import Refusal, ResidualStream
+from dispfx.ir.token_mixing import behind_softmax, mixes_tokens
 from dispfx.pipeline import PassResult
 
 
@@ -133,18 +134,9 @@ def _kind(nodes: set[fx.Node], flow: Flow) -> str:
     between_activations = [
         node for node in nodes if ops.is_product(node) and len(ops.activations(node, flow.dependent)) > 1
     ]
-    if any(_behind_softmax(node, nodes, flow) for node in between_activations):
+    if any(behind_softmax(node, flow, nodes) for node in between_activations):
         return "attention"
-    return "mixer" if between_activations or packets & ops.MIXERS else "mlp"
-
-
-def _behind_softmax(product: fx.Node, nodes: set[fx.Node], flow: Flow) -> bool:
-    """Whether an operand of the product is a softmax of another product, with no product between."""
-    for operand in flow.inputs(product):
-        inside, met = flow.cone(operand, stop=lambda node: node not in nodes or ops.is_product(node))
-        if met & nodes and any(ops.packet(node) in ops.SOFTMAX for node in inside):
-            return True
-    return False
+    return "mixer" if any(mixes_tokens(node, flow) for node in nodes) else "mlp"
 
 
 def _named(leaves: list[_Found]) -> Iterator[Leaf]:

@@ -48,6 +48,7 @@ from dispfx.ir.sites import (
     SiteKind,
     Slice,
 )
+from dispfx.ir.token_mixing import mixes_tokens
 from dispfx.ir.zeros import not_zero
 from dispfx.pipeline import PassResult
 
@@ -128,17 +129,9 @@ class _Search:
     tuples: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        stream = self.program.stream
-        assert stream is not None
         self.nodes = self.program.nodes
-        self.parameters = frozenset(self.program.parameters)
         self.flow = Flow.of(self.program.graph)
-        self.around = Surroundings(
-            self.flow.dependent,
-            frozenset(self.nodes[name] for name in stream.values),
-            frozenset((self.nodes[leaf.top], self.nodes[leaf.user]) for leaf in self.program.leaves),
-            self.program.caches,
-        )
+        self.around = Surroundings.of(self.program, self.flow)
         self.owner: dict[Dimension, np.ndarray] = {}
         self.whole_stream = False
 
@@ -243,7 +236,7 @@ class _Search:
         if isinstance(found, Mismatch):
             self._refuse(leaf, kind, found, free[0])
             return names
-        if not any(self._is_parameter(node) for node, _ in found.labels):
+        if not any(ops.is_parameter(node) for node, _ in found.labels):
             return names
         return [*names, self._add(leaf, kind, found)]
 
@@ -307,15 +300,11 @@ class _Search:
         taken = {cut.parameter for site in self.sites for cut in site.slices if cut.by_expert}
         return found if isinstance(found, ByExpert) and not paths & taken else None
 
-    def _is_parameter(self, node: fx.Node) -> bool:
-        """Buffers are cut with the closure, and counted by nobody."""
-        return node.op == "get_attr" and str(node.target) in self.parameters
-
     def _slices(self, closure: Closure, size: int, own: ByExpert | None) -> tuple[Slice, ...]:
         cut = [
             Slice(str(node.target), dim, self._compact(labels, size), own is not None)
             for (node, dim), labels in closure.labels.items()
-            if self._is_parameter(node)
+            if ops.is_parameter(node)
         ]
         return tuple(sorted(cut, key=lambda item: (item.parameter, item.axis)))
 
@@ -353,13 +342,23 @@ class _Search:
         return self.tuples[key]
 
     def _refuse(self, leaf: Leaf, kind: SiteKind, mismatch: Mismatch, seed: Dimension) -> None:
-        """Record a refusal, but for features of an attention or mixer that are heads by design."""
-        if kind == "inner" and leaf.kind != "mlp":
+        """Record a refusal, but for what is summed over heads, which are not pruned."""
+        if kind == "inner" and mismatch.grouped and self._is_over_heads(seed):
             return
         paths = ops.tensors_read(seed[0]) if seed[0].op != "get_attr" else [str(seed[0].target)]
         source = ops.source_line(mismatch.node) if mismatch.node is not None else None
         where = mismatch.parameter or (paths[0] if paths else None)
         self.refused.append(Refusal(f"{leaf.branch}.{kind}", mismatch.reason, where, source))
+
+    def _is_over_heads(self, seed: Dimension) -> bool:
+        """Whether the value that a product sums over comes from what mixes tokens, with no weight between."""
+        inside, _ = self.flow.cone(
+            seed[0], stop=lambda node: node in self.around.stream or self._has_weight(node)
+        )
+        return any(mixes_tokens(node, self.flow) for node in inside)
+
+    def _has_weight(self, node: fx.Node) -> bool:
+        return ops.is_product(node) and len(ops.activations(node, self.flow.dependent)) < 2
 
 
 def _weight_product(node: fx.Node, flow: Flow, fed: set[fx.Node]) -> _WeightProduct | None:
@@ -370,7 +369,7 @@ def _weight_product(node: fx.Node, flow: Flow, fed: set[fx.Node]) -> _WeightProd
         return None
     activations = ops.activations(node, flow.dependent)
     for activation, weight in ((sums[0].a, sums[0].b), (sums[0].b, sums[0].a)):
-        if activation[0] in activations and ops.weight_of(weight[0]) is not None:
+        if activation[0] in activations and ops.weights_of(weight[0]):
             return _WeightProduct(node, activation, weight, activation[0] not in fed)
     return None
 

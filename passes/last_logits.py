@@ -4,10 +4,9 @@
                                                 logits = linear(s, head): (B, 1, V)
 
 Rules:
-1. From the logits back to the head there may be pointwise operations with numbers only, such as a
-   softcap or a scaling; each acts on every token by itself.
-2. The head is one `linear` of a value (B, T, D).  Anything else is left alone.
-3. A head that reads one token already is left alone.
+1. The head is one product of each token, and behind it are pointwise operations with numbers only, such as a
+   softcap (`dispfx.ir.head`).  Anything else is left alone.
+2. A head that reads one token already is left alone.
 """
 
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from dispfx.ir import ops
+from dispfx.ir.head import way_to_head
 from dispfx.ir.ops import aten, packet
 from dispfx.ir.program import Program
 from dispfx.pipeline import PassResult
@@ -32,7 +32,7 @@ class LastLogits:
 
     def run(self, program: Program) -> PassResult:
         """Rewrite the graph in place."""
-        way = _way_to_head(ops.logits_of(program.graph))
+        way = way_to_head(ops.logits_of(program.graph))
         if way is None:
             return PassResult(False, "the head is no projection of each token")
         value = way[-1].args[0]
@@ -47,16 +47,6 @@ class LastLogits:
             node.meta["val"] = node.meta["val"][:, -1:]
         program.rebuild(dict(program.tensors()))
         return PassResult(True)
-
-
-def _way_to_head(logits: fx.Node) -> list[fx.Node] | None:
-    """Return the values from the logits back to the head's product, or None (rules 1 and 2)."""
-    way = [logits]
-    while ops.is_pointwise(way[-1]) and len(ops.operands(way[-1])) == 1:
-        way.append(ops.operands(way[-1])[0])
-    head = way[-1]
-    is_head = packet(head) is aten.linear and isinstance(head.args[0], fx.Node) and ops.rank(head) == 3
-    return way if is_head and all(len(node.users) == 1 for node in way) else None
 
 
 def _is_last(value: fx.Node) -> bool:

@@ -12,9 +12,7 @@ Rules:
 4. A write gate becomes `index_add` into the residual stream where its only user is the residual
    addition; otherwise `index_add` into zeros, which keeps the order of the user's own additions.
 5. A parameter axis keeps position p if every site that labels p keeps its feature.
-6. Sizes written into the graph on cut dimensions (reshape, expand, split, slice) are counted anew.
-   A slice whose kept positions no bounds describe becomes `index_select`.  A mean over a cut dimension
-   becomes a sum divided by the full size, as in the gated graph.
+6. Sizes written into the graph on cut dimensions are counted anew (`dispfx.ir.cut_sizes`).
 7. Where experts keep features of their own, each matrix of a stack is cut by its expert's; all keep equally
    many, and what the graph spells out depends on that number alone (`dispfx.ir.experts`, rule 4).
 8. A mean or a norm that is gated by the statistics of the kept features is one over what is left.
@@ -27,19 +25,15 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from dispfx.ir import ops
+from dispfx.ir.cut_sizes import count_sizes
 from dispfx.ir.kept_statistics import restore
-from dispfx.ir.links import slice_positions
-from dispfx.ir.ops import argument, aten, packet
+from dispfx.ir.ops import aten, packet
 from dispfx.ir.positions import kept_features, kept_positions, places, taken
 from dispfx.ir.program import INDEX_PREFIX, Program
 from dispfx.ir.sites import GatePoint, Site
 from dispfx.pipeline import PassResult
 
 Cut = dict[tuple[str, int], np.ndarray]
-
-# Kept positions of a slice that no bounds describe.
-SLICE_PREFIX = "dispfx_slice"
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,7 @@ class LowerGates:
         for index, site in enumerate(program.sites):
             for at, point in enumerate(site.gates):
                 lowering.gate(site, point, f"gate_{index}_{at}")
-        _count_sizes(program, cut, lowering.tensors)
+        lowering.tensors |= count_sizes(program, cut)
         for node in list(program.graph.nodes):
             if node.op == "placeholder" and node.name.startswith("mask_"):
                 _erase_with_users(program.graph, node)
@@ -220,131 +214,3 @@ def _sliced_tensors(program: Program, cut: Cut) -> dict[str, Tensor]:
         is_parameter = isinstance(tensors[path], torch.nn.Parameter)
         sliced[path] = torch.nn.Parameter(narrowed, requires_grad=False) if is_parameter else narrowed
     return sliced
-
-
-def _count_sizes(program: Program, cut: Cut, tensors: dict[str, Tensor]) -> None:
-    """Rewrite the sizes that the graph spells out on cut dimensions (rule 6)."""
-    nodes = {node.name: node for node in program.graph.nodes}
-    for node in list(nodes.values()):
-        if packet(node) is aten.slice:
-            _count_bounds(program, node, cut, tensors)
-    of_kept = {
-        user for site in program.sites for point in site.gates if point.statistics for user in point.users
-    }
-    for node in list(nodes.values()):
-        rewrite = _REWRITES.get(packet(node))
-        if rewrite is not None and not (packet(node) is aten.mean and node.name in of_kept):
-            rewrite(program.graph, node, cut)
-    for (name, dim), stays in cut.items():
-        if name in nodes and not stays.all():
-            value = nodes[name].meta["val"]
-            nodes[name].meta["val"] = value.narrow(dim, 0, int(stays.sum()))
-
-
-def _count_shape(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
-    at = 0 if packet(node) in ops.FACTORIES else 1
-    sizes = list(node.args[at])  # type: ignore[arg-type]
-    for dim, size in enumerate(sizes):
-        stays = cut.get((node.name, dim))
-        if stays is not None and isinstance(size, int) and size != -1:
-            sizes[dim] = int(stays.sum())
-    node.update_arg(at, sizes)
-
-
-def _count_norm(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
-    value, sizes = node.args[0], list(argument(node, 1, "normalized_shape"))  # type: ignore[call-overload]
-    assert isinstance(value, fx.Node)
-    stays = cut.get((value.name, ops.rank(value) - 1))
-    if stays is not None:
-        node.update_arg(1, [*sizes[:-1], int(stays.sum())])
-
-
-def _count_factors(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
-    sizes = list(node.args[2])  # type: ignore[arg-type]
-    value, dim = node.args[0], node.args[1]
-    assert isinstance(value, fx.Node) and isinstance(dim, int)
-    first = dim % ops.rank(value)
-    for place, size in enumerate(sizes):
-        stays = cut.get((node.name, first + place))
-        if stays is not None and isinstance(size, int) and size != -1:
-            sizes[place] = int(stays.sum())
-    node.update_arg(2, sizes)
-
-
-def _count_parts(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
-    value = node.args[0]
-    assert isinstance(value, fx.Node)
-    dim = argument(node, 2, "dim", 0) % ops.rank(value)  # type: ignore[operator]
-    stays = cut.get((value.name, dim))
-    if stays is None:
-        return
-    sizes = [ops.size_hint(part.shape[dim]) for part in node.meta["val"]]
-    ends = np.cumsum(sizes)
-    counted = [int(stays[end - size : end].sum()) for size, end in zip(sizes, ends, strict=True)]
-    node.target = aten.split_with_sizes.default
-    node.args, node.kwargs = (value, counted, dim), {}
-
-
-def _count_bounds(program: Program, node: fx.Node, cut: Cut, tensors: dict[str, Tensor]) -> None:
-    """A slice takes the kept among its positions: by new bounds where they lie at equal distances."""
-    value = node.args[0]
-    assert isinstance(value, fx.Node)
-    dim = argument(node, 1, "dim", 0) % ops.rank(value)  # type: ignore[operator]
-    stays = cut.get((value.name, dim))
-    if stays is None:
-        return
-    renumbered = np.cumsum(stays) - 1
-    taken = [int(renumbered[position]) for position in slice_positions(node) if stays[position]]
-    steps = set(np.diff(taken).tolist())
-    if taken and len(steps) <= 1:
-        node.args, node.kwargs = (value, dim, taken[0], taken[-1] + 1, steps.pop() if steps else 1), {}
-        return
-    path = f"{SLICE_PREFIX}.{node.name}"
-    tensors[path] = torch.tensor(taken, dtype=torch.int32, device=program.device)
-    with program.graph.inserting_before(node):
-        index = program.graph.create_node("get_attr", path, name=path.replace(".", "_"))
-    index.meta["val"] = torch.empty(len(taken), dtype=torch.int32, device="meta")
-    node.target = aten.index_select.default
-    node.args, node.kwargs = (value, dim, index), {}
-
-
-def _count_groups(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
-    """A convolution with a filter for every channel has as many groups as channels."""
-    stays = cut.get((node.name, 1))
-    if stays is None or not ops.is_depthwise(node):
-        return
-    if packet(node) is aten.convolution:
-        node.update_arg(8, int(stays.sum()))
-    else:
-        node.args = node.args[:6]
-        node.kwargs = {**node.kwargs, "groups": int(stays.sum())}
-
-
-def _keep_divisor(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
-    """A mean over a cut dimension is a sum over the kept features divided by the full size."""
-    value = node.args[0]
-    assert isinstance(value, fx.Node)
-    dims = argument(node, 1, "dim")
-    reduced = [dim % ops.rank(value) for dim in (dims if isinstance(dims, list | tuple) else [dims])]  # type: ignore[operator]
-    if not any((value.name, dim) in cut for dim in reduced):
-        return
-    size = 1
-    for dim in reduced:
-        size *= ops.shape_of(value)[dim]
-    with graph.inserting_after(node):
-        divided = graph.call_function(aten.div.Tensor, (node, size))
-    divided.meta["val"] = node.meta["val"]
-    node.replace_all_uses_with(divided, delete_user_cb=lambda user: user is not divided)
-    node.target = aten.sum.dim_IntList
-    node.args, node.kwargs = (value, reduced, bool(argument(node, 2, "keepdim", False))), {}
-
-
-_REWRITES = {
-    **dict.fromkeys(ops.packets("reshape view expand") | ops.FACTORIES, _count_shape),
-    aten.unflatten: _count_factors,
-    **dict.fromkeys(ops.packets("split split_with_sizes chunk unsafe_split unsafe_chunk"), _count_parts),
-    **dict.fromkeys(ops.packets("new_ones new_zeros new_full new_empty"), _count_shape),
-    **dict.fromkeys(ops.CONVOLUTIONS, _count_groups),
-    aten.mean: _keep_divisor,
-    **dict.fromkeys(ops.packets("layer_norm rms_norm"), _count_norm),
-}

@@ -275,7 +275,7 @@ def compile_tiny(model: Any, row: Row, tolerance: float) -> None:
 
     from dispfx import api
     from dispfx.api.programs import analysis
-    from dispfx.api.verification import ZeroedDecoder, unread_lines, zeroed_tensors
+    from dispfx.api.verification import unread_lines, zeroed_decoder
     from dispfx.capturing import capture
     from dispfx.ir.coverage import coverage
     from dispfx.ir.plan import Plan
@@ -291,7 +291,10 @@ def compile_tiny(model: Any, row: Row, tolerance: float) -> None:
     row.own_experts = sum(site.experts > 1 for site in program.sites)
     row.refused = [[refusal.name, refusal.reason] for refusal in program.refused]
     reached = coverage(program)
-    row.share, row.ungated, row.beside = round(reached.share, 4), list(reached.ungated), list(reached.beside)
+    row.share = round(reached.share, 4)
+    row.not_gated = {one.reason: round(one.size / reached.total, 6) for one in reached.ungated}
+    if reached.gated + sum(one.size for one in reached.ungated) != reached.total:
+        raise RuntimeError("some block weights are neither gated nor left out for a reason")
     ones = [torch.ones(site.size) for site in program.sites]
     decoder = api.gate(program)
     vocabulary = program.vocabulary_size
@@ -308,7 +311,7 @@ def compile_tiny(model: Any, row: Row, tolerance: float) -> None:
             forms = {
                 "lowered": api.lower(program, plan),
                 "gathered": api.lower(program, plan, write="gather-add"),
-                "zeroed": ZeroedDecoder(model, zeroed_tensors(program, plan)),
+                "zeroed": zeroed_decoder(program, plan, model),
                 **({"experts": api.lower(twin, plan)} if twin is not None else {}),
             }
             for x in ids:

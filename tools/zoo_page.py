@@ -12,7 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ spellings, and compared at two shapes that were not traced: the lowered decoder 
 the gated one with the module itself with zeros for what was removed. Noise in place of what was removed
 must change no bit of the gated decoder. A mixture of experts is captured twice, with gathered and with
 grouped experts, and the plan of one must lower the other ("experts"). No architecture is named anywhere
-in the compiler. Errors are relative, the largest of all shapes and plans. Seconds are those of a machine
-that did other work as well."""
+in the compiler. Of the block weights, which are the matrices that a branch reads, those of which no site
+cuts an axis are listed with the reason. Errors are relative, the largest of all shapes and plans. Seconds are
+those of a machine that did other work as well."""
 CACHED_METHOD = """\
 Captured with a key-value cache: a prefill of 12 tokens and 20 decode steps give what one pass over the 32
 tokens gives, for the dense decoder and for one lowered by a random plan of 30%."""
@@ -36,7 +37,10 @@ The tolerance is 2⁻⁶: a product is summed in float32 and its result rounded 
 sums flips a rounding by half a step, 2⁻⁸, on average; flips of independent sign add up as a walk, √(6
 products · 2 layers) · 2⁻⁸ = 1.4e-2."""
 
-COLUMNS = "branches | sites | weights gated | identity | lowered = gated | zeroed = gated | experts | seconds"
+COLUMNS = (
+    "branches | sites | weights gated | not gated, by reason | identity | lowered = gated | zeroed = gated | "
+    "experts | seconds"
+)
 CACHED_COLUMNS = "sites | identity | cached = recomputed | lowered and cached = gated | seconds"
 
 
@@ -60,8 +64,7 @@ class Row:
     branches: dict[str, int] = field(default_factory=dict)
     sites: int = 0
     share: float = 0.0
-    ungated: list[str] = field(default_factory=list)
-    beside: list[str] = field(default_factory=list)
+    not_gated: dict[str, float] = field(default_factory=dict)
     refused: list[list[str]] = field(default_factory=list)
     layers: int = 0
     analysis_seconds: float = 0.0
@@ -127,7 +130,9 @@ def read_sections(path: Path) -> dict[str, Section]:
 
 
 def _section_of(entry: Mapping[str, Any]) -> Section:
-    rows = [Row(**row) for row in entry["rows"]]
+    # Rows of earlier sweeps may have fields that are no longer made.
+    known = {one.name for one in fields(Row)}
+    rows = [Row(**{name: row[name] for name in row if name in known}) for row in entry["rows"]]
     return Section(entry["cached"], entry["dtype"], entry["tolerance"], {row.name: row for row in rows})
 
 
@@ -226,7 +231,7 @@ def _compiled_lines(compiled: Sequence[Row]) -> Iterator[str]:
     own = sum(row.own_experts > 0 for row in compiled)
     yield (
         f"**{len(compiled)} compile**, {whole} of them with no refusal and at least {REQUIRED_SHARE:.0%} of "
-        f"the weights gated that have an axis on the stream or inside an MLP"
+        f"the block weights gated"
     )
     yield (
         f"with every mask one, each gated graph gave the very bits of the captured graph; {equal} captured "
@@ -271,7 +276,8 @@ def cells(row: Row, cached: bool = False, earlier: bool = False) -> str:
     branches = ", ".join(f"{count} {kind}" for kind, count in row.branches.items())
     refused = f", {len(row.refused)} refused ({row.refused[0][1]})" if row.refused else ""
     experts = "" if row.experts is None else f"{row.experts:.0e}"
+    left = "; ".join(f"{share:.1%}: {reason}" for reason, share in row.not_gated.items())
     return (
-        f"| {name} | {row.status}{refused} | {branches} | {row.sites} | {row.share:.1%} | "
+        f"| {name} | {row.status}{refused} | {branches} | {row.sites} | {row.share:.1%} | {left} | "
         f"{row.identity:.0e} | {row.lowered:.0e} | {row.zeroed:.0e} | {experts} | {row.seconds:.1f} |"
     )

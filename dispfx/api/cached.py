@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx, nn
 
+from dispfx.api.opening import named_context
 from dispfx.api.programs import (
     WriteSpelling,
     analysis,
@@ -51,8 +52,10 @@ def capture_cached(
         CaptureError: if the decoder takes no cache, or torch.export cannot capture it with one.
         UnsupportedGraphError: if its cache is not made of keys and values, or nothing can be pruned.
     """
+    context = named_context(getattr(model, "config", None))
     with experts_as(model, experts):
-        program = capture_prepared(cached_forward(model), vocabulary_size=vocabulary_size)
+        program = capture_prepared(cached_forward(model), vocabulary_size=vocabulary_size, context=context)
+    program.context = context
     return Pipeline(analysis(skip, select)).run(program)
 
 

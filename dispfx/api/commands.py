@@ -156,11 +156,12 @@ def agree(folder: Any, **changes: Any) -> Agreement:
     )
 
 
-def export(folder: Any, **changes: Any) -> list[Path]:
+def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> list[Path]:
     """Write other forms of the decoder in a folder, verified.
 
     Args:
         folder: an output folder, or `ExportSettings`.
+        observer: told where the ONNX model has no KV cache, and why.
         changes: single settings, as in `onnx=True`.
 
     Raises:
@@ -188,7 +189,9 @@ def export(folder: Any, **changes: Any) -> list[Path]:
         written.append(target)
     if forms.onnx:
         flavor = Flavor(not forms.no_padding, forms.ort_fusions)
-        write_onnx(opened, opset=forms.opset or OPSET, write=forms.write, flavor=flavor)
+        model = write_onnx(opened, opset=forms.opset or OPSET, write=forms.write, flavor=flavor)
+        if model.note is not None:
+            (observer or NullObserver()).note(model.note)
         written.append(onnx_folder)
     return written
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from dispfx.api.length_checks import compare_longest, require_onnx_lengths, window_of
 from dispfx.api.opening import open_model
 from dispfx.api.plan_learning import learn_from, remove_state, state_folder
 from dispfx.api.preflight import require_room_for_weights
@@ -18,7 +19,7 @@ from dispfx.api.programs import only_planned, require_same_decoder
 from dispfx.api.readiness import analysed
 from dispfx.api.stages import Stages
 from dispfx.api.text import TextChoice, open_text, require_tokens
-from dispfx.api.writing import Task, require_decoder_for, write_output
+from dispfx.api.writing import Task, require_writable, write_output
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import VerificationError
@@ -175,13 +176,18 @@ def run_apply(
         chosen.check()
         require_room_for_weights(settings.model, copies=1.0 + plan.budget.keep)
         source = open_model(settings.model)
-        require_decoder_for(settings.output.export, source)
+        require_writable(settings.output.export, source)
         text = open_text(source, chosen)
     stages.say(text.notes)
     text.require_measurable()
     program = only_planned(analysed(source, stages, (), plan.select), plan)
     require_same_decoder(program, plan)
     plan = plan.fitted(program.sites)
+    if settings.output.export == "onnx":
+        require_onnx_lengths(program.lengths, program.context)
+    if text.measure is not None:
+        with stages("check lengths"):
+            compare_longest(source, program, window_of(source, program, None), stages.observer.note)
     require_tokens(source, text, program.vocabulary_size)
     task = Task(
         path=path,

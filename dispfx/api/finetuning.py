@@ -309,5 +309,6 @@ def _report(
         seconds=dict(stages.seconds),
         command=command or "dispfx.api.finetune",
         tuned=told,
+        onnx_without_cache=None,
         files=files,
     )

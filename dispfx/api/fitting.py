@@ -31,8 +31,9 @@ def fitted_settings(
     """Return the settings as a decoder and the processes of a run can take them, where nobody chose others.
 
     1. Sequences are no longer than the decoder reads: the least of `context`, of what its config named when
-       it was captured, and of what the tables of positions in its graph hold.  A batch gets so many more of
-       them that its tokens are about as many.  All limits count at once: one by one would round twice.
+       it was captured, of what the tables of positions in its graph hold, and of where it raises.  A batch
+       gets so many more of them that its tokens are about as many.  All limits count at once: one by one
+       would round twice.
     2. The batch becomes one that all processes share evenly.
     3. Experts that take tokens in sorted runs get one mask a batch.
 
@@ -48,6 +49,8 @@ def fitted_settings(
     limits = [settings.seq_len, *([] if context is None else [context])]
     if program is not None:
         limits += [longest_text(program, settings.seq_len), program.context or settings.seq_len]
+        if program.lengths.limit:
+            limits.append(program.lengths.within(settings.seq_len))
     found = settings_among(ranks, _within(min(limits), settings, note))
     return found if program is None else settings_for(program, found, note)
 

@@ -15,7 +15,7 @@ from dispfx.deploy.digests import changed
 from dispfx.deploy.size import stored_size
 from dispfx.huggingface.loading import load_model
 from dispfx.ir.plan import Plan
-from dispfx.measure.equivalence import OF_REPORT, Verification, compare_decoders
+from dispfx.measure.equivalence import OF_REPORT, Verification, compare_decoders, shapes_up_to
 from dispfx.preconditions import is_saved_again
 from dispfx.report import Report, load_report
 
@@ -34,23 +34,31 @@ def verify(folder: str | Path, *, trust_remote_code: bool = False) -> list[Verif
         OutputError, DataError, PlanMismatchError: if the folder is not whole, or its report not of its plan.
     """
     opened = open_folder(folder, trust_remote_code=trust_remote_code)
-    lines = []
+    lines, shapes = [], shapes_up_to()
     if not is_saved_again(opened.path):
         require_record(opened.path)
         lines = _file_lines(opened.path)
-    compared = partial(compare_decoders, vocabulary_size=opened.vocabulary_size)
+        shapes = _shapes(load_report(opened.path / "report.json"))
+    compared = partial(compare_decoders, vocabulary_size=opened.vocabulary_size, shapes=shapes)
     if opened.program is not None:
         tolerance = tolerance_of(opened.program)
         lines += compared("gather-add = checkpoint", opened.decoder, opened.fast(), tolerance)
         if (opened.path / exported.PROGRAM_FILE).is_file():
-            lines += exported_lines(opened.path, opened.decoder, opened.vocabulary_size)
+            lines += exported_lines(opened.path, opened.decoder, opened.vocabulary_size, shapes)
         if (opened.path / DENSE_FOLDER).is_dir():
             ordinary = load_model(opened.path / DENSE_FOLDER, trust_remote_code=trust_remote_code)
             dense = partial(module_logits, ordinary)
             lines += compared("dense = checkpoint", partial(module_logits, opened.decoder), dense, tolerance)
     if has_onnx(opened.path):
-        lines += folder_onnx_lines(opened)
+        lines += folder_onnx_lines(opened, shapes)
     return lines
+
+
+def _shapes(report: Report) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of every comparison, and the longest sequence that the compile compared."""
+    longest = max((line.shape[1] for line in report.verify if len(line.shape) == 2), default=0)
+    # The usual shapes are among those of the report, unless the decoder reads less.
+    return shapes_up_to(longest or None, longest)
 
 
 def _file_lines(folder: Path) -> list[Verification]:

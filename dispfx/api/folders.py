@@ -21,6 +21,7 @@ from dispfx.errors import OutputError, PlanMismatchError
 from dispfx.huggingface.loading import load_model
 from dispfx.huggingface.planning import plan_modules, site_cuts
 from dispfx.ir.closure import Mismatch
+from dispfx.ir.lengths import Lengths, hold_to
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.passes.gather_add import GatherAdd
@@ -56,7 +57,9 @@ class Opened:
         It is the transformers model where the folder has one, and a graph otherwise.
         """
         if self.plan is None:
-            return load_program(self.path).to(self.device)
+            program = load_program(self.path).to(self.device)
+            hold_to(program, self._lengths or Lengths())
+            return program
         if read_layout(self.path) is None:
             return self.graph_module
         return load_model(
@@ -96,6 +99,13 @@ class Opened:
         with torch.no_grad():
             output = self.decoder(torch.zeros((2, 2), dtype=torch.int64, device=self.device))
         return getattr(output, "logits", output).shape[-1]
+
+    @property
+    def _lengths(self) -> Lengths | None:
+        """The lengths for which the dense decoder's graph holds, found with its weights; None if unknown."""
+        path = self.path / PLAN_FILE
+        plan = self.plan or (Plan.load(path) if path.is_file() else None)
+        return None if plan is None else plan.lengths
 
     @property
     def config(self) -> Any | None:
@@ -144,6 +154,8 @@ class Opened:
             planned = _planned_again(program, kept, model, layout.indices, self.path)
             convert = partial(planned.lowered, stays=site_cuts(program.sites, kept))
             reload.fill(lowered.graph_module, self.path, convert, buffers=dict(model.named_buffers()))
+        # Zeros tell nothing of the lengths for which the graph holds.
+        lowered.hold_to(self._lengths or lowered.lengths)
         lowered.graph_module.requires_grad_(False)
         # Graphs are cycles: without this the zeros of the skeleton's slices would stay.
         gc.collect()

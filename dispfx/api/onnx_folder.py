@@ -1,8 +1,8 @@
 """DIR/onnx: the ONNX model of an output folder, verified before it appears."""
 
 import gc
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from dispfx.api.folders import Opened
+from dispfx.api.length_checks import require_onnx_lengths
 from dispfx.api.onnx_verification import Answers, Reference, onnx_lines, whole_answers, with_cached_answers
+from dispfx.api.opening import named_context
 from dispfx.api.programs import WriteSpelling
 from dispfx.choices import require_choice
 from dispfx.deploy.checkpoint import main_dtype, own_generation_config
@@ -25,15 +27,41 @@ from dispfx.deploy.onnx.session import (
     OnnxDecoder,
 )
 from dispfx.deploy.section import write_model_files
-from dispfx.errors import CaptureError, OutputError, UnsupportedGraphError, VerificationError, memory_shortage
+from dispfx.errors import (
+    CaptureError,
+    OutputError,
+    UnsupportedGraphError,
+    VerificationError,
+    first_line,
+    memory_shortage,
+)
 from dispfx.huggingface.own_code import carry_code
 from dispfx.ir.cached_inputs import cache_tensors
+from dispfx.ir.closure import Mismatch
 from dispfx.ir.program import Program
-from dispfx.measure.equivalence import Verification, random_token_ids, require
+from dispfx.measure.equivalence import SHAPES_BT, Verification, random_token_ids, require
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.pipeline import Pipeline
 
 FOLDER = "onnx"
+
+
+@dataclass(frozen=True)
+class WrittenModel:
+    """An ONNX model that was written.
+
+    Args:
+        lines: the comparisons with the checkpoint.
+        no_cache: why it has no KV cache; None where it has one.
+    """
+
+    lines: list[Verification]
+    no_cache: str | None
+
+    @property
+    def note(self) -> str | None:
+        """What a user should know of it, or None."""
+        return None if self.no_cache is None else f"the ONNX model has no KV cache: {self.no_cache}"
 
 
 def write_onnx(
@@ -43,10 +71,11 @@ def write_onnx(
     write: WriteSpelling = "gather-add",
     flavor: Flavor = PLAIN,
     plain: Callable[[], fx.GraphModule] | None = None,
-) -> list[Verification]:
+    shapes: Sequence[tuple[int, int]] = SHAPES_BT,
+) -> WrittenModel:
     """Write `onnx/` into an opened folder if ONNX Runtime gives what the checkpoint gives.
 
-    The model has a cache, unless the decoder takes none.
+    The model has a cache, unless the decoder cannot be captured with one.
 
     Args:
         opened: an output folder, which may still be private.
@@ -56,9 +85,7 @@ def write_onnx(
             does not verify with them.
         plain: returns the decoder without a cache, written by gather-add, for a folder that has no
             checkpoint to make it from.
-
-    Returns:
-        The comparisons.
+        shapes: (batch, tokens) of the whole texts that are compared.
 
     Raises:
         DispfxError: if there is no such spelling of the writes.
@@ -66,9 +93,12 @@ def write_onnx(
         UnsupportedGraphError: if the exporter cannot translate the decoder.
     """
     require_choice(get_args(WriteSpelling), write, "--write")
-    answers = whole_answers(_reference(opened))
+    if opened.plan is not None and opened.plan.lengths is not None:
+        require_onnx_lengths(opened.plan.lengths, named_context(opened.config))
+    answers = whole_answers(_reference(opened), shapes)
     opened.release()
-    cached = cached_twin(opened)
+    found = cached_twin(opened)
+    cached, reason = (None, found.reason) if isinstance(found, Mismatch) else (found, None)
     if cached is not None:
         answers = with_cached_answers(answers, cached, padding=flavor.padding)
 
@@ -87,11 +117,12 @@ def write_onnx(
         elif opened.config is not None:
             _write_own_files(opened, partial)
         try:
-            return _write_model(partial, model, flavor, answers)
+            return WrittenModel(_write_model(partial, model, flavor, answers), reason)
         except VerificationError:
             if not flavor.ort_fusions:
                 raise
-        return _write_model(partial, model, replace(flavor, ort_fusions=False), answers)
+        lines = _write_model(partial, model, replace(flavor, ort_fusions=False), answers)
+    return WrittenModel(lines, reason)
 
 
 def _write_model(
@@ -106,16 +137,16 @@ def _write_model(
     return lines
 
 
-def cached_twin(opened: Opened) -> Program | None:
-    """Return the folder's decoder as a program with a cache, or None where it takes none."""
+def cached_twin(opened: Opened) -> Program | Mismatch:
+    """Return the folder's decoder as a program with a cache, or why it cannot be captured with one."""
     if opened.config is None:
-        return None
+        return Mismatch("only decoders of transformers are captured with a cache")
     try:
         return opened.cached()
     except (CaptureError, UnsupportedGraphError) as error:
         if memory_shortage(error) is not None:
             raise
-        return None
+        return Mismatch(first_line(error))
 
 
 def has_onnx(folder: Path) -> bool:
@@ -123,17 +154,16 @@ def has_onnx(folder: Path) -> bool:
     return (folder / FOLDER / MODEL_FILE).is_file()
 
 
-def folder_onnx_lines(opened: Opened) -> list[Verification]:
-    """Compare the folder's ONNX model with its checkpoint.
+def folder_onnx_lines(opened: Opened, shapes: Sequence[tuple[int, int]] = SHAPES_BT) -> list[Verification]:
+    """Compare the folder's ONNX model with its checkpoint, on whole texts of these shapes too.
 
     Raises:
         DataError: if the model is damaged.
     """
     path = opened.path / FOLDER / MODEL_FILE
-    answers = whole_answers(_reference(opened))
-    cached = cached_twin(opened) if takes_cache(path) else None
-    if cached is not None:
-        answers = with_cached_answers(answers, cached, padding=takes_padding(path))
+    answers = whole_answers(_reference(opened), shapes)
+    if takes_cache(path):
+        answers = with_cached_answers(answers, opened.cached(), padding=takes_padding(path))
     return onnx_lines(path, answers)
 
 

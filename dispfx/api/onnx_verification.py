@@ -1,6 +1,7 @@
 """Is an ONNX model the decoder it was made from?
 
-    onnx = checkpoint               whole texts, against the checkpoint's graph, which has no cache
+    onnx = checkpoint               whole texts, the longest of the run among them, against the checkpoint,
+                                    which has no cache; with a cache, the last token is a run of its own
     onnx with cache = checkpoint    new tokens after cached ones, one token after many, a batch of two with
                                     padding on the left, against the checkpoint's graph with a cache;
                                     every output is compared, the caches too
@@ -16,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +101,13 @@ class Answers:
     cached: _Asked | None = None
 
 
-def whole_answers(reference: Reference) -> Answers:
+def whole_answers(reference: Reference, shapes: Sequence[tuple[int, int]] = SHAPES_BT) -> Answers:
     """Ask the decoder that an ONNX model was made from; bfloat16 is asked in float32."""
     logits_of = reference.logits
     if reference.dtype == torch.bfloat16:
         graph = retyped(reference.graph(), torch.bfloat16, torch.float32)
         logits_of = replace(reference, whole=graph).logits
-    questions = [_of_whole_texts(shape, reference.vocabulary_size) for shape in SHAPES_BT]
+    questions = [_of_whole_texts(shape, reference.vocabulary_size) for shape in shapes]
     return Answers(reference.dtype, _asked(questions, _whole_run(logits_of)))
 
 
@@ -120,7 +122,9 @@ def with_cached_answers(answers: Answers, program: Program, *, padding: bool = T
     if answers.dtype == torch.bfloat16:
         module = retyped(module, torch.bfloat16, torch.float32)
     caches, size = cache_tensors(module.graph), program.vocabulary_size
-    questions = [_of_cached(caches, shape, size, padding) for shape in CACHED_SHAPES]
+    longest = program.context or sum(CACHED_SHAPES[1][1:])
+    shapes = [shape._replace(past=min(shape.past, longest - shape.tokens)) for shape in CACHED_SHAPES]
+    questions = [_of_cached(caches, shape, size, padding) for shape in shapes]
     if padding:
         questions.append(_of_padded(caches, size))
     return replace(answers, cached=_asked(questions, lambda inputs: module(*inputs)))
@@ -149,9 +153,15 @@ def _lines(path: Path, answers: Answers) -> list[Verification]:
     if answers.cached is None:
         return _compared(answers.whole, _whole_run(OnnxDecoder(path)), tolerance)
     session = CachedSession(path)
-    whole = _whole_run(lambda ids: OnnxCachedDecoder(session)(ids))
+    whole = _whole_run(partial(_in_two_runs, session))
     lines = _compared(answers.whole, whole, tolerance)
     return lines + _compared(answers.cached, lambda inputs: list(session(inputs).values()), tolerance)
+
+
+def _in_two_runs(session: CachedSession, ids: Tensor) -> Tensor:
+    """Return the logits of a whole text whose last token comes after all others are cached."""
+    decoder = OnnxCachedDecoder(session)
+    return torch.cat([decoder(ids[:, :-1]), decoder(ids[:, -1:])], dim=1)
 
 
 def _compared(asked: _Asked, run: _Run, tolerance: float) -> list[Verification]:

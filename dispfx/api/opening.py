@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from dispfx.chosen_device import chosen_device
+from dispfx.huggingface.classes import known_config
 from dispfx.settings import ModelSettings
 from dispfx.source import Source, load_source
 
@@ -33,11 +34,10 @@ def open_model(settings: ModelSettings) -> Source:
 
 
 def _source_of(model: nn.Module) -> Source:
-    config = getattr(model, "config", None)
     return Source(
         model=model,
         tokenizer=None,
-        config=config if hasattr(config, "save_pretrained") else None,
+        config=known_config(model),
         name=type(model).__name__,
         origin="function",
         generation_config=getattr(model, "generation_config", None),

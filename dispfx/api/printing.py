@@ -14,6 +14,7 @@ from dispfx.passes.drop_causal_masks import DropCausalMasks
 from dispfx.passes.find_branches import FindBranches
 from dispfx.passes.find_residual_stream import FindResidualStream
 from dispfx.passes.find_sites import FindSites
+from dispfx.passes.fold_statistics import FoldStatistics
 from dispfx.passes.fuse_projections import FuseProjections
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.passes.group_heads import GroupHeads
@@ -28,6 +29,7 @@ from dispfx.report import NullObserver, Observer
 # Every pass, in the order of the compiler.
 KINDS = (
     Canonicalize,
+    FoldStatistics,
     FindResidualStream,
     FindBranches,
     FindSites,

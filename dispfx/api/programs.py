@@ -35,6 +35,7 @@ from dispfx.passes.canonicalize import Canonicalize
 from dispfx.passes.find_branches import FindBranches
 from dispfx.passes.find_residual_stream import FindResidualStream
 from dispfx.passes.find_sites import FindSites
+from dispfx.passes.fold_statistics import FoldStatistics
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.passes.lower_gates import LowerGates
@@ -49,7 +50,13 @@ WriteSpelling = Literal["index-add", "gather-add"]
 
 def analysis(skip: Sequence[str] = (), select: Select = "after-norm") -> list[Pass]:
     """Return the passes that find what can be pruned."""
-    return [Canonicalize(), FindResidualStream(), FindBranches(), FindSites(tuple(skip), select)]
+    return [
+        Canonicalize(),
+        FoldStatistics(),
+        FindResidualStream(),
+        FindBranches(),
+        FindSites(tuple(skip), select),
+    ]
 
 
 def capture(

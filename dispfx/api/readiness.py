@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from dispfx.api.fitting import fitted_settings
+from dispfx.api.length_checks import require_lengths, require_onnx_lengths
 from dispfx.api.opening import context_of, open_model
 from dispfx.api.ordinary import require_ordinary
 from dispfx.api.preflight import require_room_for_weights, require_room_to_learn
@@ -19,8 +20,9 @@ from dispfx.api.programs import analyse, apart
 from dispfx.api.stages import Stages
 from dispfx.api.text import Text, TextChoice, open_text, require_tokens, separator_of
 from dispfx.api.training import device_of_learning
-from dispfx.api.writing import require_decoder_for
+from dispfx.api.writing import require_writable
 from dispfx.finite_weights import require_finite_weights
+from dispfx.huggingface.classes import unknown_class
 from dispfx.ir.costs import CostTable, latency_table
 from dispfx.ir.lookups import require_readable
 from dispfx.ir.program import Program
@@ -73,7 +75,7 @@ def ready_to_learn(
         chosen.check()
         require_room_for_weights(settings.placed_model, copies=copies)
         source = open_model(settings.placed_model)
-        require_decoder_for(export, source)
+        require_writable(export, source)
         fitted = partial(fitted_settings, settings.learning, context=context_of(source), ranks=ranks.size)
         learning = fitted()
         separator = separator_of(source) if learning.packing == "documents" else None
@@ -84,6 +86,8 @@ def ready_to_learn(
         text.batches(learning)  # Otherwise the decoder's graph says how long its sequences may be.
     text.require_measurable()
     program = analysed(source, stages, budget.skip, budget.select, learning.seq_len)
+    if export == "onnx":
+        require_onnx_lengths(program.lengths, program.context)
     if budget.select == "before-norm" and export == "dense":
         with stages("verify"):
             require_ordinary(source, program, budget.ratio, budget.ratio_of, alignment(settings, program))
@@ -100,7 +104,9 @@ def ready_to_learn(
                 longest=learning.seq_len,
             )
     learning = fitted(program=learned_on, note=stages.observer.note)
-    require_readable(program, learning.seq_len)
+    require_readable(learned_on, learning.seq_len)
+    with stages("check lengths"):
+        require_lengths(source, program, learning, stages.observer.note, measured=text.measure is not None)
     batches = text.batches(learning)
     require_room_to_learn(learned_on, learning, settings.compute, ranks)
     return Ready(source, text, batches, program, learned_on, learning, costs)
@@ -114,4 +120,6 @@ def analysed(
         require_finite_weights(source.model)
         program = analyse(source.model, skip=skip, select=select, longest=longest)
     stages.observer.found(program)
+    if reason := unknown_class(source.model):
+        stages.observer.note(f"transformers cannot hold this decoder ({reason}); dispfx.load opens its graph")
     return program

@@ -15,10 +15,14 @@
     onnx = checkpoint    on ONNX Runtime's CPU provider
     program.pt2 = checkpoint, where both are written
 
-All but the first run at two batch sizes and lengths that were not traced.
+    modules = zeroed     one token beyond the lengths for which the graph holds, where its arithmetic changes
+                         there and its config says that it reads on
+
+All but the first run at two batch sizes and lengths that were not traced.  Those that compare another form
+than a graph made by the compiler run at the longest sequence of the run too, where the capture was compared.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,8 +34,9 @@ from dispfx.capturing import module_logits
 from dispfx.deploy.exported import load_program
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
-from dispfx.measure.equivalence import Verification, compare_decoders
+from dispfx.measure.equivalence import SHAPES_BT, Verification, compare_decoders, shapes_up_to
 
+Shapes = Sequence[tuple[int, int]]
 # A product over fewer features adds the same numbers in another order.  In float32 that moved the logits
 # of tiny decoders by 1e-6 of the largest, and those of SmolLM2-135M, whose stream holds a few very large
 # features through 30 layers, by 2e-5.  A wrong index moves them by 1e-3 and more.  Half precision sums in
@@ -60,6 +65,17 @@ def captured_lines(program: Program) -> list[Verification]:
     ]
 
 
+def compared_shapes(program: Program) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of every comparison, and the longest sequence that the capture was compared on."""
+    longest = max((shape[1] for shape in program.identity if len(shape) == 2), default=0)
+    return shapes_up_to(program.lengths.most, longest)
+
+
+def short_shapes(program: Program) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of every comparison, none of them long."""
+    return shapes_up_to(program.lengths.most)
+
+
 def identity_lines(program: Program) -> list[Verification]:
     """Compare the gated graph with every mask one to the captured graph: equal bits."""
     decoder = gate(program)
@@ -75,23 +91,39 @@ def lowered_lines(
     hard = gated(program, plan)
     lines = _compare("lowered = gated", program, hard, lowered, tolerance)
     if model is not None and plan.select == "after-norm":
-        zeroed = ZeroedDecoder(model, zeroed_tensors(program, plan))
-        lines += _compare("lowered = zeroed", program, zeroed, lowered, tolerance)
+        zeroed, shapes = zeroed_decoder(program, plan, model), compared_shapes(program)
+        lines += _compare("lowered = zeroed", program, zeroed, lowered, tolerance, shapes)
     lines += unread_lines(program, plan, hard)
     fast = lower(program, plan, write="gather-add")
     return lines + _compare("gather-add = lowered", program, lowered, fast, tolerance)
 
 
-def module_lines(program: Program, lowered: nn.Module, modules: nn.Module) -> list[Verification]:
+def module_lines(
+    program: Program, lowered: nn.Module, modules: nn.Module, *, shapes: Shapes | None = None
+) -> list[Verification]:
     """Compare the decoder that is built from smaller modules with the lowered graph."""
     logits = partial(module_logits, modules)
-    return _compare("modules = lowered", program, lowered, logits, tolerance_of(program))
+    shapes = shapes or compared_shapes(program)
+    return _compare("modules = lowered", program, lowered, logits, tolerance_of(program), shapes)
+
+
+def beyond_lines(program: Program, plan: Plan, model: nn.Module, modules: nn.Module) -> list[Verification]:
+    """Compare smaller modules with the zeroed decoder one token beyond what the graph holds for."""
+    most, claimed = program.lengths.most, program.context
+    if most is None or program.lengths.limit or claimed is None or claimed <= most:
+        return []
+    if plan.select != "after-norm" or program.dense_statistics:
+        return []
+    zeroed = ZeroedDecoder(model, zeroed_tensors(program, plan))
+    logits = partial(module_logits, modules)
+    return _compare("modules = zeroed", program, zeroed, logits, tolerance_of(program), ((1, most + 1),))
 
 
 def dense_lines(program: Program, lowered: nn.Module, dense: nn.Module) -> list[Verification]:
     """Compare a full-size checkpoint with zeros, read back from disk, with the lowered decoder."""
     logits = partial(module_logits, dense)
-    return _compare("dense = lowered", program, lowered, logits, tolerance_of(program))
+    shapes = compared_shapes(program)
+    return _compare("dense = lowered", program, lowered, logits, tolerance_of(program), shapes)
 
 
 def reloaded_lines(
@@ -99,10 +131,13 @@ def reloaded_lines(
 ) -> list[Verification]:
     """Compare what was read back from disk with what was written: equal bits."""
     logits = [partial(module_logits, module) for module in (written, reloaded)]
-    return _compare(f"reloaded = {name}", program, *logits, tolerance=0.0)
+    shapes = compared_shapes(program)
+    return _compare(f"reloaded = {name}", program, *logits, tolerance=0.0, shapes=shapes)
 
 
-def exported_lines(folder: Path, decoder: nn.Module, vocabulary_size: int) -> list[Verification]:
+def exported_lines(
+    folder: Path, decoder: nn.Module, vocabulary_size: int, shapes: Shapes = SHAPES_BT
+) -> list[Verification]:
     """Compare a folder's exported program, as read from disk, with the decoder of its checkpoint."""
     parameter = next(decoder.parameters())
     return compare_decoders(
@@ -111,8 +146,23 @@ def exported_lines(folder: Path, decoder: nn.Module, vocabulary_size: int) -> li
         load_program(folder),
         TOLERANCES.get(parameter.dtype, 1e-5),
         vocabulary_size=vocabulary_size,
+        shapes=shapes,
         device=parameter.device,
     )
+
+
+def zeroed_decoder(program: Program, plan: Plan, model: nn.Module) -> nn.Module:
+    """Return the user's module with zeros for what is removed.
+
+    A module that scales a weight by a statistic of all of it would scale what is left by another number.
+    There the captured graph takes its place, which holds the dense decoder's statistics.
+    """
+    tensors = zeroed_tensors(program, plan)
+    if not program.dense_statistics:
+        return ZeroedDecoder(model, tensors)
+    twin = program.clone()
+    twin.rebuild({**dict(program.tensors()), **tensors})
+    return twin.graph_module
 
 
 class ZeroedDecoder(nn.Module):
@@ -188,7 +238,15 @@ def _removed_positions(removed: Tensor, labels: tuple[int, ...] | None) -> Tenso
     return ((follows >= 0) & removed[follows.clamp_min(0)]).nonzero().flatten()
 
 
-def _compare(name, program: Program, expected, actual, tolerance: float) -> list[Verification]:
+def _compare(
+    name, program: Program, expected, actual, tolerance: float, shapes: Shapes | None = None
+) -> list[Verification]:
     return compare_decoders(
-        name, expected, actual, tolerance, vocabulary_size=program.vocabulary_size, device=program.device
+        name,
+        expected,
+        actual,
+        tolerance,
+        vocabulary_size=program.vocabulary_size,
+        shapes=shapes or short_shapes(program),
+        device=program.device,
     )

@@ -2,8 +2,9 @@
 
 import platform
 import shutil
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -14,31 +15,41 @@ from torch import nn
 
 import dispfx
 from dispfx.api.folders import open_folder
+from dispfx.api.length_checks import window_of
 from dispfx.api.measuring import measure
 from dispfx.api.onnx_folder import write_onnx
-from dispfx.api.opening import context_of
 from dispfx.api.ordinary import ordinary_decoder
 from dispfx.api.programs import exportable, lower
 from dispfx.api.stages import Stages
 from dispfx.api.text import Text
 from dispfx.api.verification import (
+    beyond_lines,
     captured_lines,
+    compared_shapes,
     dense_lines,
     exported_lines,
     identity_lines,
     lowered_lines,
     module_lines,
     reloaded_lines,
+    short_shapes,
     zeroed_tensors,
 )
 from dispfx.capturing import export_program
 from dispfx.demo.probe import skill_probe
 from dispfx.deploy import exported
-from dispfx.deploy.checkpoint import site_indices, underived_buffers, write_checkpoint
+from dispfx.deploy.checkpoint import (
+    own_config,
+    require_rebuilt,
+    site_indices,
+    underived_buffers,
+    write_checkpoint,
+)
 from dispfx.deploy.digests import digests
 from dispfx.deploy.folder import new_folder
+from dispfx.deploy.section import write_model_files
 from dispfx.deploy.size import stored_size
-from dispfx.errors import DispfxError, first_line, memory_shortage
+from dispfx.errors import DispfxError, SourceError, first_line, memory_shortage
 from dispfx.huggingface.classes import code_of_class
 from dispfx.huggingface.dense import write_ordinary, zeroed_twin
 from dispfx.huggingface.layout import MARK
@@ -47,6 +58,7 @@ from dispfx.huggingface.own_code import carry_code, is_own_code, private_code
 from dispfx.huggingface.saving import PrunedModel, build_pruned
 from dispfx.ir.closure import Mismatch
 from dispfx.ir.count import ParameterCount
+from dispfx.ir.coverage import coverage
 from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
@@ -61,6 +73,7 @@ from dispfx.report import (
     Report,
     SiteWidth,
     SkillChange,
+    UngatedWeights,
     model_card,
     save_report,
 )
@@ -105,11 +118,12 @@ class Task:
         return is_own_code(self.source.model, self.source.config, self.source.tokenizer)
 
 
-def require_decoder_for(export: str | None, source: Source) -> None:
-    """Pass if the decoder can be written in the form that was asked for.
+def require_writable(export: str | None, source: Source) -> None:
+    """Pass if the decoder can be written in the form that was asked for; all but its weights is written once.
 
     Raises:
-        DispfxError: if a dense checkpoint was asked of a module that transformers does not know.
+        DispfxError: if a dense checkpoint was asked of a module that transformers does not know, or config,
+            tokenizer or code cannot be written and read back.
     """
     if export == "dense" and source.config is None:
         raise DispfxError(
@@ -117,6 +131,31 @@ def require_decoder_for(export: str | None, source: Source) -> None:
             where=source.name,
             hint="--export pt2 writes the pruned graph",
         )
+    if source.config is None:
+        return
+    with tempfile.TemporaryDirectory(prefix="dispfx-") as name, private_code(Path(name)):
+        folder = Path(name)
+        try:
+            _write_files(source, folder)
+        except Exception as error:
+            # Configs and tokenizers are code of others, and so is what they raise.
+            raise SourceError(
+                f"config, tokenizer or code of the decoder cannot be written: {first_line(error)}",
+                where=source.name,
+            ) from error
+        config = own_config(folder, is_own_code(source.model, source.config))
+        require_rebuilt(source.model, config)
+
+
+def _write_files(source: Source, folder: Path) -> None:
+    write_model_files(
+        folder,
+        config=source.config,
+        architecture=type(source.model).__name__,
+        generation_config=source.generation_config,
+        tokenizer=source.tokenizer,
+    )
+    carry_code(folder, {"AutoConfig": source.config, "AutoModelForCausalLM": source.model})
 
 
 def write_output(task: Task, stages: Stages) -> Report:
@@ -133,12 +172,14 @@ def write_output(task: Task, stages: Stages) -> Report:
             f"transformers cannot hold this decoder as modules ({pruned.reason}); dispfx.load opens it"
         )
     lines: list[Verification] = []
+    no_cache: str | None = None
     with stages("verify"):
         lines += captured_lines(task.program)
         _add(lines, identity_lines(task.program), stages)
         _add(lines, lowered_lines(task.program, task.plan, lowered, task.source.model), stages)
         if isinstance(pruned, PrunedModel):
             _add(lines, module_lines(task.program, lowered, pruned.model), stages)
+            _add(lines, beyond_lines(task.program, task.plan, task.source.model, pruned.model), stages)
     with new_folder(task.path) as folder, private_code(folder):
         with stages("write"):
             _write_decoder(task, folder, lowered, pruned)
@@ -157,10 +198,16 @@ def write_output(task: Task, stages: Stages) -> Report:
             )
             _add(lines, reloaded_lines(name, task.program, written, reloaded), stages)
             if task.exports == "pt2" and task.source.config is not None:
-                _add(lines, exported_lines(folder, reloaded, task.program.vocabulary_size), stages)
+                size, shapes = task.program.vocabulary_size, compared_shapes(task.program)
+                _add(lines, exported_lines(folder, reloaded, size, shapes), stages)
         if task.exports == "onnx":
             with stages("onnx"):
-                _add(lines, write_onnx(opened, plain=partial(_plain, task)), stages)
+                shapes = compared_shapes(task.program)
+                written = write_onnx(opened, plain=partial(_plain, task), shapes=shapes)
+                _add(lines, written.lines, stages)
+                no_cache = written.no_cache
+                if written.note is not None:
+                    stages.observer.note(written.note)
         if task.exports == "dense":
             with stages("dense"):
                 _add(lines, _write_dense(task, folder / DENSE_FOLDER, lowered), stages)
@@ -170,6 +217,7 @@ def write_output(task: Task, stages: Stages) -> Report:
         with stages("digest"):
             files = digests(folder)
         report = _report(task, folder, tuple(lines), measured, skills, files, stages)
+        report = replace(report, onnx_without_cache=no_cache)
         _write_words(task, folder, report, as_modules=isinstance(pruned, PrunedModel))
     return report
 
@@ -200,7 +248,7 @@ def modules_of(
 
     def agrees(candidate: nn.Module) -> str | None:
         try:
-            lines = module_lines(program, lowered, candidate)
+            lines = module_lines(program, lowered, candidate, shapes=short_shapes(program))
         except Exception as error:
             if memory_shortage(error) is not None:
                 raise
@@ -271,7 +319,12 @@ def _stored(
     if isinstance(pruned, PrunedModel):
         return pruned.stored_parameters(), pruned.stored_buffers()
     underived = underived_buffers(task.source.model, task.source.config)
-    buffers = {name: tensor for name, tensor in lowered.named_buffers() if name in underived}
+    # Nothing that is built from the config has the statistics of the dense weights.
+    buffers = {
+        name: tensor
+        for name, tensor in lowered.named_buffers()
+        if name in underived or name in task.program.dense_statistics
+    }
     indices = site_indices(task.plan, task.program.sites) or {MARK: torch.zeros(1, dtype=torch.int32)}
     return dict(lowered.named_parameters()), {**buffers, **indices}
 
@@ -326,6 +379,10 @@ def _report(
         skills=skills,
         files=files,
         settings=task.settings.plain() if isinstance(task.settings, RunSettings) else None,
+        ungated=tuple(
+            UngatedWeights(one.reason, one.size, one.parameters) for one in coverage(task.program).ungated
+        ),
+        lengths=task.program.lengths,
     )
 
 
@@ -345,10 +402,9 @@ def _perplexity(task: Task, reloaded: nn.Module) -> PerplexityChange | None:
     """Measure the captured and the reloaded decoder on text that was not learned from."""
     if task.text.measure is None:
         return None
-    named = context_of(task.source)
     # A plan that was learned has run at the length of its sequences.
-    own = task.settings.learning.seq_len if isinstance(task.settings, RunSettings) else named
-    context = named if task.source.config is not None else own
+    own = task.settings.learning.seq_len if isinstance(task.settings, RunSettings) else None
+    context = window_of(task.source, task.program, own)
     values = [
         measure(
             decoder,

@@ -20,15 +20,22 @@ def inspect(settings: InspectSettings, screen: Screen) -> None:
         return
     origin_of(model)
     from dispfx import api
+    from dispfx.ir.coverage import coverage
+    from dispfx.report.coverage import coverage_lines, coverage_plain
     from dispfx.report.estimate import estimate_plain, print_estimate
     from dispfx.report.sites import print_sites, program_plain
 
     with screen.observer():
         program = api.inspect(settings, config_only=settings.inspection.config_only)
-    needed = api.estimate(program, api.settings_of(program, settings.learning))
-    screen.print_json({**program_plain(program), "estimate": estimate_plain(needed)})
+        needed = api.estimate(program, api.settings_of(program, settings.learning))
+    reached = coverage(program)
+    screen.print_json(
+        {**program_plain(program), **coverage_plain(reached), "estimate": estimate_plain(needed)}
+    )
     if not screen.json:
         print_sites(program, screen.console)
+        for line in coverage_lines(reached):
+            screen.console.print(line, highlight=False, markup=False, soft_wrap=True)
         print_estimate(needed, screen.console)
 
 
@@ -83,8 +90,8 @@ def export(settings: ExportSettings, screen: Screen) -> None:
     check_folder(settings.model.model)
     from dispfx import api
 
-    with screen.observer():
-        files = api.export(settings)
+    with screen.observer() as observer:
+        files = api.export(settings, observer=observer)
     screen.print_json({"files": [str(path) for path in files]})
     for path in files:
         screen.print_text(str(path))

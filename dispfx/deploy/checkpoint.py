@@ -126,6 +126,23 @@ def implementations(folder: Path) -> dict[str, str]:
     return {option: name for option, (name, known) in chosen.items() if name in known}
 
 
+def require_rebuilt(model: nn.Module, config: Any) -> None:
+    """Pass if the decoder's class can be built from its config, as it was written and read back.
+
+    Raises:
+        DataError: if it cannot, or gives other parameters.
+    """
+    with torch.device("meta"):
+        twin = _without_weights(copy.deepcopy(config), type(model)._from_config)  # type: ignore[attr-defined]
+    own, again = ({name: tuple(one.shape) for name, one in m.named_parameters()} for m in (model, twin))
+    if odd := sorted(name for name, _ in own.items() ^ again.items()):
+        raise DataError(
+            f"the decoder must be what its class builds from its config: {odd[0]} differs",
+            where=type(model).__name__,
+            hint="bring the config up to date with the module, or delete its `config` to get a graph",
+        )
+
+
 def underived_buffers(model: nn.Module, config: Any) -> frozenset[str]:
     """Name the buffers of `model` that must be stored because its config does not give them back.
 

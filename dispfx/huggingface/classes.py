@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dispfx.errors import DataError
+from dispfx.huggingface.own_code import is_own_code
 from dispfx.json_text import read_json
 
 # Classes of the last are code of a checkpoint, which transformers loads itself.
@@ -17,6 +19,30 @@ def code_of_class(model: nn.Module) -> str | None:
     """Return the module that defines a decoder's class, or None where transformers finds it by itself."""
     module = type(model).__module__
     return None if module.partition(".")[0] in _KNOWN else module
+
+
+def unknown_class(model: nn.Module) -> str | None:
+    """Return why transformers would not build a decoder of this class from its config, or None.
+
+    None also where the decoder has no config of transformers, and so claims nothing.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "model_type") or is_own_code(model):
+        return None
+    own, kind = type(model), type(config)
+    if not isinstance(model, PreTrainedModel):
+        return f"{own.__name__} has a config of transformers and is no PreTrainedModel"
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"no class is registered with AutoModelForCausalLM for {kind.__name__}"
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    built = found if isinstance(found, tuple) else (found,)
+    return None if own in built else f"from its config it would build {built[0].__name__}, not {own.__name__}"
+
+
+def known_config(model: nn.Module) -> Any | None:
+    """Return the config that transformers would build a decoder of this class from, or None."""
+    config = getattr(model, "config", None)
+    return config if hasattr(config, "model_type") and unknown_class(model) is None else None
 
 
 def require_known_class(folder: Path, trust_remote_code: bool = False) -> None:

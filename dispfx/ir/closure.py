@@ -27,8 +27,10 @@ import numpy as np
 from torch import fx
 
 from dispfx.ir import ops
+from dispfx.ir.flow import Flow
 from dispfx.ir.kept_statistics import problem_of
 from dispfx.ir.links import Alternatives, Connection, Contraction, Dimension, Link, Mixing, links
+from dispfx.ir.program import Program
 from dispfx.ir.sites import UNTOUCHED
 
 Edge = tuple[fx.Node, int, fx.Node]
@@ -46,6 +48,7 @@ class Mismatch:
         reason: what was required and what was found.
         node: the graph node where it was found.
         stream: whether the features are those of the residual stream.
+        grouped: whether the features come in groups, or meet another activation, as those of heads do.
         same: (2, N) pairs of labels that one position would follow both of.
         parameter: path of a parameter concerned, where it is known.
     """
@@ -53,6 +56,7 @@ class Mismatch:
     reason: str
     node: fx.Node | None = None
     stream: bool = False
+    grouped: bool = False
     same: np.ndarray | None = None
     parameter: str | None = None
 
@@ -90,6 +94,18 @@ class Surroundings:
     stream: frozenset[fx.Node]
     writes: frozenset[tuple[fx.Node, fx.Node]]
     caches: Mapping[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(program: Program, flow: Flow) -> "Surroundings":
+        """Return what the features of one branch may not cross."""
+        nodes = program.nodes
+        assert program.stream is not None
+        return Surroundings(
+            flow.dependent,
+            frozenset(nodes[name] for name in program.stream.values),
+            frozenset((nodes[leaf.top], nodes[leaf.user]) for leaf in program.leaves),
+            program.caches,
+        )
 
 
 class _Refused(Exception):
@@ -206,10 +222,11 @@ class _Walk:
                 return
             raise _Refused(Mismatch("the features reach the decoder's output", place))
         if ops.contracts(place) and len(ops.activations(place, self._around.dependent)) > 1:
-            raise _Refused(Mismatch("the features enter a product of two activations", place))
+            reason = "the features enter a product of two activations"
+            raise _Refused(Mismatch(reason, place, grouped=True))
         connections = links(place)
         if connections is None:
-            raise _Refused(Mismatch(f"no rule is known for {ops.packet(place)}", place))
+            raise _Refused(Mismatch(f"no rule is known for {ops.operation(place)}", place))
         for connection in connections:
             self._follow(connection, dimension, place)
 
@@ -261,7 +278,8 @@ class _Walk:
             if carried is not None:
                 self.join(factor.b, carried)
                 return
-        raise _Refused(Mismatch("a reshape splits the features into groups", factors[0].b[0]))
+        reason = "a reshape splits the features into groups"
+        raise _Refused(Mismatch(reason, factors[0].b[0], grouped=True))
 
     def _contract(self, labelled: Dimension, other: Dimension, product: fx.Node) -> None:
         labels = self.closure.labels[labelled]
@@ -290,7 +308,8 @@ class _Walk:
             self.closure.statistics.add(edge)
             return
         if not average or (self._statistics == "none" and ops.packet(place) in ops.STATISTICS):
-            raise _Refused(Mismatch(f"{ops.packet(place)} combines all features", place))
+            reason = f"{ops.operation(place)} combines all features"
+            raise _Refused(Mismatch(reason, place, grouped=ops.packet(place) in ops.VIEWS))
         self._gate(dimension, place)
 
     def _gate(self, dimension: Dimension, user: fx.Node) -> None:

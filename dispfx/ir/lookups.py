@@ -45,10 +45,11 @@ def longest_text(program: Program, most: int) -> int:
 
 
 def require_readable(program: Program, tokens: int) -> None:
-    """Require that every table of positions reaches to the end of a text.
+    """Require that the graph holds for a text, and that every table of positions reaches to its end.
 
     Raises:
         DataError: naming the table, and the longest text that it allows.
+        CaptureError: if the decoder's arithmetic changes before that.
     """
     ended = _ended(program, list(_lookups(program)), tokens)
     if ended is not None:
@@ -59,6 +60,7 @@ def require_readable(program: Program, tokens: int) -> None:
             where=str(ended.target),
             hint=f"use --seq-len {longest}, or less",
         )
+    program.lengths.require(tokens)
 
 
 def _lookups(program: Program) -> Iterator[_Lookup]:

@@ -8,12 +8,17 @@ import operator
 import os
 from collections.abc import Iterator
 
+import sympy
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from dispfx.ir.gate import GATE
 
 aten = torch.ops.aten
+
+
+# The thousandth prime is 7,919, and no traced size is near it.
+_FIRST_STAND_IN = 1000
 
 
 def packets(names: str) -> frozenset[object]:
@@ -53,7 +58,8 @@ METADATA_ONLY = packets(
 FACTORIES = packets("zeros ones full empty")
 # Pointwise by definition, though torch does not tag them so.
 UNTAGGED_POINTWISE = packets(
-    "hardswish hardsigmoid hardtanh leaky_relu log_sigmoid mish multiply masked_fill __and__ __or__ logaddexp"
+    "hardswish hardsigmoid hardtanh leaky_relu log_sigmoid mish multiply masked_fill __and__ __or__ "
+    "logaddexp where"
 )  # fmt: skip
 
 
@@ -69,10 +75,16 @@ def packet(node: fx.Node) -> object:
     return getattr(node.target, "overloadpacket", node.target)
 
 
+def operation(node: fx.Node) -> str:
+    """Return the name of a node's operation; where it takes one of several results, of what gave them."""
+    many = node.args[0] if node.target is operator.getitem else node
+    return str(packet(many if isinstance(many, fx.Node) else node))
+
+
 def is_pointwise(node: fx.Node) -> bool:
     """Whether position i of the result depends on position i of each operand only."""
     if packet(node) in CASTS | COPIES | UNTAGGED_POINTWISE:
-        return True
+        return is_tensor(node)  # `where` of a condition alone gives positions
     tags = getattr(node.target, "tags", ())
     return node.op == "call_function" and torch.Tag.pointwise in tags
 
@@ -129,11 +141,27 @@ def is_boolean(node: fx.Node) -> bool:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """Return a dimension's size, or the traced size where it is dynamic."""
+    """Return a dimension's size, or the traced size where it is dynamic.
+
+    A size that depends on data, as the number of tokens of an expert does, was not traced with a number.  A
+    large prime stands in for each, so that views are grouped by it as by any other size.
+    """
     if isinstance(size, int):
         return size
     hint = size.node.hint
-    return int(hint) if hint is not None else -1
+    return int(hint) if hint is not None else _stand_in(size)
+
+
+def _stand_in(size: torch.SymInt) -> int:
+    environment, expression = size.node.shape_env, size.node.expr
+    traced = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
+    numbers = {
+        symbol: traced[symbol]
+        if symbol in traced
+        else sympy.prime(_FIRST_STAND_IN + int(str(symbol).lstrip("u")))
+        for symbol in expression.free_symbols
+    }
+    return int(expression.subs(numbers))
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -193,6 +221,19 @@ def consumers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
+def held(node: fx.Node) -> Tensor | None:
+    """Return the tensor that a `get_attr` node reads, where its graph belongs to a module."""
+    found: object = node.graph.owning_module
+    for name in str(node.target).split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, Tensor) else None
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """Whether the node reads a parameter; a buffer is cut where it must be, and is no weight."""
+    return node.op == "get_attr" and isinstance(held(node), nn.Parameter)
+
+
 def weight_of(node: fx.Node) -> str | None:
     """Return the path of the parameter or buffer that a value is a view or a gather of, or None."""
     through = CASTS | COPIES | SHAPE_OPS | GATHERS
@@ -201,10 +242,32 @@ def weight_of(node: fx.Node) -> str | None:
     return str(node.target) if node.op == "get_attr" else None
 
 
+def weights_of(node: fx.Node) -> list[str]:
+    """Return the paths of what a weight is computed from, as a scaled or rounded one is; [] of an activation.
+
+    Only a value of fixed sizes is looked at, since activations have a dimension of tokens.  Buffers are left
+    out where there are parameters too.
+    """
+    path = weight_of(node)
+    if path is not None:
+        return [path]
+    if not is_tensor(node) or any(is_dynamic(node, dim) for dim in range(rank(node))):
+        return []
+    found = dict.fromkeys([node])
+    pending = [node]
+    while pending:
+        inputs = [value for value in operands(pending.pop()) if value not in found]
+        if any(value.op == "placeholder" for value in inputs):
+            return []
+        found.update(dict.fromkeys(inputs))
+        pending += inputs
+    read = [value for value in found if value.op == "get_attr"]
+    return [str(value.target) for value in [*filter(is_parameter, read)] or read]
+
+
 def tensors_read(node: fx.Node) -> list[str]:
-    """Return the paths of the parameters and buffers that a node's operands are views of."""
-    paths = [weight_of(value) for value in operands(node)]
-    return [path for path in paths if path is not None]
+    """Return the paths of the parameters and buffers that a node's operands are computed from alone."""
+    return [path for value in operands(node) for path in weights_of(value)]
 
 
 def activations(node: fx.Node, dependent: frozenset[fx.Node]) -> list[fx.Node]:

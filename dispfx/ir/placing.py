@@ -35,5 +35,6 @@ def placed(program: Program, device: torch.device) -> Program:
         for path, tensor in program.tensors()
     }
     twin.graph_module = with_tensors(twin.graph, tensors)
+    twin.hold_to(twin.lengths)
     twin.computes_on = device
     return twin

@@ -26,7 +26,8 @@ from dispfx.atomic import replacing
 from dispfx.choices import check_choices
 from dispfx.errors import DataError, PlanMismatchError
 from dispfx.ir.costs import CostTable
-from dispfx.ir.notebook import plan_html
+from dispfx.ir.lengths import End, Lengths
+from dispfx.ir.notebook import plan_html, plan_text
 from dispfx.ir.sites import STREAM, Select, Site
 from dispfx.json_text import parse_json
 
@@ -120,7 +121,7 @@ def site_keys(site: Site) -> tuple[str, ...]:
     return tuple(sorted(f"{cut.parameter}:{cut.axis}" for cut in site.slices))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What every site keeps, for one decoder.
 
@@ -132,6 +133,7 @@ class Plan:
         seed: of the random numbers that led to the plan.
         versions: of the libraries that made it, for the record.
         bos: tokens that every sequence it was learned from begins with, for the record.
+        lengths: of sequences for which the graph holds that the plan was made on; None in older plans.
         schema_version: of the file format.
     """
 
@@ -141,6 +143,7 @@ class Plan:
     achieved: float
     seed: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
+    lengths: Lengths | None = field(default=None, compare=False)
     schema_version: int = SCHEMA_VERSION
     bos: tuple[int, ...] = ()
 
@@ -201,25 +204,72 @@ class Plan:
         return Plan.of(program, budget, kept, seed)
 
     @staticmethod
-    def of(program: "Program", budget: Budget, kept: list[Tensor], seed: int) -> "Plan":
-        """Return the plan that keeps `kept[i]` at site i of `program`."""
+    def from_masks(program: "Program", masks: Mapping[str, Any], *, of: BudgetOf = "blocks") -> "Plan":
+        """Return the plan that keeps what masks say; its ratio is what they remove.
+
+        Args:
+            masks: for every site, by name, a boolean mask (size,) or the kept indices (K,) in any order: a
+                tensor, a numpy array or a list.
+            of: what the ratio counts.
+
+        Raises:
+            PlanMismatchError: if a site has no mask, a mask has no site, or a mask does not fit its site.
+        """
+        from dispfx.ir.plan_making import kept_of_masks
+
+        plan = Plan.of(program, Budget(0.0, of), kept_of_masks(program.sites, masks), seed=0)
+        return replace(plan, budget=Budget(plan.achieved, of))
+
+    @staticmethod
+    def from_scores(
+        program: "Program",
+        scores: Mapping[str, Any],
+        ratio: float | Mapping[str, float],
+        *,
+        per_layer: bool = False,
+        align: int = 1,
+        of: BudgetOf = "blocks",
+    ) -> "Plan":
+        """Return the plan that meets a ratio and keeps the features with the highest scores.
+
+        Scores of all sites are compared with each other, with one threshold for each ratio.
+
+        Args:
+            scores: for every site, by name, what its features are worth, (size,).
+            ratio: in [0, 1); or patterns of branch names and their ratios, such as
+                `{"layers.0.*": 0.1, "*": 0.4}`, of which the first that fits a branch counts.
+            per_layer: every layer meets the ratio, instead of all layers together.
+            align: widths become multiples of this.
+            of: what the ratio counts; `total` only with one ratio for the whole decoder.
+
+        Raises:
+            PlanMismatchError: if a site has no scores, scores have no site, or do not fit their site.
+            BudgetError: if a ratio cannot be met, or patterns and branches do not fit together.
+        """
+        from dispfx.ir.plan_making import kept_of_scores
+
+        budget, kept = kept_of_scores(program, scores, ratio, per_layer=per_layer, align=align, of=of)
+        return Plan.of(program, budget, kept, seed=0)
+
+    @staticmethod
+    def of(program: "Program", budget: Budget, kept: Sequence[Tensor], seed: int) -> "Plan":
+        """Return the plan that keeps `kept[i]`, as in `from_masks`, at site i of `program`."""
         from dispfx.ir.budget import ParameterCount, hard_masks
+        from dispfx.ir.plan_making import checked_indices
 
         count = ParameterCount.of_sites(program.sites, program.shapes, budget.of)
-        left = count.count_kept(hard_masks(program.sites, kept))
+        indices = [checked_indices(site, mask) for site, mask in zip(program.sites, kept, strict=True)]
+        left = count.count_kept(hard_masks(program.sites, indices))
         selections = tuple(
-            Selection(
-                site.name,
-                site.size,
-                indices.to(torch.int32).cpu(),
-                site_keys(site),
-                site.experts,
-                site.symbol,
-            )
-            for site, indices in zip(program.sites, kept, strict=True)
+            Selection(site.name, site.size, own, site_keys(site), site.experts, site.symbol)
+            for site, own in zip(program.sites, indices, strict=True)
         )
         versions = {"torch": torch.__version__}
-        return Plan(program.fingerprint, budget, selections, 1.0 - left / count.dense, seed, versions)
+        achieved = 1.0 - left / count.dense
+        return Plan(program.fingerprint, budget, selections, achieved, seed, versions, program.lengths)
+
+    def __repr__(self) -> str:
+        return plan_text(self)
 
     def _repr_html_(self) -> str:
         return plan_html(self)
@@ -272,6 +322,8 @@ class Plan:
             "achieved": self.achieved,
             "seed": self.seed,
             "versions": dict(self.versions),
+            # The line of the user's code at which they end is none of a plan's.
+            **({} if self.lengths is None else {"lengths": asdict(replace(self.lengths, where=None))}),
             "sites": [
                 {"name": selection.site, "size": selection.size, "keys": list(selection.keys)}
                 | ({"experts": selection.experts} if selection.experts > 1 else {})
@@ -325,10 +377,24 @@ def _plan_of_header(header: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
     if not 0.0 <= achieved < 1.0:
         raise ValueError(f"it removes a share of {achieved}")
     versions = {str(name): str(version) for name, version in header["versions"].items()}
-    budget = _checked_budget(header["budget"])
+    budget, lengths = _checked_budget(header["budget"]), _checked_lengths(header.get("lengths"))
     bos = tuple(int(token) for token in header.get("bos", ()))
     seed = int(header["seed"])
-    return Plan(str(header["fingerprint"]), budget, selections, achieved, seed, versions, bos=bos)
+    return Plan(str(header["fingerprint"]), budget, selections, achieved, seed, versions, lengths, bos=bos)
+
+
+def _checked_lengths(entry: dict[str, Any] | None) -> Lengths | None:
+    if entry is None:
+        return None
+    most = None if entry["most"] is None else int(entry["most"])
+    lengths = Lengths(int(entry["least"]), most, entry["end"])
+    if (
+        lengths.least < 1
+        or lengths.end not in (None, *get_args(End))
+        or (most is not None and most < lengths.least)
+    ):
+        raise ValueError(f"its range of lengths is impossible: {lengths}")
+    return lengths
 
 
 def _checked_budget(entry: dict[str, Any]) -> Budget:

@@ -16,13 +16,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from dispfx.ir import ops
-from dispfx.ir.notebook import program_html
+from dispfx.ir.lengths import Lengths, hold_to
+from dispfx.ir.notebook import program_html, program_text
 from dispfx.ir.outline import Outline
 from dispfx.ir.sites import Branch, Refusal, ResidualStream, Site
 from dispfx.ir.unread import unread_parts
 
 # Kept indices of a site are the buffer `dispfx_index.<site>` of a lowered decoder.
 INDEX_PREFIX = "dispfx_index"
+# Statistics of whole weights, computed from the dense decoder.
+DENSE_PREFIX = "dispfx_dense"
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Leaf:
     entry: str
 
 
-@dataclass
+@dataclass(repr=False)
 class Program:
     """A decoder on its way through the compiler.
 
@@ -71,6 +74,7 @@ class Program:
         unused: tensors of the decoder that the graph does not read, by path.
         logits_returned: how many tensors of the logits' shape the decoder returns; the first are its logits.
         separator: token that ends a document, where the graph keeps the documents of a sequence apart.
+        lengths: the sequence lengths for which the graph holds; `hold_to` changes them.
         context: tokens that the decoder reads, where its config names them; its graph may hold for fewer.
         computes_on: device of the graph where the parameters are on another (`dispfx.ir.placing`).
     """
@@ -93,8 +97,12 @@ class Program:
     unused: Mapping[str, Tensor] = field(default_factory=dict)
     logits_returned: int = 1
     separator: int | None = None
+    lengths: Lengths = field(default_factory=Lengths)
     context: int | None = None
     computes_on: torch.device | None = None
+
+    def __repr__(self) -> str:
+        return program_text(self)
 
     def _repr_html_(self) -> str:
         return program_html(self)
@@ -190,6 +198,11 @@ class Program:
         yield from self.graph_module.named_parameters()
         yield from self.graph_module.named_buffers()
 
+    @property
+    def dense_statistics(self) -> dict[str, Tensor]:
+        """Statistics of whole weights that the graph holds as constants, by path."""
+        return {path: tensor for path, tensor in self.tensors() if path.startswith(f"{DENSE_PREFIX}.")}
+
     def site(self, name: str) -> Site:
         """Return the site of that name; KeyError if there is none."""
         for site in self.sites:
@@ -202,6 +215,7 @@ class Program:
         graph = copy.deepcopy(self.graph)
         twin = copy.copy(self)
         twin.graph_module = with_tensors(graph, dict(self.tensors()))
+        twin.hold_to(self.lengths)
         return twin
 
     def rebuild(self, tensors: Mapping[str, Tensor]) -> None:
@@ -213,7 +227,14 @@ class Program:
             if not node.users and node.op not in ("placeholder", "output") and not ops.mutates(node):
                 self.graph.erase_node(node)
         self.graph_module = with_tensors(self.graph, tensors)
+        self.hold_to(self.lengths)
         self.outline = None
+
+    def hold_to(self, lengths: Lengths) -> None:
+        """Let the graph raise for sequences outside of a range of lengths."""
+        self.lengths = lengths
+        whole = "attention_mask"  # of cached and new tokens
+        hold_to(self.graph_module, lengths, self.inputs.index(whole) if whole in self.inputs else 0)
 
 
 def with_tensors(graph: fx.Graph, tensors: Mapping[str, Tensor]) -> fx.GraphModule:

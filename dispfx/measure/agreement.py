@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from dispfx.errors import DataError
+from dispfx.measure.logits_by_rows import by_rows
 from dispfx.measure.perplexity import first_predicted, windows_of
 
-_CHUNK_ROWS = 256
+# KL is computed in float64.
+_DOUBLE_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -61,27 +63,22 @@ def agreement(
     with torch.no_grad():
         for ids_BT in windows_of(tokens, context, windows, 1, bos):
             ids_BT = ids_BT.to(device=device, dtype=torch.int64)
-            p_NV, q_NV = (_predictions(decoder, ids_BT, first) for decoder in (dense, pruned))
-            if p_NV.shape != q_NV.shape:
-                raise DataError(
-                    f"the decoders have vocabularies of {p_NV.shape[-1]} and {q_NV.shape[-1]} tokens",
-                    hint="--dense is what the folder was compiled from",
-                )
-            for start in range(0, len(p_NV), _CHUNK_ROWS):
-                p, q = (
-                    functional.log_softmax(logits_NV[start : start + _CHUNK_ROWS].double(), -1)
-                    for logits_NV in (p_NV, q_NV)
-                )
+            place = 1
+            chunks = (by_rows(decoder, ids_BT).chunks(ids_BT, _DOUBLE_BYTES) for decoder in (dense, pruned))
+            for p_BRV, q_BRV in zip(*chunks, strict=False):
+                if p_BRV.shape[-1] != q_BRV.shape[-1]:
+                    raise DataError(
+                        f"the decoders have vocabularies of {p_BRV.shape[-1]} and {q_BRV.shape[-1]} tokens",
+                        hint="--dense is what the folder was compiled from",
+                    )
+                rows = slice(max(0, first - place), max(0, ids_BT.shape[1] - place))
+                place += p_BRV.shape[1]
+                p_NV, q_NV = (logits_BRV[:, rows].flatten(0, 1) for logits_BRV in (p_BRV, q_BRV))
+                p, q = (functional.log_softmax(logits_NV.double(), -1) for logits_NV in (p_NV, q_NV))
                 divergence += float(functional.kl_div(q, p, reduction="sum", log_target=True))
-            same += int((p_NV.argmax(-1) == q_NV.argmax(-1)).sum())
-            count += len(p_NV)
+                same += int((p_NV.argmax(-1) == q_NV.argmax(-1)).sum())
+                count += len(p_NV)
+                del p_BRV, q_BRV, p_NV, q_NV, p, q  # before the next chunks are made
     if not count:
         raise DataError("the text must have 2 tokens or more to predict one")
     return Agreement(divergence / count, same / count, count)
-
-
-def _predictions(decoder: Callable[[Tensor], Any], ids_BT: Tensor, first: int) -> Tensor:
-    """Return (N, V) logits of the positions that predict a token from place `first` of the window."""
-    output = decoder(ids_BT)
-    logits_BTV = output if isinstance(output, Tensor) else output.logits
-    return logits_BTV[:, first - 1 : -1].flatten(0, 1)

@@ -20,6 +20,19 @@ from dispfx.errors import VerificationError
 # (batch, tokens) at which every pair of forms is compared.  Neither is a size that a capture is traced
 # with, so that a graph which silently fixed its batch or its length is found out.
 SHAPES_BT = ((2, 9), (1, 17))
+
+
+def shapes_up_to(most: int | None = None, longest: int = 0) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of every comparison.
+
+    Args:
+        most: tokens that the decoder reads, if it has a limit.
+        longest: sequence of the run, which is compared too where it is longer than the others.
+    """
+    shapes = tuple((batch, min(tokens, most or tokens)) for batch, tokens in SHAPES_BT)
+    return (*shapes, (1, longest)) if longest > max(tokens for _, tokens in SHAPES_BT) else shapes
+
+
 # How the line of a file ends that is compared with what the report recorded of it.
 OF_REPORT = " = report"
 

@@ -16,7 +16,9 @@ for (`dispfx.measure.cuda_memory`):
     peak = weights + 16 bytes · hypernetwork + features · (24 + 20 · samples + 8 · counted) bytes
          + workspaces + step
 
-where what is counted for the budget is one vector, or one a sample.  Time is products only
+where what is counted for the budget is one vector, or one a sample.  Measuring takes less than a step of as
+many tokens: it keeps nothing for a backward pass, and its chunks of logits (`dispfx.measure.logits_by_rows`)
+are smaller than those of the loss.  Time is products only
 (`dispfx.measure.step_work`), at the rate of a device: right where products dominate, too short for decoders
 so small that starting an operation takes longer than the operation.
 """

@@ -21,10 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dispfx.errors import DataError
-
-# Logits are turned into float32 log-probabilities this many bytes at a time: whole, they would take
-# 1 GB for one window of 2048 tokens and a vocabulary of 128,000.
-_CHUNK_BYTES = 64 * 2**20
+from dispfx.measure.logits_by_rows import by_rows
 
 
 @dataclass(frozen=True)
@@ -98,9 +95,8 @@ def perplexity(
     likelihood, predicted, used = 0.0, 0, 0
     with torch.no_grad():
         for ids_BT in windows_of(tokens, context, windows, batch_size, text.bos):
-            output = decoder(ids_BT.to(device=device, dtype=torch.int64))
-            logits_BTV = output if isinstance(output, Tensor) else output.logits
-            likelihood += _negative_log_likelihood(logits_BTV, ids_BT.to(logits_BTV.device), first)
+            ids_BT = ids_BT.to(device=device, dtype=torch.int64)
+            likelihood += _negative_log_likelihood(decoder, ids_BT, first)
             predicted += ids_BT[:, first:].numel()
             used += len(ids_BT)
     protocol = {
@@ -141,17 +137,22 @@ def _begun(ids_BT: Tensor, bos: tuple[int, ...]) -> Tensor:
     return torch.cat([torch.tensor(bos).expand(len(ids_BT), -1), ids_BT.to("cpu", torch.int64)], dim=1)
 
 
-def _negative_log_likelihood(logits_BTV: Tensor, ids_BT: Tensor, first: int) -> float:
+def _negative_log_likelihood(decoder: Callable[[Tensor], Any], ids_BT: Tensor, first: int) -> float:
     """Return -Σ log p of every token from place `first` of each window, in nats."""
-    vocabulary = logits_BTV.shape[-1]
-    step = max(1, _CHUNK_BYTES // (4 * vocabulary))
-    total = torch.zeros((), dtype=torch.float64, device=logits_BTV.device)
-    for logits_TV, ids_T in zip(logits_BTV[:, first - 1 : -1], ids_BT[:, first:].long(), strict=True):
-        for start in range(0, len(ids_T), step):
-            chunk_TV = logits_TV[start : start + step].float()
-            losses_T = functional.cross_entropy(chunk_TV, ids_T[start : start + step], reduction="none")
-            total += losses_T.double().sum()
-    return float(total)
+    total, place = 0.0, 1
+    for logits_BRV in by_rows(decoder, ids_BT).chunks(ids_BT):
+        # Token `place` is predicted by the first row.
+        skipped = max(0, first - place)
+        targets_BR = ids_BT[:, place + skipped : place + logits_BRV.shape[1]].to(logits_BRV.device)
+        for logits_RV, targets_R in zip(logits_BRV[:, skipped:], targets_BR, strict=True):
+            losses_R = functional.cross_entropy(
+                logits_RV[: len(targets_R)].float(), targets_R, reduction="none"
+            )
+            total += float(losses_R.double().sum())
+            del logits_RV
+        place += logits_BRV.shape[1]
+        del logits_BRV  # before the next chunk is made
+    return total
 
 
 def _exp(mean: float) -> float:

@@ -4,6 +4,7 @@ schema     the report's fields
 json_form  report.json
 table      the report in a terminal
 sites      what a decoder offers to prune
+coverage   which weights the sites cut, and why the others stay
 card       DIR/README.md
 settings   how a run was set, as a table and as a command line
 run        a folder, read back
@@ -29,6 +30,7 @@ from dispfx.report.schema import (
     SiteWidth,
     SkillChange,
     Tuning,
+    UngatedWeights,
 )
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "SkillChange",
     "TerminalObserver",
     "Tuning",
+    "UngatedWeights",
     "from_json",
     "load_report",
     "model_card",

@@ -44,6 +44,7 @@ def model_card(
         _figures(report),
         _tuned(report),
         _loading(folder, onnx, as_modules, tokenizer, code, own_code),
+        _without_cache(report),
         _origin(report, data),
         _settings(report),
         _verification(report.verify),
@@ -154,6 +155,15 @@ def _loading(
     if onnx:
         lines += ["", "`onnx/model.onnx` is the same decoder for ONNX Runtime."]
     return "\n".join(lines)
+
+
+def _without_cache(report: Report) -> str:
+    if report.onnx_without_cache is None:
+        return ""
+    return (
+        "The ONNX model has no KV cache, so every step computes the whole text again: "
+        f"{report.onnx_without_cache}."
+    )
 
 
 def _origin(report: Report, data: str) -> str:

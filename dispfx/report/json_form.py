@@ -26,7 +26,11 @@ Shape = typing.TypeVar("Shape")
 def to_json(report: Report) -> str:
     """Return the report as indented JSON."""
     plain = to_plain(report)
-    for absent in [name for name in ("skills", "tuned", "files", "settings") if not getattr(report, name)]:
+    for absent in [
+        name
+        for name in ("skills", "tuned", "files", "settings", "onnx_without_cache", "lengths")
+        if not getattr(report, name)
+    ]:
         del plain[absent]
     return json.dumps(plain, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 

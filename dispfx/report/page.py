@@ -93,6 +93,9 @@ def page(run: Run, layers: Layers, pictures: Sequence[Picture]) -> str:
         sections.append(section("Measured by dispfx eval", _evaluation(run.evaluation)))
     if run.speed is not None:
         sections.append(section("Speed", _speed(run)))
+    if report.onnx_without_cache is not None:
+        told = f"The ONNX model has no KV cache: {report.onnx_without_cache}"
+        sections.append(section("ONNX", f"<p>{escape(told)}</p>"))
     if report.refused:
         rows = [(one.name, one.reason) for one in report.refused]
         sections.append(section("Left dense", table(("branch or site", "reason"), rows)))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dispfx.ir.lengths import Lengths
 from dispfx.measure.equivalence import Verification
 
 
@@ -133,6 +134,15 @@ class Tuning:
 
 
 @dataclass(frozen=True)
+class UngatedWeights:
+    """Block weights that no site cuts, for one reason: how many parameters, and their paths."""
+
+    reason: str
+    parameters: int
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Report:
     """One compilation.
 
@@ -144,6 +154,7 @@ class Report:
         verify: every comparison of two forms of the pruned decoder.
         sites: what each site keeps.
         refused: what was left dense.
+        ungated: block weights that no site cuts, by reason; empty in reports without such an entry.
         seed: of everything random.
         versions: of Python and of the libraries that had a part in it.
         device: where it ran.
@@ -154,6 +165,9 @@ class Report:
             `verify` then holds what was compared since, and `perplexity` is None.
         files: SHA-256 of each file that holds the decoder, as it was written, by its path in the folder; what
             `export` adds later is not among them.  Empty in reports of before there was such an entry.
+        onnx_without_cache: why the ONNX model written with the folder has no KV cache, where it has none.
+        lengths: of sequences for which the decoder's graph holds; None in reports of before there was such an
+            entry.
         settings: every setting of the run by section (`dispfx.settings.RunSettings`); None where a plan was
             applied.
     """
@@ -174,6 +188,9 @@ class Report:
     tuned: Tuning | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Any]] | None = None
+    onnx_without_cache: str | None = None
+    ungated: tuple[UngatedWeights, ...] = ()
+    lengths: Lengths | None = None
 
     def _repr_html_(self) -> str:
         from dispfx.report.notebook import report_html

@@ -7,11 +7,13 @@ from typing import Any
 
 from rich.console import Console
 
+from dispfx.ir.lengths import Lengths
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Refusal
+from dispfx.report.json_form import to_plain
 from dispfx.report.table import Row, print_rows
 
-_NUMBER = re.compile(r"\d+")
+NUMBER = re.compile(r"\d+")
 _REFUSALS_SHOWN = 5
 
 
@@ -31,8 +33,24 @@ def found_lines(program: Program) -> list[str]:
     sites = _counts(site.kind for site in program.sites)
     return [
         f"residual stream {width} wide, {_millions(program.size)} parameters",
-        f"{_plural(len(program.branches), 'branch', 'branches')} ({branches}), "
-        f"{_plural(len(program.sites), 'site', 'sites')} ({sites})",
+        f"{plural(len(program.branches), 'branch', 'branches')} ({branches}), "
+        f"{plural(len(program.sites), 'site', 'sites')} ({sites})",
+        *_length_lines(program.lengths),
+    ]
+
+
+def _length_lines(lengths: Lengths) -> list[str]:
+    """Return for which lengths the graph holds, where not for all."""
+    if lengths == Lengths():
+        return []
+    reasons = {
+        "limit": "the decoder reads no longer ones",
+        "stops": "the graph ends there",
+        "changes": "the decoder computes longer ones otherwise",
+        None: "the decoder computes shorter ones otherwise",
+    }
+    return [
+        f"sequences of {lengths}: {reasons[lengths.end]}" + (f" ({lengths.where})" if lengths.where else "")
     ]
 
 
@@ -57,14 +75,14 @@ def site_rows(program: Program) -> list[Row]:
     groups: dict[tuple[str, str, str, int, int, int], list[str]] = {}
     for site in program.sites:
         sizes = (site.experts, site.each, len(site.slices))
-        key = (_NUMBER.sub("#", site.name), site.symbol, site.kind, *sizes)
+        key = (NUMBER.sub("#", site.name), site.symbol, site.kind, *sizes)
         groups.setdefault(key, []).append(site.name)
     return [
         (
-            _merged(names) + (f"  ({len(names)} sites)" if len(names) > 1 else ""),
+            merged(names) + (f"  ({len(names)} sites)" if len(names) > 1 else ""),
             f"{kind} {symbol}".strip(),
             f"{each:,}" if experts == 1 else f"{experts:,} × {each:,}",
-            _plural(cuts, "parameter axis", "parameter axes"),
+            plural(cuts, "parameter axis", "parameter axes"),
         )
         for (_, symbol, kind, experts, each, cuts), names in groups.items()
     ]
@@ -78,6 +96,7 @@ def program_plain(program: Program) -> dict[str, Any]:
         "measured": program.measured,
         "dtype": str(program.dtype).removeprefix("torch."),
         "parameters": program.size,
+        "lengths": to_plain(program.lengths),
         "stream": {"width": program.stream.width} if program.stream else None,
         "branches": [
             {"name": branch.name, "kind": branch.kind, "sites": list(branch.sites)}
@@ -107,11 +126,11 @@ def program_plain(program: Program) -> dict[str, Any]:
     }
 
 
-def _merged(names: list[str]) -> str:
+def merged(names: list[str]) -> str:
     """Return the names as one, with the range of each number that varies."""
-    columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
+    columns = zip(*(NUMBER.findall(name) for name in names), strict=True)
     ranges = iter([_range(sorted({int(number) for number in column})) for column in columns])
-    return _NUMBER.sub(lambda _: next(ranges), names[0])
+    return NUMBER.sub(lambda _: next(ranges), names[0])
 
 
 def _range(numbers: list[int]) -> str:
@@ -126,7 +145,7 @@ def _counts(kinds: Iterable[str]) -> str:
     return ", ".join(f"{number} {kind}" for kind, number in Counter(kinds).items()) or "none"
 
 
-def _plural(number: int, one: str, many: str) -> str:
+def plural(number: int, one: str, many: str) -> str:
     return f"{number:,} {one if number == 1 else many}"
 
 

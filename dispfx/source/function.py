@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from dispfx.errors import SourceError
+from dispfx.huggingface.classes import known_config
 from dispfx.python_code import current_folder, suggestion_for
 from dispfx.source.quiet import installation
 
@@ -18,7 +19,7 @@ def build_module(spec: str) -> tuple[nn.Module, None, Any | None]:
     """Import and call the function that `spec` names, with the current directory importable.
 
     Returns:
-        The module, no tokenizer, and the module's transformers config where it has one.
+        The module, no tokenizer, and the config that transformers would build it from, or None.
 
     Raises:
         SourceError: if the function cannot be found, raises, or returns something else.
@@ -42,8 +43,7 @@ def build_module(spec: str) -> tuple[nn.Module, None, Any | None]:
             where=spec,
             hint="end the function in `return model`, with the decoder alone",
         )
-    config = getattr(module, "config", None)
-    return module, None, config if hasattr(config, "model_type") else None
+    return module, None, known_config(module)
 
 
 def _returned(value: Any) -> str:

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from dispfx.errors import SourceError
+from dispfx.huggingface.classes import known_config
 from dispfx.json_text import read_json
 from dispfx.origin import Origin
 from dispfx.source.compression import expanding
@@ -40,7 +41,7 @@ def load_pretrained(
         model = _model(location, spec, config, dtype, trust_remote_code)
         tokenizer, files = load_tokenizer(location, trust_remote_code)
     generation_config = getattr(model, "generation_config", None)
-    return Source(model, tokenizer, model.config, spec, origin, generation_config, files)
+    return Source(model, tokenizer, known_config(model), spec, origin, generation_config, files)
 
 
 def build_from_config(

@@ -137,7 +137,8 @@ def test_a_tokenizer_that_adds_none_changes_no_number(decoder_folder: Path, fold
 def test_on_without_such_a_token_is_refused_by_every_command(
     decoder_folder: Path, folder: Path, tmp_path: Path
 ):
-    text, on = folder / "text.txt", {"bos": "on"}
+    text = folder / "text.txt"
+    on: dict[str, Any] = {"bos": "on"}
     calls: list[Any] = [
         lambda: dispfx.compile(str(decoder_folder), 0.2, out=tmp_path / "a", data=text, **on),
         lambda: api.learn_plan(str(decoder_folder), 0.2, out=tmp_path / "b", data=text, **on),

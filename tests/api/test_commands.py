@@ -49,7 +49,7 @@ def test_learn_plan_writes_the_plan_alone(tmp_path: Path, tokens: Path, compiled
     plan = learn_plan(MODEL, RATIO, out=path, data=tokens, settings=SETTINGS, align=1, observer=watcher)
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.safetensors"]
     assert plan == Plan.load(path) == Plan.load(compiled.path / "plan.safetensors")
-    assert watcher.stages == ["open", "capture", "learn"]
+    assert watcher.stages == ["open", "capture", "check lengths", "learn"]
     with pytest.raises(OutputError, match="must not exist yet"):
         learn_plan(MODEL, RATIO, out=path, data=tokens, settings=SETTINGS)
     # As a run leaves it that is killed between its last two steps.
@@ -84,7 +84,9 @@ def test_verify_compares_every_form_that_is_there(demo: tuple[Path, Report]):
     assert {line.name for line in lines} == {
         "files = report", "gather-add = checkpoint", "program.pt2 = checkpoint",
     }  # fmt: skip
-    assert all(line.holds for line in lines) and len(lines) == 5
+    assert all(line.holds for line in lines)
+    # At two shapes, and at the longest sequence of the run.
+    assert {line.shape for line in lines} == {(), (2, 9), (1, 17), (1, 256)} and len(lines) == 7
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import dispfx
-from dispfx.api import apply, load
+from dispfx.api import apply, evaluate, load
 from dispfx.deploy.digests import digests
 from dispfx.errors import (
     BudgetError,
@@ -57,7 +57,7 @@ def test_the_report_has_the_fields_of_the_contract(compiled: Compiled):
     report = json.loads((compiled.path / "report.json").read_text())
     assert set(report) == {
         "ratio", "parameters", "bytes", "perplexity", "verify", "sites", "refused", "seed", "versions",
-        "device", "seconds", "command", "files", "settings",
+        "device", "seconds", "command", "files", "settings", "lengths",
     }  # fmt: skip
     assert set(report["ratio"]) == {"requested", "achieved", "of"}
     assert set(report["parameters"]) == {"dense", "pruned", "gated"}
@@ -127,7 +127,8 @@ def test_every_comparison_is_made_and_holds(compiled: Compiled):
 def test_stages_steps_and_lines_are_told_in_order(compiled: Compiled):
     watcher = compiled.watcher
     assert watcher.stages == [
-        "open", "capture", "learn", "lower", "verify", "write", "reload", "measure", "digest",
+        "open", "capture", "check lengths", "learn", "lower", "verify", "write", "reload", "measure",
+        "digest",
     ]  # fmt: skip
     assert list(compiled.report.seconds) == watcher.stages
     assert watcher.steps[-1] in (SETTINGS.steps, SETTINGS.steps - 1) and len(watcher.steps) == SETTINGS.steps
@@ -239,7 +240,8 @@ def test_the_named_command_finishes_the_folder(compiled: Compiled, tmp_path: Pat
     report = apply(MODEL, compiled.path / "plan.safetensors", out=tmp_path / "out", data=tokens)
     assert report.parameters == compiled.report.parameters
     assert report.perplexity is not None and report.perplexity.protocol.tokens == 59
-    assert report.verify == compiled.report.verify and "learn" not in report.seconds
+    lines = [line for line in report.verify if line.shape != (1, 64)]  # the window, where nothing was learned
+    assert lines == list(compiled.report.verify) and "learn" not in report.seconds
     ids = token_ids(2, 9)
     assert torch.equal(load(tmp_path / "out")(ids), load(compiled.path)(ids))
     assert not (tmp_path / "out" / "metrics.jsonl").exists() and not (tmp_path / "out.state").exists()
@@ -369,11 +371,13 @@ def test_text_to_measure_on_is_not_taken_from_the_data(tmp_path: Path, tokens: P
     assert (protocol.context, protocol.windows, protocol.tokens) == (16, 38, 600 - 38)
 
 
-def test_a_decoder_that_cannot_read_a_whole_window_says_so(compiled: Compiled, tmp_path: Path):
-    """The plain decoder has 64 positions, and without learning nothing says that it reads no more."""
+def test_a_decoder_is_measured_in_windows_that_it_can_read(compiled: Compiled, tmp_path: Path, tokens: Path):
+    """The plain decoder has 64 positions, and no config that says so."""
+    report = apply(MODEL, compiled.path / "plan.safetensors", out=tmp_path / "out", data=random_tokens(2000))
+    assert report.perplexity is not None and report.perplexity.protocol.context == 64
     with pytest.raises(DataError, match="runs on windows of 2048 tokens") as error:
-        apply(MODEL, compiled.path / "plan.safetensors", out=tmp_path / "out", data=random_tokens(2000))
-    assert error.value.exit_code == 2 and not list(tmp_path.iterdir())
+        evaluate(MODEL, eval_data=tokens)
+    assert error.value.exit_code == 2
 
 
 def test_alignment_and_skipped_branches_reach_the_plan(tmp_path: Path, tokens: Path):

@@ -7,12 +7,15 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import dispfx
 from dispfx import api
 from dispfx.api import onnx_folder
 from dispfx.deploy.onnx import legalize
 from dispfx.errors import UnsupportedGraphError, VerificationError
+from dispfx.report import load_report
+from tests.api.conftest import Watcher
 from tests.tiny_transformers import tiny_transformer
 
 
@@ -40,6 +43,54 @@ def exported(folder: Path, tmp_path: Path, **options: Any) -> onnx.ModelProto:
     shutil.copytree(folder, copy)
     (written,) = api.export(copy, onnx=True, **options)
     return onnx.load(str(written / "model.onnx"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", [17, 46])
+def test_a_decoder_of_few_positions_is_traced_within_them_and_keeps_its_cache(tmp_path: Path, positions: int):
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "n_embd": 32,
+        "n_layer": 1,
+        "n_head": 2,
+        "vocab_size": 96,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
+    model = GPT2LMHeadModel(GPT2Config(n_positions=positions, **sizes)).eval()
+    plan = dispfx.Plan.random(dispfx.capture(model), 0.4, seed=1, align=4)
+
+    report = api.apply(model, plan, out=tmp_path / "out", export="onnx")
+
+    inputs = onnx.load(str(tmp_path / "out/onnx/model.onnx")).graph.input
+    assert "past_key_values.0.key" in [value.name for value in inputs]
+    assert report.onnx_without_cache is None
+    lines = [line for line in report.verify if line.name == "onnx with cache = checkpoint"]
+    assert len(lines) == 4 and max(sum(line.shape[1:]) for line in lines) <= positions
+    assert all(line.holds for line in api.verify(tmp_path / "out"))
+
+
+def test_an_onnx_model_without_a_cache_is_told_everywhere_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The decoder takes a cache that is no keys and values."""
+    model = tiny_transformer("lfm2")
+    plan = dispfx.Plan.random(dispfx.capture(model), 0.4, seed=1, align=4)
+    folder = tmp_path / "out"
+    observer = Watcher()
+
+    report = api.apply(model, plan, out=folder, export="onnx", observer=observer)
+
+    reason = report.onnx_without_cache
+    assert reason is not None and "cache must be keys and values" in reason
+    assert load_report(folder / "report.json") == report
+    assert any("no KV cache" in note and reason in note for note in observer.notes)
+    for name in ("README.md", "report.html"):
+        assert "no KV cache" in (folder / name).read_text(), name
+    shutil.rmtree(folder / "onnx")
+    observer.notes.clear()
+    api.export(folder, onnx=True, observer=observer)
+    assert len(observer.notes) == 1 and reason in observer.notes[0]
 
 
 def domains(model: onnx.ModelProto) -> set[str]:

@@ -18,7 +18,7 @@ WORDS = (
     "learn tests.api.plain:build_decoder --ratio 0.3 --recipe paper --seq-len 16 --batch-size 2 "
     "--save-every 2 --launch 2 --shard"
 )
-LONGEST_SECONDS = 60
+LONGEST_SECONDS = 10
 
 
 def start(out: Path, *words: str) -> AbstractContextManager[subprocess.Popen[str]]:

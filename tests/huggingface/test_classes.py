@@ -1,15 +1,27 @@
-"""A class that nobody registered is named, with what to do, before transformers says to update itself."""
+"""Classes that transformers does not know, or would not build from a config: named, or written as graphs."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import dispfx
+from dispfx.api import apply
 from dispfx.deploy.checkpoint import own_config
-from dispfx.errors import DataError
-from dispfx.huggingface.classes import code_of_class, require_known_class
+from dispfx.errors import DataError, DispfxError
+from dispfx.huggingface.classes import code_of_class, known_config, require_known_class
 from dispfx.huggingface.loading import load_model
+from tests.api.conftest import Watcher
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 class Mine(nn.Module):
@@ -59,3 +71,80 @@ def test_the_code_of_a_class_is_named_where_transformers_does_not_have_it():
         assert code_of_class(Mine()) is None
     finally:
         Mine.__module__ = before
+
+
+class Scaled(LlamaForCausalLM):
+    """A class that is registered nowhere, and computes something else than the one of its config."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output: Any = super().forward(*args, **kwargs)
+        output.logits = output.logits * 2.0
+        return output
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "registered_nowhere"
+
+
+class Wrapped(nn.Module):
+    """A module of one's own around a decoder, which passes the decoder's config on."""
+
+    def __init__(self, inner: Any):
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(ids).logits
+
+
+def scaled() -> nn.Module:
+    return Scaled(LlamaConfig(**SMALL)).eval()
+
+
+def unregistered() -> nn.Module:
+    return Scaled(OwnConfig(**SMALL)).eval()
+
+
+def wrapped() -> nn.Module:
+    return Wrapped(LlamaForCausalLM(LlamaConfig(**SMALL))).eval()
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (scaled, "would build LlamaForCausalLM, not Scaled"),
+        (unregistered, "no class is registered with AutoModelForCausalLM for OwnConfig"),
+        (wrapped, "is no PreTrainedModel"),
+    ],
+    ids=["another class", "no class", "wrapped"],
+)
+def test_a_class_that_transformers_would_not_build_gives_a_graph_and_a_note(
+    build: Callable[[], nn.Module], reason: str, tmp_path: Path
+):
+    """transformers would open the folder as another decoder, or not at all."""
+    model, watcher = build(), Watcher()
+    assert known_config(model) is None
+    plan = dispfx.Plan.random(dispfx.capture(model), 0.3, seed=0, align=4)
+
+    apply(model, plan, out=tmp_path / "out", observer=watcher)
+
+    assert any(reason in note and "dispfx.load" in note for note in watcher.notes)
+    assert (tmp_path / "out/program.pt2").is_file() and not (tmp_path / "out/config.json").exists()
+    ids = torch.arange(18).reshape(2, 9)
+    expected: Any = dispfx.lower(dispfx.capture(model), plan)(ids)
+    assert torch.allclose(dispfx.load(tmp_path / "out")(ids), expected, atol=1e-5)
+    with pytest.raises(DispfxError, match="does not know this module"):
+        apply(model, plan, out=tmp_path / "dense", export="dense")
+
+
+def test_what_cannot_be_written_or_built_again_is_refused_before_anything_is_learned(tmp_path: Path):
+    model = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+    learn: dict[str, Any] = {"data": torch.arange(2_000) % 64, "out": tmp_path / "out"}
+    model.lm_head = nn.Linear(16, 80, bias=False)
+    with pytest.raises(DispfxError, match=r"lm_head\.weight differs"):
+        dispfx.compile(model, 0.3, **learn)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+    model.config.notes = {1, 2}  # no JSON
+    with pytest.raises(DispfxError, match="cannot be written"):
+        dispfx.compile(model, 0.3, **learn)
+    assert list(tmp_path.iterdir()) == []

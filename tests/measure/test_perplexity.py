@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import DataError
-from dispfx.measure import perplexity as module
+from dispfx.measure import logits_by_rows
 from dispfx.measure.perplexity import TextFacts, perplexity
 
 TABLE = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125], [0.2, 0.2, 0.6]], dtype=torch.float64)
@@ -78,7 +78,7 @@ def test_the_batch_size_changes_nothing(batch_size: int):
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch):
     tokens = torch.randint(3, (50,))
     whole = perplexity(bigram, tokens, context=7)
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 4 * 3 * 2)
+    monkeypatch.setattr(logits_by_rows, "CHUNK_BYTES", 4 * 3 * 2)
     assert perplexity(bigram, tokens, context=7).value == pytest.approx(whole.value, rel=1e-12)
 
 

@@ -92,7 +92,17 @@ INNER_SITES: dict[str, tuple[Callable[[Middle, Tensor], Tensor], int, str]] = {
         lambda m, h: h + torch.cat([h[..., 1:], h[..., :1]], -1), INNER,
         "one position would follow two features",
     ),
-    "a shuffle of the features": (lambda m, h: h[..., m.order], INNER, "aten.index"),
+    "an order that depends on the text": (lambda m, h: h[..., h[0, 0].argsort()], INNER, "aten.index"),
+    "a pad that mirrors": (lambda m, h: F.pad(h, (2, 1), mode="reflect"), INNER + 3, "aten.pad combines"),
+    "a roll of everything": (lambda m, h: h.roll(1), INNER, "aten.roll combines all features"),
+    "a scan over the features": (lambda m, h: h.cumsum(-1), INNER, "aten.cumsum combines all features"),
+    "a sort": (lambda m, h: h.sort(-1).values, INNER, "aten.sort combines all features"),
+    "shuffled groups": (
+        lambda m, h: h.unflatten(-1, (4, 6)).transpose(-1, -2).flatten(-2), INNER,
+        "a reshape splits the features into groups",
+    ),
+    "a normalised length": (lambda m, h: F.normalize(h, dim=-1), INNER, "aten.linalg_vector_norm combines"),
+    "a quantile": (lambda m, h: h - h.quantile(0.5, -1, True), INNER, "no rule is known for aten.quantile"),
 }  # fmt: skip
 
 
@@ -108,12 +118,37 @@ def test_an_inner_site_is_refused_where_its_features_do_not_stay_apart(name: str
     assert refusal.source is not None
 
 
-def test_a_mixer_keeps_what_its_scan_combines():
-    """A scan makes the branch a mixer, whose inner features stay by design: no site, no refusal."""
-    model = one_branch(lambda: Middle(lambda m, h: h.cumsum(-1)))
+def test_a_scan_over_tokens_makes_a_mixer_whose_features_stay_apart():
+    model = one_branch(lambda: Middle(lambda m, h: h.cumsum(1)))
     program = dispfx.capture(model)
-    assert [site.kind for site in program.sites] == ["read", "write"] and not program.refused
+    assert [leaf.kind for leaf in program.leaves] == ["mixer"]
+    assert [site.kind for site in program.sites] == ["read", "inner", "write"] and not program.refused
     require_one_function(model, program)
+
+
+class Heads(nn.Module):
+    """Attention over two heads; what comes out of them passes through a function before the projection."""
+
+    def __init__(self, after: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.qkv, self.out, self.after = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), after
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        return self.out(self.after(y))
+
+
+def test_heads_are_left_whole_without_a_refusal():
+    program = dispfx.capture(one_branch(lambda: Heads(F.gelu)))
+    assert [site.kind for site in program.sites] == ["read", "write"] and not program.refused
+
+
+def test_what_stops_the_features_of_heads_otherwise_is_named():
+    program = dispfx.capture(one_branch(lambda: Heads(lambda y: y.cumsum(-1))))
+    (refusal,) = program.refused
+    assert refusal.name == "mlp.inner" and refusal.reason == "aten.cumsum combines all features"
+    assert refusal.source is not None and "test_refusals.py:" in refusal.source
 
 
 class WrittenAndRead(nn.Module):

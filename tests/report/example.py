@@ -11,6 +11,7 @@ from dispfx.report import (
     Report,
     SiteWidth,
     SkillChange,
+    UngatedWeights,
 )
 
 
@@ -27,6 +28,7 @@ def example_report() -> Report:
         ),
         sites=(SiteWidth("layers.0.attention.read", "read", 128, 88),),
         refused=(Refused("layers.1.mlp", "a softmax over a labelled dimension"),),
+        ungated=(UngatedWeights("aten.conv1d combines all features", 96, ("layers.1.conv.weight",)),),
         seed=7,
         versions={"python": "3.11.7", "torch": "2.13.0"},
         device="cpu",

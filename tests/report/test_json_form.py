@@ -20,6 +20,7 @@ FIELDS: dict[str, Any] = {
     "verify": {"name", "shape", "max_abs_error", "max_rel_error", "tolerance"},
     "sites": {"name", "kind", "size", "kept"},
     "refused": {"name", "reason"},
+    "ungated": {"reason", "parameters", "paths"},
     "seed": int,
     "versions": {"python", "torch"},
     "device": str,

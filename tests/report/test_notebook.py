@@ -1,8 +1,11 @@
-"""What a Program, a Plan and a Report show of themselves in a notebook."""
+"""What a Program, a Plan and a Report show of themselves, printed and in a notebook."""
 
 from dataclasses import replace
 
+import torch
+
 import dispfx
+from dispfx.ir.program import Program
 from dispfx.ir.sites import Refusal
 from dispfx.report import Report
 from tests.plain_decoders import FORMS, build
@@ -21,6 +24,21 @@ def test_a_plan_shows_what_every_site_keeps():
     shown = plan_of()._repr_html_()
     assert "30.04% of blocks removed (30.00% asked)" in shown
     assert "<td>layers.2.mlp.inner</td><td>S4</td><td>11 of 20</td><td>55.0%</td>" in shown
+
+
+def test_a_program_and_a_plan_print_in_at_most_25_lines():
+    program = dispfx.capture(build(FORMS["pre-norm"], layers=12))
+    program.refused = (Refusal("layers.0.x", "no rule"),)
+    lines = repr(program).splitlines()
+    assert lines[0].startswith(f"Program of {program.model_class}, canonical: ")
+    assert "float32" in lines[0] and "residual stream 32 wide, 60 sites" in lines[0]
+    assert lines[1].split() == ["layers.0.attention", "attention", "S1", "32,", "S2", "32"]
+    assert lines[-2:] == ["  and 4 more branches", "  left dense: 1 (program.refused)"]
+    assert len(lines) <= 25 and max(map(len, lines)) < 120
+    lines = repr(dispfx.Plan.random(program, 0.3, seed=0)).splitlines()
+    assert "of blocks removed (30.00% asked), 60 sites" in lines[0]
+    assert lines[-1] == "  and 40 more sites" and len(lines) <= 25
+    assert repr(Program(torch.fx.symbolic_trace(torch.nn.Identity()), "Empty", "")).count("\n") == 0
 
 
 def test_a_report_shows_its_table_and_no_text_is_markup(report: Report):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from dispfx.ir.lengths import Lengths
 from dispfx.ir.sites import Branch, Refusal, ResidualStream, Site, Slice
 from dispfx.report.sites import found_lines, print_sites, program_plain, refusal_lines, site_rows
 
@@ -36,6 +37,7 @@ def program(layers: int = 3, refused: int = 0) -> Any:
         refused=left,
         left_dense=left,
         size=1_200_000,
+        lengths=Lengths(),
         model_class="tests.Tiny",
         fingerprint="abc",
         dtype=torch.float32,

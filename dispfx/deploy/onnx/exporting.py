@@ -49,7 +49,9 @@ def cached_model(program: Program, *, opset: int = OPSET, flavor: Flavor = PLAIN
     dims = (_ROWS, _MASK, _ROWS, *[_PAST] * (len(program.inputs) - 3))
     signature = _Signature(program.inputs, program.outputs, dims)
     with silence():
-        model = _translated(module, lambda: export_cached_program(module), signature, opset)
+        model = _translated(
+            module, lambda: export_cached_program(module, context=program.context), signature, opset
+        )
         legalize(model, flavor)
     for value in model.graph.outputs[1:]:
         assert value.shape is not None

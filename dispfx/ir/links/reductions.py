@@ -50,16 +50,20 @@ def metadata_only(node: fx.Node) -> list[Connection]:
     return [Free((node, dim)) for dim in range(rank(node))] if fixed else []
 
 
-def reduction(node: fx.Node) -> list[Connection]:
-    """A reduction mixes the dimensions it removes; `max` and `min` of two tensors are pointwise."""
-    value = operand(node, 0)
-    if len(tensor_operands(node)) == 2:
-        return pointwise(node)
-    at = 2 if packet(node) in _ORDER_FIRST else 1
-    dims = argument(node, at, "dim")
+def reduction(call: fx.Node, result: fx.Node | None = None) -> list[Connection]:
+    """A reduction mixes the dimensions it removes; `max` and `min` of two tensors are pointwise.
+
+    Args:
+        result: one of several tensors that the call gives; the call's own by default.
+    """
+    value, node = operand(call, 0), result or call
+    if len(tensor_operands(call)) == 2:
+        return pointwise(call)
+    at = 2 if packet(call) in _ORDER_FIRST else 1
+    dims = argument(call, at, "dim")
     listed = dims if isinstance(dims, list | tuple) else [dims]
     reduced = {dimension(value, dim) for dim in listed} if dims not in (None, []) else set(range(rank(value)))
-    average = packet(node) in ops.AVERAGES
+    average = packet(call) in ops.AVERAGES
     found: list[Connection] = [Mixing((value, dim), average) for dim in sorted(reduced)]
     if not ops.is_tensor(node):
         return found
@@ -70,11 +74,11 @@ def reduction(node: fx.Node) -> list[Connection]:
     return found
 
 
-def ordered(node: fx.Node) -> list[Connection]:
+def ordered(call: fx.Node, result: fx.Node | None = None) -> list[Connection]:
     """A softmax, a scan or a sort along one dimension; the others pass through."""
-    value = operand(node, 0)
-    at = 2 if packet(node) is aten.topk else 1
-    mixed = dimension(value, argument(node, at, "dim", -1))
+    value, node = operand(call, 0), result or call
+    at = 2 if packet(call) is aten.topk else 1
+    mixed = dimension(value, argument(call, at, "dim", -1))
     found: list[Connection] = [Mixing((value, mixed))]
     if ops.is_tensor(node):
         found += [link for dim in range(rank(value)) if dim != mixed for link in same(value, dim, node, dim)]

@@ -18,21 +18,32 @@ from dispfx.ir.links.connections import (
     operand,
     same,
 )
+from dispfx.ir.links.places import indexed_by_constant, taken
+from dispfx.ir.links.reductions import ordered, reduction
 from dispfx.ir.ops import argument, aten, packet, rank, shape_of
 
 
 def moved(node: fx.Node) -> list[Connection]:
-    """A transpose or permute: dimension `order[i]` becomes dimension i."""
+    """A transpose, permute or movedim: dimension `order[i]` becomes dimension i."""
     value = operand(node, 0)
     order = list(range(rank(value)))
     if packet(node) is aten.permute:
         order = [dimension(value, dim) for dim in argument(node, 1, "dims")]  # type: ignore[union-attr]
     elif packet(node) in (aten.t, aten.numpy_T):
         order.reverse()
+    elif packet(node) is aten.movedim:
+        order = _order_of_movedim(value, node.args[1], node.args[2])
     else:
         a, b = dimension(value, node.args[1]), dimension(value, node.args[2])
         order[a], order[b] = order[b], order[a]
     return [link for to, dim in enumerate(order) for link in same(value, dim, node, to)]
+
+
+def _order_of_movedim(value: fx.Node, sources: object, targets: object) -> list[int]:
+    listed = [entry if isinstance(entry, list | tuple) else [entry] for entry in (sources, targets)]
+    taken = {dimension(value, to): dimension(value, dim) for dim, to in zip(*listed, strict=True)}
+    left = iter(dim for dim in range(rank(value)) if dim not in taken.values())
+    return [taken[to] if to in taken else next(left) for to in range(rank(value))]
 
 
 def reshaped(node: fx.Node) -> list[Connection]:
@@ -65,10 +76,12 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
     while i < len(before) or j < len(after):
         left, right = list(range(i, min(i + 1, len(before)))), list(range(j, min(j + 1, len(after))))
         while (a := _product(before, left)) != (b := _product(after, right)):
-            if a < b:
+            if a < b and i + len(left) < len(before):
                 left.append(i + len(left))
-            else:
+            elif j + len(right) < len(after):
                 right.append(j + len(right))
+            else:  # sizes that depend on data, of which it is not known that they agree
+                return [*groups, (list(range(i, len(before))), list(range(j, len(after))))]
         i, j = i + len(left), j + len(right)
         groups.append((left, right))
     return groups
@@ -96,6 +109,11 @@ def expanded(node: fx.Node) -> list[Connection]:
     new = rank(node) - rank(value)
     repeated = [dim for dim in range(rank(node)) if dim < new or shape_of(value)[dim - new] == 1]
     return [*aligned(value, node), *(Free((node, dim)) for dim in repeated)]
+
+
+def expanded_as(node: fx.Node) -> list[Connection]:
+    """Repeated dimensions are as long as those of the operand that lends its shape."""
+    return aligned(operand(node, 0), node) + aligned(operand(node, 1), node)
 
 
 def others(value: fx.Node, node: fx.Node, dim: int) -> list[Connection]:
@@ -183,23 +201,33 @@ def gated_half(node: fx.Node) -> list[Connection]:
 
 
 def indexed(node: fx.Node) -> list[Connection] | None:
-    """`x[i, …]` by index tensors on leading dimensions: trailing dimensions pass through."""
+    """`x[i, …]` by index tensors on leading dimensions: trailing dimensions pass through.
+
+    A constant index says which position goes where, on any one dimension.
+    """
     value, indices = operand(node, 0), node.args[1]
+    fixed = indexed_by_constant(node)
+    if fixed is not None:
+        return taken(node, *fixed)
     assert isinstance(indices, list | tuple)
-    taken = [dim for dim, index in enumerate(indices) if index is not None]
-    if taken != list(range(len(taken))):
+    leading = [dim for dim, index in enumerate(indices) if index is not None]
+    # Behind leading dimensions that stay, as in `x[None, i]` or `x[:, i]`, one index alone is known.
+    if len(leading) != 1 and leading != list(range(len(leading))):
         return None
-    found: list[Connection] = [Mixing((value, dim)) for dim in taken]
-    shift = rank(node) - rank(value)
-    for dim in range(len(taken), rank(value)):
-        found += same(value, dim, node, dim + shift)
+    at, more = leading[0], rank(node) - rank(value)
+    found: list[Connection] = [Mixing((value, dim)) for dim in leading]
+    for dim in range(at):
+        found += same(value, dim, node, dim)
+    for dim in range(at + len(leading), rank(value)):
+        found += same(value, dim, node, dim + more)
     return found
 
 
 def repeated(node: fx.Node) -> list[Connection]:
-    """`repeat` puts copies of a dimension one after the other."""
-    value, times = operand(node, 0), node.args[1]
-    assert isinstance(times, list | tuple)
+    """`repeat` and `tile` put copies of a dimension one after the other."""
+    value, given = operand(node, 0), node.args[1]
+    assert isinstance(given, list | tuple)
+    times = [1] * (rank(node) - len(given)) + list(given)  # `tile` may name the last dimensions alone
     found: list[Connection] = []
     for back in range(1, rank(value) + 1):
         dim, to = rank(value) - back, rank(node) - back
@@ -249,12 +277,21 @@ def placed(node: fx.Node) -> list[Connection]:
 
 def index_selected(node: fx.Node) -> list[Connection]:
     value = operand(node, 0)
-    taken = dimension(value, node.args[1])
-    found = others(value, node, taken)
-    return [*found, Mixing((value, taken))]
+    fixed = indexed_by_constant(node)
+    if fixed is not None:
+        return taken(node, *fixed)
+    mixed = dimension(value, node.args[1])
+    return [*others(value, node, mixed), Mixing((value, mixed))]
+
+
+def _combined_item(node: fx.Node, many: fx.Node, index: int) -> list[Connection]:
+    """One result of a reduction or of an order, as the values of `max`, `topk` or `sort` are."""
+    rule = reduction if packet(many) in ops.REDUCTIONS else ordered
+    return rule(many, node)
 
 
 _ITEM_RULES: dict[object, Callable[[fx.Node, fx.Node, int], list[Connection]]] = {
+    **dict.fromkeys(ops.REDUCTIONS | ops.ORDERED, _combined_item),
     aten.unbind: _unbind_item,
     **{op: _split_item for op in ops.MULTIPLE if op is not aten.unbind},
 }

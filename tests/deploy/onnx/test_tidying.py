@@ -74,9 +74,9 @@ def test_operations_that_onnx_does_not_know_are_decomposed_first(monkeypatch: py
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()
 
-    def watched(module: torch.fx.GraphModule):
+    def watched(module: torch.fx.GraphModule, *, context: int | None = None):
         traced.append(module)
-        return export_cached_program(module)
+        return export_cached_program(module, context=context)
 
     monkeypatch.setattr(exporting, "export_cached_program", watched)
     model = cached_model(program)

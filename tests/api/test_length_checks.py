@@ -1,0 +1,101 @@
+"""A run whose sequences are longer than those for which the decoder's graph holds."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+import dispfx
+from dispfx.api import apply, evaluate, load
+from dispfx.api.programs import analyse
+from dispfx.errors import CaptureError, DataError, DispfxError
+from dispfx.ir.lengths import Lengths
+from dispfx.ir.plan import Plan
+from dispfx.report import load_report
+from dispfx.settings.learning_settings import LearnSettings
+from tests.api.conftest import SETTINGS, Watcher, random_tokens
+from tests.lengths_decoders import long_texts
+from tests.programs import relative_error, token_ids
+
+MODEL = "tests.lengths_decoders:long_texts"
+IN_RANGE = replace(SETTINGS, seq_len=24)
+LONGER = replace(SETTINGS, seq_len=32)
+
+
+def compile_(out: Path, tokens: Path, settings: LearnSettings, **words):
+    return dispfx.compile(MODEL, 0.3, out=out, data=tokens, settings=settings, align=1, **words)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return what a run within the range writes."""
+    path = tmp_path_factory.mktemp("lengths")
+    save_file({"tokens": random_tokens()}, path / "tokens.safetensors")
+    compile_(path / "out", path / "tokens.safetensors", IN_RANGE)
+    return path / "out"
+
+
+@pytest.mark.parametrize("settings", [LONGER, replace(LearnSettings(), adaptable=("seq_len",))])
+def test_a_run_beyond_the_range_is_refused_before_learning(
+    tmp_path: Path, tokens: Path, settings: LearnSettings
+):
+    watcher = Watcher()
+    with pytest.raises(CaptureError, match="arithmetic changes at 25 tokens, and a sequence has") as error:
+        compile_(tmp_path / "out", tokens, settings, observer=watcher)
+    assert error.value.exit_code == 2 and "lengths_decoders.py:" in str(error.value.where)
+    assert "--seq-len 24" in str(error.value.hint)
+    assert not watcher.steps and not list(tmp_path.glob("out*"))
+
+
+def test_a_run_within_the_range_is_verified_at_its_longest_sequence(folder: Path):
+    report = load_report(folder / "report.json")
+    assert report.lengths is not None and (report.lengths.least, report.lengths.most) == (1, 24)
+    assert report.perplexity is not None and report.perplexity.protocol.context == 24
+    at_the_longest = {line.name for line in report.verify if line.shape == (1, 24)}
+    assert at_the_longest == {"captured = model", "lowered = zeroed", "reloaded = lowered"}
+    assert json.loads((folder / "report.json").read_text())["lengths"]["end"] == "changes"
+
+
+def test_a_plan_keeps_the_range_and_an_older_plan_has_none(folder: Path, tmp_path: Path):
+    plan = Plan.load(folder / "plan.safetensors")
+    assert plan.lengths == Lengths(1, 24, "changes")
+    replace(plan, lengths=None).save(tmp_path / "older.safetensors")
+    assert Plan.load(tmp_path / "older.safetensors").lengths is None
+    replace(plan, lengths=Lengths(5, 4)).save(tmp_path / "impossible.safetensors")
+    with pytest.raises(DataError, match="range of lengths is impossible"):
+        Plan.load(tmp_path / "impossible.safetensors")
+
+
+def test_a_loaded_graph_raises_beyond_the_range_and_is_right_within_it(folder: Path):
+    program = analyse(long_texts())
+    plan = Plan.load(folder / "plan.safetensors")
+    for decoder in (load(folder), dispfx.lower(program, plan), dispfx.gated(program, plan)):
+        assert (
+            relative_error(decoder(token_ids(1, 24)), dispfx.gated(program, plan)(token_ids(1, 24))) <= 1e-5
+        )
+        with pytest.raises(CaptureError, match="arithmetic changes at 25 tokens"):
+            decoder(token_ids(1, 25))
+
+
+def test_windows_beyond_the_range_are_not_measured(folder: Path, tokens: Path):
+    evaluate(str(folder), eval_data=tokens, context=24, windows=2)
+    with pytest.raises(DataError, match="arithmetic changes at 25 tokens"):
+        evaluate(str(folder), eval_data=tokens, context=32, windows=2)
+
+
+def test_a_plan_is_applied_and_measured_within_the_range(folder: Path, tokens: Path, tmp_path: Path):
+    report = apply(MODEL, folder / "plan.safetensors", out=tmp_path / "out", eval_data=tokens, eval_windows=2)
+    assert report.perplexity is not None and report.perplexity.protocol.context == 24
+
+
+def test_an_onnx_model_that_could_not_refuse_long_texts_is_not_written(tmp_path: Path, tokens: Path):
+    with pytest.raises(CaptureError, match="an ONNX model would be wrong beyond 24 tokens"):
+        compile_(tmp_path / "out", tokens, IN_RANGE, export="onnx")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_learning_from_a_captured_program_asks_for_the_range_too():
+    with pytest.raises(DispfxError, match="arithmetic changes at 25 tokens, and a sequence has 32"):
+        dispfx.learn(analyse(long_texts()), random_tokens(), 0.3, settings=LONGER)

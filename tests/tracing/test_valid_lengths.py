@@ -1,0 +1,194 @@
+"""For which lengths a captured graph holds, by each way in which a decoder may depend on the length."""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dispfx.capturing import capture, compare_at
+from dispfx.errors import CaptureError, DataError
+from dispfx.ir.lengths import Lengths
+from tests import lengths_decoders
+from tests.lengths_decoders import growing, long_texts, scaled
+from tests.plain_decoders import FORMS, build
+from tests.programs import relative_error, token_ids
+
+WHOLE = 64  # tokens, which is what the plain decoders have positions for
+
+
+def raises_beyond_thirty(tokens: int, x: Tensor) -> Tensor:
+    if tokens > 30:
+        raise ValueError("too long")
+    return x
+
+
+def below_six(tokens: int, x: Tensor) -> Tensor:
+    return x * 2 if tokens < 6 else x
+
+
+def single(tokens: int, x: Tensor) -> Tensor:
+    return x * 2 if tokens == 1 else x
+
+
+def in_chunks(tokens: int, x: Tensor) -> Tensor:
+    """Sum within each chunk of 20 tokens, one chunk after another in Python."""
+    starts = range(0, -(-tokens // 20))
+    return torch.cat([x[:, 20 * i : 20 * (i + 1)].cumsum(1) for i in starts], 1)
+
+
+def warns_beyond_thirty(tokens: int, x: Tensor) -> Tensor:
+    if tokens > 30:
+        x = x + 0
+    return x
+
+
+def warns_and_scales_beyond_forty(tokens: int, x: Tensor) -> Tensor:
+    if tokens > 30:
+        x = x + 0
+    return x * 2 if tokens > 40 else x
+
+
+def padded_to_eight(tokens: int, x: Tensor) -> Tensor:
+    missing = -tokens % 8
+    return nn.functional.pad(x, (0, 0, 0, missing))[:, :tokens] if missing > 0 else x
+
+
+def with_the_length(tokens: int, x: Tensor) -> Tensor:
+    """Scale by the length inside tensors, which a graph does too."""
+    length = torch.arange(x.shape[1]).max() + 1
+    return x * torch.where(length > 24, (length / 24).log() + 1, torch.ones(()))
+
+
+def test_a_branch_on_the_length_ends_the_range_at_its_module_and_line():
+    program = capture(long_texts())
+    line = inspect.getsourcelines(growing)[1] + 2
+    assert program.lengths == Lengths(1, 24, "changes", f"layers.1.mlp, {lengths_decoders.__file__}:{line}")
+
+
+@pytest.mark.parametrize(
+    ("scale", "least", "most", "limit"),
+    [
+        (raises_beyond_thirty, 1, 30, True),
+        (below_six, 6, WHOLE, True),
+        (single, 2, WHOLE, True),
+        (in_chunks, 1, 20, False),
+        (warns_beyond_thirty, 1, WHOLE, True),
+        (warns_and_scales_beyond_forty, 1, 40, False),
+        (padded_to_eight, 1, WHOLE, True),
+        (with_the_length, 1, WHOLE, True),
+    ],
+)
+def test_the_range_of_each_way_to_depend_on_the_length(
+    scale: Callable[[int, Tensor], Tensor], least: int, most: int, limit: bool
+):
+    model = scaled(scale)
+    program = capture(model)
+    found = program.lengths
+    assert (found.least, found.most, found.limit) == (least, most, limit)
+    for tokens in (least, 8, 17, 24, 25, 31, 32, 40, WHOLE):
+        ids = token_ids(1, tokens)
+        if tokens in found:
+            assert relative_error(program.graph_module(ids), model(ids)) <= 1e-6, tokens
+        else:
+            with pytest.raises((CaptureError, DataError)):
+                program.graph_module(ids)
+
+
+def test_a_table_that_ends_is_a_limit_of_the_decoder_in_plain_words():
+    program = capture(build(FORMS["pre-norm"], layers=1))
+    assert (program.lengths.most, program.lengths.limit) == (WHOLE, True)
+    with pytest.raises(
+        DataError, match="this decoder reads at most 64 tokens, and a sequence has 65"
+    ) as error:
+        program.graph_module(token_ids(1, 65))
+    assert "plain_decoders.py:" in str(error.value.where)
+
+
+@pytest.mark.parametrize("limit", [True, False])
+def test_a_far_end_is_found_without_running_the_decoder_there(limit: bool):
+    def far(tokens: int, x: Tensor) -> Tensor:
+        if tokens > 5_000 and limit:
+            raise ValueError("too long")
+        return x * 2 if tokens > 5_000 else x
+
+    decoder = scaled(far)
+    decoder.positions = nn.Parameter(torch.randn(6_000, 32))
+    decoder.register_forward_pre_hook(require_short)
+    found = capture(decoder).lengths
+    assert (found.most, found.limit) == (5_000, limit)
+
+
+def require_short(module: nn.Module, inputs: tuple[Tensor]) -> None:
+    """Raise where a decoder is run, and not traced, on a long text."""
+    assert isinstance(inputs[0], FakeTensor) or inputs[0].shape[1] < 5_000
+
+
+def odd(tokens: int, x: Tensor) -> Tensor:
+    return x * 2 if tokens % 2 == 0 else x
+
+
+def beyond_fifteen(tokens: int, x: Tensor) -> Tensor:
+    return x * 2 if tokens > 15 else x
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"), [(odd, "below 13 tokens"), (beyond_fifteen, "changes at 16 tokens")]
+)
+def test_a_range_that_is_too_short_to_be_verified_is_refused_with_the_line(
+    scale: Callable[[int, Tensor], Tensor], said: str
+):
+    with pytest.raises(CaptureError, match=said) as error:
+        capture(scaled(scale))
+    assert "layers.1.mlp, " in str(error.value.where)
+
+
+def test_copies_and_rewritten_graphs_of_a_program_hold_to_its_range():
+    program = capture(long_texts())
+    twin = program.clone()
+    twin.rebuild(dict(twin.tensors()))
+    for module in (program.graph_module, twin.graph_module):
+        assert module(token_ids(1, 24)).shape[1] == 24
+        with pytest.raises(CaptureError, match="arithmetic changes at 25 tokens, and a sequence has 64"):
+            module(token_ids(1, 64))
+
+
+def test_a_graph_that_is_wrong_at_a_length_of_the_run_is_refused():
+    model = long_texts()
+    program = capture(model)
+    compare_at(model, program, 20)
+    assert program.identity[1, 20].absolute == 0.0
+    program.hold_to(Lengths())  # as if no condition had been noted
+    with pytest.raises(CaptureError, match="at \\(1, 40\\) tokens it differs"):
+        compare_at(model, program, 40)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 2.0},
+        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_scaled_rotary_positions_hold_beyond_the_original_context(rope: dict):
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    places = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=61, **sizes, max_position_embeddings=64, rope_parameters=rope | places)
+    model = LlamaForCausalLM(config).eval()
+    program = capture(model)
+    assert program.lengths == Lengths()
+    for tokens in (32, 33, 64):
+        compare_at(model, program, tokens)
+    assert all(math.isclose(found.relative, 0.0) for found in program.identity.values())
