@@ -17,20 +17,20 @@ from dispfx.errors import DispfxError
 from dispfx.huggingface.registering import register
 
 if TYPE_CHECKING:
-    from dispfx.api import capture, compile, gated, learn, load, lower
+    from dispfx.api import capture, compile, gate, gated, learn, load, lower
     from dispfx.ir.plan import Plan
     from dispfx.ir.program import Program
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "DispfxError", "Plan", "Program", "capture", "compile", "gated", "learn", "load", "lower",
+    "DispfxError", "Plan", "Program", "capture", "compile", "gate", "gated", "learn", "load", "lower",
 ]  # fmt: skip
 
 _HOMES = {
     "Plan": "dispfx.ir.plan",
     "Program": "dispfx.ir.program",
-    **dict.fromkeys(("capture", "compile", "gated", "learn", "load", "lower"), "dispfx.api"),
+    **dict.fromkeys(("capture", "compile", "gate", "gated", "learn", "load", "lower"), "dispfx.api"),
 }
 
 

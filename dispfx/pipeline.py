@@ -82,6 +82,35 @@ class Printer:
             self.show(name, text)
 
 
+def further_passes(passes: Sequence[Pass], stage: str, taken: Sequence[Pass] = ()) -> list[Pass]:
+    """Return a user's passes, after checking that they can run after those of a stage.
+
+    Args:
+        stage: of the program that they get, and must leave it at.
+        taken: passes that ran before, whose names are taken.
+
+    Raises:
+        DispfxError: if one is no pass, has a name that is taken, or is for another stage.
+    """
+    names = [step.name for step in taken]
+    for step in passes:
+        if not isinstance(step, Pass) or isinstance(step, type):
+            given = step.__name__ if isinstance(step, type) else type(step).__name__
+            raise DispfxError(
+                f"a pass is an object with name, requires, ensures and run, and {given} was given",
+                hint="docs/contributing.md has a complete pass",
+            )
+        if step.name in names:
+            raise DispfxError(f"the names of passes differ, and {step.name!r} is taken")
+        if (step.requires, step.ensures) != (stage, stage):
+            raise DispfxError(
+                f"pass {step.name} must require and ensure a {stage} program, and it says {step.requires}, "
+                f"{step.ensures}"
+            )
+        names.append(step.name)
+    return list(passes)
+
+
 # A command runs pipelines in many places; what it prints of them is its own, and of no pipeline.
 _PRINTER: ContextVar[Printer | None] = ContextVar("printer", default=None)
 
@@ -148,8 +177,11 @@ class Pipeline:
 
     def _broken(self, step: Pass, problem: str) -> PassError:
         before = ", ".join(ran.name for ran in self.ran) or "none"
+        ours = type(step).__module__.startswith("dispfx.")
         return PassError(
             f"pass {step.name}: {problem}",
             where=f"passes that ran before: {before}",
-            hint="this is a fault of dispfx; please report it with the model's class",
+            hint="this is a fault of dispfx; please report it with the model's class"
+            if ours
+            else f"this pass is not part of dispfx: see {type(step).__module__}.{type(step).__qualname__}",
         )

@@ -8,8 +8,9 @@ Shape legend: B batch, T tokens, V vocabulary, N features of a site.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ from dispfx.ir.plan import Budget, Plan, site_keys
 from dispfx.ir.program import Program, own_tensor
 from dispfx.ir.sites import Select
 from dispfx.learning.scores import select_by_score
-from dispfx.learning.text import Batches, TokenBatches
+from dispfx.learning.text import Batches, TokenBatches, token_vector
 from dispfx.learning.trainer import LearningTask, Watch, follow_run
 from dispfx.learning.trainer import learn as learn_masks
 from dispfx.passes.align_groups import AlignGroups
@@ -39,7 +40,7 @@ from dispfx.passes.fold_statistics import FoldStatistics
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.passes.lower_gates import LowerGates
-from dispfx.pipeline import Pass, Pipeline
+from dispfx.pipeline import Pass, Pipeline, further_passes
 from dispfx.ranks import ALONE, Ranks
 from dispfx.settings import BudgetSettings, ComputeSettings, LearnSettings, changed_settings, learn_settings
 from dispfx.settings.field import section_fields
@@ -48,30 +49,31 @@ from dispfx.source.experts import Experts, experts_as, has_choice_of_experts
 WriteSpelling = Literal["index-add", "gather-add"]
 
 
-def analysis(skip: Sequence[str] = (), select: Select = "after-norm") -> list[Pass]:
+def analysis(skip: Sequence[str] | str = (), select: Select = "after-norm") -> list[Pass]:
     """Return the passes that find what can be pruned."""
     return [
         Canonicalize(),
         FoldStatistics(),
         FindResidualStream(),
         FindBranches(),
-        FindSites(tuple(skip), select),
+        FindSites((skip,) if isinstance(skip, str) else tuple(skip), select),
     ]
 
 
 def capture(
     model: nn.Module,
     *,
-    skip: Sequence[str] = (),
+    skip: Sequence[str] | str = (),
     select: Select = "after-norm",
     vocabulary_size: int | None = None,
     experts: Experts = "grouped",
+    passes: Sequence[Pass] = (),
 ) -> Program:
     """Return a decoder's program with its branches and sites; the decoder is not changed.
 
     Args:
         model: takes token ids (B, T) int64 first and returns logits (B, T, V) or an output with them.
-        skip: patterns of branch names to leave dense.
+        skip: patterns of branch names to leave dense; one, or several.
         select: `after-norm`, where every branch reads, and writes, what it likes; or `before-norm`, one
             selection for the whole residual stream, embedding, norms and head included.
         vocabulary_size: ids that the capture is checked with stay below it; by default taken from the
@@ -79,20 +81,30 @@ def capture(
         experts: how a mixture of experts is computed where the decoder has a choice: `grouped`, which
             learning can afford, or `batched`, which can be exported.  Where one cannot be captured, the
             other is.
+        passes: run after those of the analysis, on a canonical program (`docs/extending.md`).
 
     Raises:
         SourceError: if a weight contains NaN or infinity.
         CaptureError: if torch.export cannot capture the decoder at every batch and length.
         UnsupportedGraphError: if there is no residual stream, or nothing can be pruned.
+        DispfxError: if a pass cannot run there.
+        PassError: if one breaks the graph, or claims what it did not do.
     """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            f"capture takes an nn.Module, and {model!r} was given"[:200],
+            hint="dispfx.compile(model, ratio, …) also opens names, such as demo, and folders",
+        )
+    further = further_passes(passes, "canonical", analysis())
     require_finite_weights(model)
-    return analyse(model, skip=skip, select=select, vocabulary_size=vocabulary_size, experts=experts)
+    program = analyse(model, skip=skip, select=select, vocabulary_size=vocabulary_size, experts=experts)
+    return Pipeline(further).run(program)
 
 
 def analyse(
     model: nn.Module,
     *,
-    skip: Sequence[str] = (),
+    skip: Sequence[str] | str = (),
     select: Select = "after-norm",
     vocabulary_size: int | None = None,
     experts: Experts = "grouped",
@@ -179,21 +191,37 @@ def exportable(model: nn.Module, program: Program, plan: Plan) -> Program:
 
 
 class GatedDecoder(nn.Module):
-    """A decoder whose sites are multiplied by masks; its weights are frozen."""
+    """A decoder whose sites are multiplied by masks; its weights are those of the program.
+
+    Gradients reach the masks, and the weights that require them.
+    """
 
     def __init__(self, program: Program):
         super().__init__()
         self.graph = program.graph_module
+        self.sites = program.sites
 
-    def forward(self, ids: Tensor, masks: Sequence[Tensor], *further: Tensor) -> Any:
+    def forward(self, ids: Tensor, masks: Sequence[Tensor] | Mapping[str, Tensor], *further: Tensor) -> Any:
         """Return what the program returns: logits (B, T, V), followed by caches where it has them.
 
         Args:
             ids: (B, T) int64.
-            masks: one (N,) float tensor a site, in the order of the program's sites.
+            masks: one (N,) float tensor a site, in the order of the program's sites; or by the names of
+                sites, where a site without a mask keeps everything.  Soft masks multiply features.
             further: the program's inputs after the token ids.
         """
+        if isinstance(masks, Mapping):
+            masks = self._in_order(masks, ids.device)
         return self.graph(ids, *further, *masks)
+
+    def _in_order(self, masks: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
+        names = [site.name for site in self.sites]
+        for name in masks:
+            require_choice(names, name, "site")
+        return [
+            masks[site.name] if site.name in masks else torch.ones(site.size, device=device)
+            for site in self.sites
+        ]
 
 
 class HardGatedDecoder(nn.Module):
@@ -230,6 +258,7 @@ def lower(
     plan: Plan,
     *,
     write: WriteSpelling = "index-add",
+    passes: Sequence[Pass] = (),
 ) -> torch.fx.GraphModule:
     """Return the pruned decoder: token ids (B, T) to logits (B, T, V), on sliced weights.
 
@@ -237,12 +266,17 @@ def lower(
         program: of the decoder; it is not changed, and its tensors are not copied where nothing is cut.
         plan: what to keep.
         write: `index-add` is the spelling of the method; `gather-add` the one that is fast on a GPU.
+        passes: run after those of the lowering, on a lowered program (`docs/extending.md`).
 
     Raises:
         PlanMismatchError: if the plan was made for another decoder.
+        DispfxError: if a pass cannot run there.
+        PassError: if one breaks the graph, or claims what it did not do.
     """
     require_same_decoder(program, plan)
-    return lower_program(program, plan, write=write).graph_module
+    own = [InsertGates(), LowerGates({}), AlignGroups(), GatherAdd()]
+    further = further_passes(passes, "lowered", own)
+    return Pipeline(further).run(lower_program(program, plan, write=write)).graph_module
 
 
 def lower_program(
@@ -265,7 +299,7 @@ def lower_program(
 
 def learn(
     program: Program,
-    data: Tensor | Batches,
+    data: Tensor | np.ndarray | Sequence[int] | Batches,
     ratio: float,
     *,
     settings: LearnSettings | None = None,
@@ -280,8 +314,8 @@ def learn(
 
     Args:
         program: of the decoder, on the device to learn on.
-        data: token ids, (N,) integers, of which the last tenth is held out; or batches, cut as the settings
-            say.
+        data: token ids, (N,) integers, of which the last tenth is held out: a tensor, a numpy array or a
+            list; or batches, cut as the settings say.
         ratio: share of the counted parameters to remove, in (0, 1).
         settings: of the learning; those of the `informed` recipe by default.
         compute: how the decoder is run: compiled, with checkpoints, in parts; by default as the device asks.
@@ -293,18 +327,20 @@ def learn(
     Raises:
         UnknownSettingError: if one of `changes` is no setting.
         BudgetError: if the sites cannot give up that much.
-        DataError: if the text is shorter than one sequence.
+        DataError: if the text is no vector of token ids, has others than the decoder, or is shorter than one
+            sequence.
         DispfxError: if the decoder cannot be run as `compute` says.
     """
     watch = watch or Watch()
     names = [one.name for one in section_fields(BudgetSettings)]
     asked = BudgetSettings(ratio, **{name: changes.pop(name) for name in names if name in changes})
     whole = learn_settings(None, **changes) if settings is None else changed_settings(settings, changes)
-    if isinstance(data, Tensor):
+    if hasattr(data, "held_out_batches"):  # cut already
+        chosen, text = settings_for(program, whole, watch.note), cast(Batches, data)
+    else:
+        tokens = token_vector(data, program.vocabulary_size)
         chosen = fitted_settings(whole, program=program, note=watch.note)
-    else:  # batches are cut already
-        chosen = settings_for(program, whole, watch.note)
-    text = batches_of(data, chosen) if isinstance(data, Tensor) else data
+        text = batches_of(tokens, chosen)
     require_readable(program, text.seq_len)
     budget = Budget(ratio, asked.ratio_of, asked.align or 1, latency_table(asked.costs))
     _check_packing(program, chosen)
@@ -391,7 +427,9 @@ def _scored(program: Program, text: Batches, budget: Budget, settings: LearnSett
     return select_by_score(task.problem(), gated.graph, budget)
 
 
-def batches_of(tokens: Tensor, settings: LearnSettings, held_out: Tensor | None = None) -> TokenBatches:
+def batches_of(
+    tokens: Tensor | np.ndarray, settings: LearnSettings, held_out: Tensor | None = None
+) -> TokenBatches:
     """Cut tokens into batches; the last tenth is held out unless other text is given for that."""
     if held_out is not None:
         return TokenBatches(tokens, settings.seq_len, settings.batch_size, settings.seed, held_out)

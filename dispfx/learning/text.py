@@ -14,16 +14,15 @@ Legend: B batch, T tokens of a sequence.
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from os import PathLike
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dispfx.errors import DataError
 from dispfx.settings.learning_settings import seed_for
-
-if TYPE_CHECKING:
-    import numpy as np
 
 HELD_OUT_SHARE = 0.1
 _DIGEST_CHUNK = 1 << 16
@@ -74,11 +73,11 @@ class TokenBatches:
         separator: token that ends a document, where each document begins with `bos` too.
     """
 
-    tokens: "Tensor | np.ndarray"
+    tokens: Tensor | np.ndarray
     seq_len: int
     batch_size: int
     seed: int = 0
-    held_out: "Tensor | np.ndarray | None" = None
+    held_out: Tensor | np.ndarray | None = None
     bos: tuple[int, ...] = ()
     separator: int | None = None
     _order: tuple[int, Tensor] | None = field(default=None, init=False, repr=False)
@@ -111,7 +110,7 @@ class TokenBatches:
 
     @staticmethod
     def split(
-        tokens: "Tensor | np.ndarray",
+        tokens: Tensor | np.ndarray,
         *,
         seq_len: int,
         batch_size: int,
@@ -169,7 +168,7 @@ class TokenBatches:
             self._order = (epoch, torch.randperm(self.windows, generator=generator))
         return self._sequence(self.tokens, int(self._order[1][place]))
 
-    def _sequence(self, tokens: "Tensor | np.ndarray", place: int) -> Tensor:
+    def _sequence(self, tokens: Tensor | np.ndarray, place: int) -> Tensor:
         """Return the T ids of a window."""
         start = place * self._stride
         ids_T = _ids(tokens[start : start + self._stride])
@@ -181,13 +180,42 @@ class TokenBatches:
         return torch.cat([part for document in documents for part in (bos, document)])[: self.seq_len]
 
 
-def _holds_integers(tokens: "Tensor | np.ndarray") -> bool:
+def token_vector(data: object, vocabulary_size: int) -> Tensor | np.ndarray:
+    """Return token ids (N,) as a caller of the API has them: a tensor, an array, or a list.
+
+    Raises:
+        DataError: if they are text, no vector of integers, or ids that the decoder does not have.
+    """
+    first = data[0] if isinstance(data, list | tuple) and data else data
+    if isinstance(first, str | bytes | PathLike):
+        raise DataError(
+            f"learning takes token ids, and a {type(first).__name__} was given",
+            hint="give tokenizer.encode(text), or let dispfx.compile read the text: data=FILE",
+        )
+    try:
+        tokens = data if isinstance(data, Tensor | np.ndarray) else torch.as_tensor(data)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"a vector of token ids was expected, and no array was given: {error}") from error
+    if len(tokens.shape) != 1 or not _holds_integers(tokens):
+        raise DataError(
+            f"a vector of token ids was expected, found shape {tuple(tokens.shape)} of {tokens.dtype}",
+            hint="give one long text: join the sequences of a batch with .flatten()",
+        )
+    # numpy is several times as fast at this, and knows unsigned integers.
+    ids = tokens.cpu().numpy() if isinstance(tokens, Tensor) else tokens
+    for found in map(int, (ids.min(), ids.max()) if len(ids) else ()):
+        if not 0 <= found < vocabulary_size:
+            raise DataError(f"token ids must be in [0, {vocabulary_size}) for this decoder, found {found}")
+    return tokens
+
+
+def _holds_integers(tokens: Tensor | np.ndarray) -> bool:
     if isinstance(tokens, Tensor):
         return not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
     return tokens.dtype.kind in "iu"
 
 
-def _ids(tokens: "Tensor | np.ndarray") -> Tensor:
+def _ids(tokens: Tensor | np.ndarray) -> Tensor:
     if isinstance(tokens, Tensor):
         return tokens.to("cpu", torch.int64, copy=True)
     # A copy in both cases: a read-only memory map must not become a writable tensor.

@@ -1,11 +1,13 @@
 """Batches depend on the seed and the step alone, and hold-out text is never learned from."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from dispfx.errors import DataError
-from dispfx.learning.text import TokenBatches
+from dispfx.learning.text import TokenBatches, token_vector
 
 
 def test_an_epoch_reads_every_window_once_in_a_shuffled_order():
@@ -114,3 +116,28 @@ def test_the_bos_is_part_of_what_identifies_a_text():
 def test_a_sequence_must_have_room_for_text():
     with pytest.raises(DataError, match="no room for text after the 2 that it begins with"):
         TokenBatches(torch.arange(40), seq_len=2, batch_size=1, bos=(1, 2))
+
+
+def test_token_ids_of_every_kind_of_array_are_taken_as_they_are():
+    ids = np.arange(12, dtype=np.int64) % 5
+    for given in (ids, torch.from_numpy(ids), ids.tolist(), tuple(ids.tolist()), ids.astype(np.uint16)):
+        assert np.asarray(token_vector(given, 5)).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("a text", "learning takes token ids, and a str was given"),
+        (["one", "two"], "learning takes token ids, and a str was given"),
+        (Path("text.txt"), "learning takes token ids, and a .*Path was given"),
+        ([1, 2, 5], r"token ids must be in \[0, 5\) for this decoder, found 5"),
+        (np.array([1, -1]), "found -1"),
+        (np.array([[1, 2], [3, 4]]), r"found shape \(2, 2\)"),
+        ([0.5, 1.5], "found shape .* of torch.float32"),
+        ([[1, 2], [3]], "no array was given"),
+        (None, "no array was given"),
+    ],
+)
+def test_what_are_no_token_ids_of_the_decoder_is_refused(data: object, message: str):
+    with pytest.raises(DataError, match=message):
+        token_vector(data, 5)
