@@ -18,8 +18,8 @@ from dispfx.huggingface.registering import register
 
 if TYPE_CHECKING:
     from dispfx.api import capture, compile, gate, gated, learn, load, lower
-    from dispfx.ir.plan import Plan
     from dispfx.ir.program import Program
+    from dispfx.plan.plan import Plan
 
 __version__ = "0.1.0"
 
@@ -28,7 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Plan": "dispfx.ir.plan",
+    "Plan": "dispfx.plan.plan",
     "Program": "dispfx.ir.program",
     **dict.fromkeys(("capture", "compile", "gate", "gated", "learn", "load", "lower"), "dispfx.api"),
 }

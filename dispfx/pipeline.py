@@ -82,17 +82,17 @@ class Printer:
             self.show(name, text)
 
 
-def further_passes(passes: Sequence[Pass], stage: str, taken: Sequence[Pass] = ()) -> list[Pass]:
+def further_passes(passes: Sequence[Pass], stage: str, taken: Sequence[str] = ()) -> list[Pass]:
     """Return a user's passes, after checking that they can run after those of a stage.
 
     Args:
         stage: of the program that they get, and must leave it at.
-        taken: passes that ran before, whose names are taken.
+        taken: names of the passes that ran before.
 
     Raises:
         DispfxError: if one is no pass, has a name that is taken, or is for another stage.
     """
-    names = [step.name for step in taken]
+    names = list(taken)
     for step in passes:
         if not isinstance(step, Pass) or isinstance(step, type):
             given = step.__name__ if isinstance(step, type) else type(step).__name__

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from dispfx.analysis.flow import Flow
+from dispfx.analysis.token_mixing import behind_softmax, mixes_tokens
 from dispfx.ir import ops
-from dispfx.ir.flow import Flow
 from dispfx.ir.program import Leaf, Program
 from dispfx.ir.sites import Refusal, ResidualStream
-from dispfx.ir.token_mixing import behind_softmax, mixes_tokens
 from dispfx.pipeline import PassResult
 
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from dispfx.analysis.flow import Flow
 from dispfx.errors import UnsupportedGraphError
 from dispfx.ir import ops
-from dispfx.ir.flow import Flow
 from dispfx.ir.program import Program
 from dispfx.ir.sites import ResidualStream
 from dispfx.pipeline import PassResult

@@ -1,6 +1,6 @@
 """Find the dimensions of every branch that can be pruned, and everything cut with them.
 
-Rules (each closure follows `dispfx.ir.closure`):
+Rules (each closure follows `dispfx.analysis.label_map`):
 1. Read: the products of a branch that sum over the stream's features, because no other product feeds
    them or because their input's features lead to the stream, share one selection (S1, S3).  The gate
    stands on the edges from value to product, so a norm is computed at full width and then selected from.
@@ -9,11 +9,11 @@ Rules (each closure follows `dispfx.ir.closure`):
    beside its own norm, the two positions are one feature.  Heads are not pruned: an attention's output
    projection contracts over heads, and no site is made there.
    Where experts are stacked and the graph shows which expert each value belongs to, every expert has features
-   of its own (`dispfx.ir.experts`); otherwise they share one selection.
+   of its own (`dispfx.analysis.stacked_experts`); otherwise they share one selection.
 3. Write: the features of the value that is written (S2, S5).
 4. A weight that several products use, or that two branches read, belongs to one site.
-5. What a branch writes must be zero where its weights are (`dispfx.ir.zeros`): a constant that it adds cannot
-   be cut with them.
+5. What a branch writes must be zero where its weights are (`dispfx.analysis.zero_values`): a constant that it
+   adds cannot be cut with them.
 6. A site that does not fit is refused with its reason; the other sites of the branch stay.
 7. With `select="before-norm"` one site holds the features of the whole stream and takes the place of all
    reads and writes: embedding, norms, every reader and writer, and the head are cut together, and norms see
@@ -28,13 +28,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import fx
 
-from dispfx.choices import check_choices
+from dispfx.analysis.flow import Flow
+from dispfx.analysis.label_map import Closure, Mismatch, Statistics, Surroundings, close
+from dispfx.analysis.links import Contraction, Dimension, links
+from dispfx.analysis.stacked_experts import ByExpert, by_expert
+from dispfx.analysis.token_mixing import mixes_tokens
+from dispfx.analysis.zero_values import not_zero
 from dispfx.errors import UnsupportedGraphError
 from dispfx.ir import ops
-from dispfx.ir.closure import Closure, Mismatch, Statistics, Surroundings, close
-from dispfx.ir.experts import ByExpert, by_expert
-from dispfx.ir.flow import Flow
-from dispfx.ir.links import Contraction, Dimension, links
 from dispfx.ir.program import Leaf, Program
 from dispfx.ir.sites import (
     STREAM,
@@ -48,9 +49,8 @@ from dispfx.ir.sites import (
     SiteKind,
     Slice,
 )
-from dispfx.ir.token_mixing import mixes_tokens
-from dispfx.ir.zeros import not_zero
 from dispfx.pipeline import PassResult
+from dispfx.words.choices import check_choices
 
 _BRANCHES_SHOWN = 4
 

@@ -21,8 +21,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
+from dispfx.analysis.flow import Flow
 from dispfx.ir import ops
-from dispfx.ir.flow import Flow
 from dispfx.ir.program import DENSE_PREFIX, Program
 from dispfx.pipeline import PassResult
 

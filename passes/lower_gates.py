@@ -12,9 +12,10 @@ Rules:
 4. A write gate becomes `index_add` into the residual stream where its only user is the residual
    addition; otherwise `index_add` into zeros, which keeps the order of the user's own additions.
 5. A parameter axis keeps position p if every site that labels p keeps its feature.
-6. Sizes written into the graph on cut dimensions are counted anew (`dispfx.ir.cut_sizes`).
+6. Sizes written into the graph on cut dimensions are counted anew (`dispfx.analysis.cut_sizes`).
 7. Where experts keep features of their own, each matrix of a stack is cut by its expert's; all keep equally
-   many, and what the graph spells out depends on that number alone (`dispfx.ir.experts`, rule 4).
+   many, and what the graph spells out depends on that number alone (`dispfx.analysis.stacked_experts`,
+   rule 4).
 8. A mean or a norm that is gated by the statistics of the kept features is one over what is left.
 """
 
@@ -25,10 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from dispfx.ir.cut_sizes import count_sizes
+from dispfx.analysis.cut_sizes import count_sizes
+from dispfx.analysis.positions import kept_features, kept_positions, places, taken
 from dispfx.ir.kept_statistics import restore
 from dispfx.ir.ops import aten, packet
-from dispfx.ir.positions import kept_features, kept_positions, places, taken
 from dispfx.ir.program import INDEX_PREFIX, Program
 from dispfx.ir.sites import GatePoint, Site
 from dispfx.pipeline import PassResult

@@ -24,9 +24,9 @@ from itertools import pairwise
 
 from torch import fx
 
+from dispfx.analysis.outlining import Placement, is_size, parts_of
 from dispfx.ir import ops
 from dispfx.ir.outline import Body, Outline, Part, body_key
-from dispfx.ir.outlining import Placement, is_size, parts_of
 from dispfx.ir.program import Program
 from dispfx.ir.sites import ResidualStream
 from dispfx.pipeline import PassResult

@@ -15,8 +15,8 @@ Rules:
    other use of them is refused.
 3. The inputs are those of a cached program with `start`, int64 (), behind the positions, and an attention
    mask (B, S); the logits are the only output.  Causal masks hide the places that are not in use yet.
-4. An attention whose mask is the plain causal one (`dispfx.ir.causal_mask`) needs no mask in memory.  With
-   `reads="new"` it reads the new keys alone and is causal: a prefill from an empty cache.  With
+4. An attention whose mask is the plain causal one (`dispfx.analysis.causal_mask`) needs no mask in memory.
+   With `reads="new"` it reads the new keys alone and is causal: a prefill from an empty cache.  With
    `reads="prefix"` it becomes `dispfx::cached_attention`, which reads the places in use: a decode step.
    Both hold without padding only; `reads="mask"` keeps every mask.
 """
@@ -28,15 +28,15 @@ from typing import Literal
 import torch
 from torch import fx
 
-from dispfx.choices import check_choices
+from dispfx.analysis.causal_mask import is_causal
 from dispfx.errors import UnsupportedGraphError
 from dispfx.ir import ops
 from dispfx.ir.cached_inputs import CACHED_INPUTS
-from dispfx.ir.causal_mask import is_causal
 from dispfx.ir.ops import argument, aten, packet
 from dispfx.ir.program import Program
 from dispfx.kernels.cached_attention import CACHED_ATTENTION
 from dispfx.pipeline import PassResult
+from dispfx.words.choices import check_choices
 
 Reads = Literal["mask", "new", "prefix"]
 START = "start"

@@ -7,10 +7,10 @@ from functools import cache
 
 import torch
 
-from dispfx.api.cached import capture_cached
-from dispfx.api.programs import capture, lower_program
-from dispfx.ir.plan import Plan
+from dispfx.compiler.cached_programs import capture_cached
+from dispfx.compiler.programs import capture, lower_program
 from dispfx.ir.program import Program
+from dispfx.plan.plan import Plan
 from tests.tiny_transformers import tiny_transformer
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from dispfx.measure.tasks import PAPER_METRICS
+from dispfx.quality.task_harness import PAPER_METRICS
 
 WORDS = ("abc", "xyz", "kmt", "dfg", "pqr", "stu")
 TASK = """

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import dispfx
-from dispfx.api.verification import zeroed_decoder
-from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
+from dispfx.plan.plan import Plan
+from dispfx.verification.graphs import zeroed_decoder
 from tests.plain_decoders import perturb
 from tests.programs import relative_error, token_ids
 

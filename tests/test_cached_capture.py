@@ -8,15 +8,14 @@ import torch
 from torch import Tensor, fx, nn
 
 import dispfx
-from dispfx.api.cached import CachedDecoder, capture_cached, lower_cached
-from dispfx.api.programs import analysis
-from dispfx.cached_capture import capture_cached as capture_prepared
-from dispfx.cached_capture import export_cached_program
+from dispfx.capturing.cached_capture import capture_cached as capture_prepared
+from dispfx.capturing.cached_capture import export_cached_program
+from dispfx.compiler.cached_programs import CachedDecoder, capture_cached, lower_cached
+from dispfx.compiler.stages import run_stage
 from dispfx.errors import CaptureError, PlanMismatchError, UnsupportedGraphError
 from dispfx.ir.cached_inputs import CachedShape, cache_tensors, sample_inputs
-from dispfx.ir.plan import Plan, site_keys
 from dispfx.ir.program import Program
-from dispfx.pipeline import Pipeline
+from dispfx.plan.plan import Plan, site_keys
 from dispfx.source.cached_forward import cached_forward
 from tests.captures import plain, with_cache
 from tests.plain_decoders import FORMS, build
@@ -170,7 +169,7 @@ def test_features_that_leave_the_decoder_other_than_as_its_cache_are_not_pruned(
     program = capture_prepared(cached_forward(tiny_transformer("deepseek")))
     renamed = {name: name.replace("present", "latent") for name in program.outputs}
     program.outputs = tuple(renamed.values())
-    found = {site_keys(site) for site in Pipeline(analysis()).run(program).sites}
+    found = {site_keys(site) for site in run_stage("analyse", program).sites}
     lost = {site_keys(site) for site in captured("deepseek").cached.sites} - found
     assert len(lost) == 2 and all("kv_a_layernorm" in str(keys) for keys in lost)
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dispfx
-from dispfx.capturing import OTHER_SHAPE, TRACED_SHAPE, capture, export_program, module_logits
+from dispfx.capturing.module_capture import OTHER_SHAPE, TRACED_SHAPE, capture, export_program, module_logits
 from dispfx.errors import CaptureError
-from dispfx.ir.plan import Plan
+from dispfx.plan.plan import Plan
 from tests.one_branch import VOCABULARY, WIDTH, Middle, one_branch, require_one_function
 from tests.plain_decoders import FORMS, build, perturb
 from tests.programs import token_ids

@@ -10,20 +10,20 @@ import pytest
 
 import dispfx.api
 from dispfx.api import learn_settings, tune_settings
-from dispfx.api.programs import WriteSpelling, analyse, learn, lower
-from dispfx.api.readiness import Learning
-from dispfx.choices import check_choices, choice, require_fields
 from dispfx.cli import options
 from dispfx.cli.app import app
+from dispfx.compiler.programs import WriteSpelling, analyse, lower
 from dispfx.errors import DispfxError
-from dispfx.ir.plan import Budget, BudgetOf, Plan
 from dispfx.ir.sites import Select
 from dispfx.learning.estimators import ESTIMATORS, estimator
 from dispfx.learning.hypernetwork import HYPERNETWORKS, build_hypernetwork, hypernetwork_parameters
 from dispfx.learning.scores import SCORES, score
 from dispfx.passes.find_sites import FindSites
 from dispfx.passes.static_cache import StaticCache
-from dispfx.preconditions import SELECTIONS
+from dispfx.plan.budget import Budget, BudgetOf
+from dispfx.plan.plan import Plan
+from dispfx.run.mask_learning import learn
+from dispfx.run.readiness import Learning
 from dispfx.settings.learning_settings import (
     RECIPES,
     EstimatorName,
@@ -32,25 +32,27 @@ from dispfx.settings.learning_settings import (
     Method,
     RecipeName,
 )
+from dispfx.words.choices import check_choices, choice, require_fields
+from dispfx.words.preconditions import SELECTIONS
 from tests.api.plain import build_decoder
 
 ROOT = Path(dispfx.__file__).parents[1]
 # Who may take any keyword, and where it goes.
 TAKES_ANY = {
     "dispfx/api/finetuning.py:tune_settings": "checked against the fields of TuneSettings",
-    "dispfx/api/opening.py:learn_settings": "checked against the fields of LearnSettings",
-    "dispfx/api/programs.py:learn": "checked against the fields of LearnSettings",
-    "dispfx/tracing/exporting.py:traced": "handed on whole to torch.export",
+    "dispfx/run/opening.py:learn_settings": "checked against the fields of LearnSettings",
+    "dispfx/compiler/programs.py:learn": "checked against the fields of LearnSettings",
+    "dispfx/capturing/graph_export.py:traced": "handed on whole to torch.export",
     "dispfx/cli/faults.py:run": "handed on whole to the verb",
     "dispfx/deploy/checkpoint.py:_without_weights": "handed on whole to transformers",
-    "dispfx/huggingface/loading.py:load_model": "handed on whole to transformers",
+    "dispfx/huggingface/model_loading.py:load_model": "handed on whole to transformers",
     "dispfx/huggingface/guards.py:guarded": "handed on whole to the function of transformers that it guards",
     "dispfx/huggingface/quantizer.py:__init__": "the section of a config, checked where it is read",
     "dispfx/huggingface/quantizer.py:_process_model_before_weight_loading": "called by transformers",
     "dispfx/huggingface/quantizer.py:_process_model_after_weight_loading": "called by transformers",
     "dispfx/learning/tensorboard.py:_write": "handed on whole to the constructor of an event",
-    "dispfx/measure/logits_by_rows.py:lambda": "called by a decoder in place of a part that has run already",
-    "dispfx/lifting.py:run_decompositions": "called by torch, whose arguments change nothing here",
+    "dispfx/quality/logits_by_rows.py:lambda": "called by a decoder in place of a part that has run already",
+    "dispfx/deploy/onnx/lifting.py:run_decompositions": "called by torch; its arguments change nothing here",
 }
 
 

@@ -8,9 +8,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from dispfx.atomic import replacing
-from dispfx.disk import disk_fault, writing
 from dispfx.errors import OutputError
+from dispfx.files.atomic import replacing
+from dispfx.files.disk import disk_fault, writing
 
 
 def full_by_python() -> None:

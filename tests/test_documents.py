@@ -6,18 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from dispfx.api.programs import apart, capture, learn, lower
-from dispfx.documents import positions_in_documents
+from dispfx.capturing.document_masks import positions_in_documents
+from dispfx.compiler.programs import apart, capture, lower
+from dispfx.compiler.stages import for_learning
 from dispfx.errors import CaptureError, DispfxError
+from dispfx.fast_decoder.comparison import sample_masks, value_and_gradient
+from dispfx.fast_decoder.decoder import TrainingDecoder
+from dispfx.fast_decoder.preparation import PlainDecoder
 from dispfx.learning.objective import NO_TARGET, next_tokens
 from dispfx.learning.text import TokenBatches
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
+from dispfx.run.mask_learning import learn
 from dispfx.settings.learning_settings import LearnSettings
-from dispfx.training.comparison import sample_masks, value_and_gradient
-from dispfx.training.decoder import TrainingDecoder
-from dispfx.training.fast_passes import training_passes
-from dispfx.training.preparation import PlainDecoder
 from tests.plain_decoders import FORMS, build
 from tests.tiny_transformers import VOCABULARY, tiny_transformer
 
@@ -55,7 +56,7 @@ def test_packed_documents_have_the_loss_and_the_gradients_of_each_alone(name):
     twin = apart(model, program, END)
     gated = Pipeline([InsertGates()]).run(twin.clone())
     packed = torch.cat(documents(), 1)
-    fast = TrainingDecoder(Pipeline(training_passes(packed.shape[1])).run(gated.clone()))
+    fast = TrainingDecoder(for_learning(gated, packed.shape[1]))
     alone = PlainDecoder(Pipeline([InsertGates()]).run(program.clone()))
     masks = sample_masks((sum(site.size for site in program.sites),), torch.device("cpu"))
     counts = [ids.shape[1] - 1 for ids in documents()]

@@ -11,13 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import dispfx
 from dispfx import api
-from dispfx.api.programs import exportable
-from dispfx.api.verification import ZeroedDecoder, zeroed_tensors
-from dispfx.ir.coverage import coverage
-from dispfx.ir.plan import Plan
+from dispfx.analysis.coverage import coverage
+from dispfx.compiler.programs import exportable
 from dispfx.ir.program import Program
+from dispfx.plan.plan import Plan
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source.experts import experts_as, has_choice_of_experts
+from dispfx.verification.graphs import ZeroedDecoder, zeroed_tensors
 from tests.plain_decoders import perturb
 from tests.programs import relative_error, token_ids
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import dispfx.api
+from dispfx.analysis.finite_weights import require_finite_weights
 from dispfx.errors import SourceError
-from dispfx.finite_weights import require_finite_weights
-from dispfx.ir.plan import Plan
+from dispfx.plan.plan import Plan
 from tests.api.conftest import RATIO, SETTINGS, random_tokens
 from tests.api.plain import build_decoder
 

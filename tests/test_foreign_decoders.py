@@ -7,8 +7,8 @@ import torch
 
 import dispfx
 from dispfx import api
-from dispfx.ir.coverage import coverage
-from dispfx.ir.plan import Plan
+from dispfx.analysis.coverage import coverage
+from dispfx.plan.plan import Plan
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source import load_source
 from tests import foreign_decoders

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import dispfx
-from dispfx.api.verification import ZeroedDecoder, zeroed_tensors
-from dispfx.ir.budget import hard_masks
-from dispfx.ir.count import ParameterCount
-from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
+from dispfx.plan.hardening import hard_masks
+from dispfx.plan.parameter_count import ParameterCount
+from dispfx.plan.plan import Plan
+from dispfx.verification.graphs import ZeroedDecoder, zeroed_tensors
 from tests.plain_decoders import FORMS, build
 from tests.programs import program_of, relative_error, token_ids
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dispfx.deploy.onnx.lifting import lifted
 from dispfx.errors import PassError
 from dispfx.ir.cached_inputs import CachedShape, cache_tensors, sample_inputs
-from dispfx.lifting import lifted
 from tests.deploy.onnx.cached_models import lowered
 from tests.programs import relative_error
 from tests.tiny_transformers import VOCABULARY

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from dispfx.api.programs import analysis, capture
-from dispfx.capturing import capture as capture_module
+from dispfx.capturing.module_capture import capture as capture_module
+from dispfx.compiler.programs import capture
+from dispfx.compiler.stages import run_stage
 from dispfx.errors import CaptureError
-from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
-from dispfx.pipeline import Pipeline
+from dispfx.plan.plan import Plan
 from tests.plain_decoders import FORMS, Decoder, build
 from tests.tiny_transformers import tiny_transformer
 
@@ -78,7 +78,7 @@ def calls_of_analysis(form: str, layers: int) -> int:
     before = sys.getprofile()
     sys.setprofile(count)
     try:
-        Pipeline(analysis()).run(program)
+        run_stage("analyse", program)
     finally:
         sys.setprofile(before)
     return calls

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dispfx.capturing import capture
+from dispfx.capturing.module_capture import capture
 from dispfx.errors import PassError, UnsupportedGraphError
 from dispfx.ir.ops import aten
 from dispfx.ir.program import Program

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from dispfx.errors import BudgetError, DataError, OutputError, SourceError
-from dispfx.origin import origin_of
-from dispfx.preconditions import check_files, check_folder, check_ratio
+from dispfx.words.model_origin import origin_of
+from dispfx.words.preconditions import check_files, check_folder, check_ratio
 
 
 def test_every_form_of_model_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from dispfx.errors import SourceError
-from dispfx.origin import origin_of
-from dispfx.python_code import suggestion_for
 from dispfx.source import load_source
+from dispfx.words.model_origin import origin_of
+from dispfx.words.python_code import suggestion_for
 
 CODE = """
 raise RuntimeError("imported")

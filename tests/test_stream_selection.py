@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dispfx
-from dispfx.api.verification import unread_lines, zeroed_tensors
 from dispfx.errors import UnsupportedGraphError
-from dispfx.ir.budget import hard_masks
-from dispfx.ir.count import ParameterCount
-from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.ir.sites import STREAM
+from dispfx.plan.hardening import hard_masks
+from dispfx.plan.parameter_count import ParameterCount
+from dispfx.plan.plan import Plan
+from dispfx.verification.graphs import unread_lines, zeroed_tensors
 from tests.one_branch import Middle
 from tests.plain_decoders import FORMS, VOCABULARY, WIDTH, build, perturb
 from tests.programs import relative_error, token_ids
@@ -147,7 +147,7 @@ def test_lowered_equals_hard_gated_for_decoders_of_transformers(name: str):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_plan_for_the_stream_lowers_a_capture_with_a_cache(name: str):
-    from dispfx.api.cached import CachedDecoder, lower_cached
+    from dispfx.compiler.cached_programs import CachedDecoder, lower_cached
 
     model = tiny_transformer(name)
     program = dispfx.capture(model, select="before-norm")

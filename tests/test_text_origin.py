@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dispfx.errors import DataError
-from dispfx.text_origin import TextOrigin, check_texts, repeated_texts, text_origin
+from dispfx.words.text_origin import TextOrigin, check_texts, repeated_texts, text_origin
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.parquet").write_bytes(b"any")
-    monkeypatch.setattr("dispfx.text_origin.find_spec", lambda name: None)
+    monkeypatch.setattr("dispfx.words.text_origin.find_spec", lambda name: None)
     with pytest.raises(DataError, match=f"{library} is needed") as refusal:
         check_texts([word])
     assert refusal.value.hint == "pip install 'dispfx[data]'"

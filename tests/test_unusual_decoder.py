@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import dispfx
-from dispfx.api.verification import ZeroedDecoder, zeroed_tensors
-from dispfx.ir.coverage import coverage
-from dispfx.ir.plan import Plan
+from dispfx.analysis.coverage import coverage
+from dispfx.plan.plan import Plan
+from dispfx.verification.graphs import ZeroedDecoder, zeroed_tensors
 from tests.plain_decoders import RMSNorm, perturb
 from tests.programs import relative_error, token_ids
 

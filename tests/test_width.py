@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 import dispfx
 from dispfx.ir import ops
-from dispfx.ir.plan import Budget, Plan
 from dispfx.ir.program import Program
+from dispfx.plan.budget import Budget
+from dispfx.plan.plan import Plan
 from tests.plain_decoders import FORMS, WIDTH, build
 from tests.programs import relative_error, token_ids
 

@@ -10,9 +10,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import dispfx
-from dispfx.api.verification import identity_lines, lowered_lines
 from dispfx.errors import CaptureError
-from dispfx.ir.plan import Plan
+from dispfx.plan.plan import Plan
+from dispfx.verification.graphs import identity_lines, lowered_lines
 from tests.plain_decoders import FORMS, Decoder, build
 
 Around = Callable[[nn.Module], nn.Module]

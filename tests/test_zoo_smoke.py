@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import dispfx
-from dispfx.ir.coverage import coverage
-from dispfx.ir.plan import Plan
+from dispfx.analysis.coverage import coverage
+from dispfx.plan.plan import Plan
 from tests.plain_decoders import perturb
 from tests.programs import relative_error, token_ids
 
@@ -114,5 +114,5 @@ def test_a_bfloat16_decoder_compiles_as_its_float32_twin_does(name: str):
     everything = dispfx.gated(program, Plan.random(program, 0.0, seed=0))
     assert torch.equal(everything(ids), program.graph_module(ids))
     plan = Plan.random(program, 0.3, seed=1)
-    # √(6 · 2 layers) · 2⁻⁸, as `dispfx.api.verification.TOLERANCES` derives it.
+    # √(6 · 2 layers) · 2⁻⁸, as `dispfx.verification.graphs.TOLERANCES` derives it.
     assert relative_error(dispfx.lower(program, plan)(ids), dispfx.gated(program, plan)(ids)) <= 2**-6

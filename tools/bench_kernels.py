@@ -24,8 +24,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import bench_shapes
 
-from dispfx.api.speed import step_call
-from dispfx.measure.speed import compare_times
+from dispfx.benchmark.decoder_speed import step_call
+from dispfx.benchmark.timing import compare_times
 
 
 @dataclass(frozen=True)

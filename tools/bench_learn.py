@@ -38,17 +38,18 @@ from torch._inductor import config as inductor_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
-from dispfx.api.programs import batches_of, capture
-from dispfx.api.training import prepared_loss
-from dispfx.ir.plan import Budget
+from dispfx.compiler.programs import capture
+from dispfx.estimate.run_estimate import estimate
+from dispfx.fast_decoder.decoder import TrainingDecoder
 from dispfx.ir.program import Program
 from dispfx.learning.records import StepRecord
 from dispfx.learning.text import TokenBatches
 from dispfx.learning.trainer import learn
-from dispfx.measure.estimate import estimate
+from dispfx.plan.budget import Budget
+from dispfx.run.learning_setup import prepared_loss
+from dispfx.run.mask_learning import batches_of
 from dispfx.settings import ComputeSettings
 from dispfx.settings.learning_settings import LearnSettings
-from dispfx.training.decoder import TrainingDecoder
 
 # Name -> shape (decoder_shapes.py), batch and tokens of a step.
 SHAPES = {"135m": ("smollm2-135m", 8, 1024), "7b": ("llama-2-7b", 1, 2048), "13b": ("llama-2-13b", 1, 2048)}

@@ -24,22 +24,22 @@ import onnx_ir.passes.common as common
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dispfx.api.cached import capture_cached
-from dispfx.api.programs import lower_program
+from dispfx.benchmark.bound import bound, step_cost
+from dispfx.benchmark.onnx_timing import bound_run, kernels_of, time_session
+from dispfx.compiler.cached_programs import capture_cached
+from dispfx.compiler.programs import lower_program
+from dispfx.compiler.stages import run_stage
 from dispfx.deploy.onnx.exporting import cached_model
 from dispfx.deploy.onnx.files import save_model
 from dispfx.deploy.onnx.placement import read_placement
 from dispfx.deploy.onnx.session import CachedSession, SessionOptions
 from dispfx.deploy.onnx.skip_norms import fuse_skip_norms
 from dispfx.ir.cached_inputs import CachedShape, sample_inputs
-from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
-from dispfx.measure.bound import bound, step_cost
-from dispfx.measure.equivalence import compare
-from dispfx.measure.onnx_speed import bound_run, kernels_of, time_session
 from dispfx.passes.fuse_projections import FuseProjections
-from dispfx.passes.gather_add import GatherAdd
 from dispfx.pipeline import Pipeline
+from dispfx.plan.plan import Plan
+from dispfx.verification.equivalence import compare
 
 # width, inner width, heads, key-value heads
 SHAPES = {
@@ -229,7 +229,7 @@ class Bench:
         plan = Plan.random(program, ratio, self.arguments.seed, align=self.arguments.align)
         lowered = lower_program(program, plan)
         counted = lowered.clone()
-        lowered = Pipeline([GatherAdd(self.arguments.rows)]).run(lowered)
+        lowered = run_stage("gather", lowered, row_multiple=self.arguments.rows)
         if fused:
             lowered = Pipeline([FuseProjections()]).run(lowered)
         folder = self.work / name

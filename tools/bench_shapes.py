@@ -30,11 +30,11 @@ import decoder_shapes as shapes
 from layer_profile import profile_markdown, profile_step
 
 from dispfx.api.bench import experts_for
-from dispfx.api.speed import Contender, Mode, compare
+from dispfx.benchmark.decoder_speed import Contender, Mode, compare
+from dispfx.benchmark.speed_row import SpeedRow
+from dispfx.benchmark.timing import device_name
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.ir.program import Program
-from dispfx.measure.speed import device_name
-from dispfx.measure.speed_row import SpeedRow
 from dispfx.report.speed import speed_line, write_speed
 from dispfx.source.experts import Experts
 

@@ -34,21 +34,20 @@ from decoder_shapes import LAYERS, config_of, vocabulary_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from dispfx.api.programs import batches_of, capture
-from dispfx.api.training import prepared_loss
+from dispfx.compiler.programs import capture
+from dispfx.compiler.stages import for_learning, run_stage
+from dispfx.distributed.ranks import ALONE, Ranks, joined, local_device
+from dispfx.estimate.run_estimate import estimate
+from dispfx.fast_decoder.preparation import PreparedLoss, prepare
+from dispfx.fast_decoder.shards import Sharding
 from dispfx.ir.placing import placed
-from dispfx.ir.plan import Budget
 from dispfx.ir.program import Program
 from dispfx.learning.text import TokenBatches
 from dispfx.learning.trainer import follow_run, learn
-from dispfx.measure.estimate import estimate
-from dispfx.passes.insert_gates import InsertGates
-from dispfx.pipeline import Pipeline
-from dispfx.ranks import ALONE, Ranks, joined, local_device
+from dispfx.plan.budget import Budget
+from dispfx.run.learning_setup import prepared_loss
+from dispfx.run.mask_learning import batches_of
 from dispfx.settings.learning_settings import LearnSettings
-from dispfx.training.fast_passes import training_passes
-from dispfx.training.preparation import PreparedLoss, prepare
-from dispfx.training.shards import Sharding
 
 SHAPE = "llama-2-70b"
 ALL_LAYERS = LAYERS[SHAPE]
@@ -163,9 +162,9 @@ def _prepared_in_parts(
     device: torch.device,
     ranks: Ranks,
 ) -> PreparedLoss:
-    plain = placed(Pipeline([InsertGates()]).run(program.clone()), device)
+    plain = placed(run_stage("gate", program.clone()), device)
     _give_buffers(plain, _config(chosen, row.layers), device)
-    fast = Pipeline(training_passes(row.tokens)).run(plain.clone())
+    fast = for_learning(plain, row.tokens)
     kept = estimate(program, LearnSettings(seq_len=row.tokens)).step.kept / 2
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
     weights = sum(tensor.numel() * tensor.element_size() for tensor in program.parameters.values())

@@ -16,15 +16,15 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from dispfx.api.cached import capture_cached
-from dispfx.api.programs import lower_program
-from dispfx.api.speed import Contender
-from dispfx.ir.budget import Groups, ParameterCount, harden
-from dispfx.ir.plan import Budget, Plan
+from dispfx.benchmark.decoder_speed import Contender
+from dispfx.compiler.cached_programs import capture_cached
+from dispfx.compiler.programs import lower_program
+from dispfx.compiler.stages import run_stage
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
-from dispfx.passes.gather_add import GatherAdd
-from dispfx.pipeline import Pipeline
+from dispfx.plan.budget import Budget
+from dispfx.plan.hardening import Groups, ParameterCount, harden
+from dispfx.plan.plan import Plan
 from dispfx.source.experts import Experts
 
 SHAPES = {
@@ -182,7 +182,7 @@ def fill(program: Program, seed: int = 0) -> None:
 def contender(program: Program, plan: Plan) -> Contender:
     """Return a decoder cut by a plan, ready to be measured; tensors that are not cut are shared."""
     reference = lower_program(program, plan)
-    fast = Pipeline([GatherAdd()]).run(reference.clone())
+    fast = run_stage("gather", reference.clone())
     return Contender(reference, fast, plan.achieved)
 
 

@@ -169,12 +169,12 @@ def prune(model: Any, row: Row, folder: Path) -> None:
     import torch
 
     from dispfx import api
-    from dispfx.api.verification import ZeroedDecoder, module_lines, zeroed_tensors
-    from dispfx.api.writing import modules_of
-    from dispfx.capturing import module_logits
+    from dispfx.analysis.label_map import Mismatch
+    from dispfx.capturing.module_capture import module_logits
     from dispfx.deploy.checkpoint import write_checkpoint
-    from dispfx.ir.closure import Mismatch
-    from dispfx.ir.plan import Plan
+    from dispfx.plan.plan import Plan
+    from dispfx.run.writing import modules_of
+    from dispfx.verification.graphs import ZeroedDecoder, module_lines, zeroed_tensors
 
     program = api.capture(model)
     plan = Plan.random(program, RATIO, 1)
@@ -235,7 +235,7 @@ def reloaded(folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     expected = torch.load(folder / "expected.pt", weights_only=True)
     try:
-        from dispfx.capturing import module_logits
+        from dispfx.capturing.module_capture import module_logits
         from dispfx.deploy.checkpoint import implementations
 
         # Experts that are computed in another way give other bits.

@@ -100,7 +100,7 @@ def size(args: argparse.Namespace) -> dict[str, Any]:
     """Compare the tensors' bytes with what the plan says must be left of the dense decoder."""
     from dispfx.deploy import weights
     from dispfx.deploy.checkpoint import skeleton
-    from dispfx.ir.plan import Plan
+    from dispfx.plan.plan import Plan
 
     headers = weights.read_headers(args.folder)
     dense = {name: tuple(tensor.shape) for name, tensor in skeleton(args.folder).named_parameters()}

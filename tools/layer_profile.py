@@ -3,10 +3,10 @@
 import torch
 from kernels import Kernel, kernel_rows, kernels_of
 
-from dispfx.api.speed import Contender, step_call
+from dispfx.benchmark.bound import step_cost
+from dispfx.benchmark.decoder_speed import Contender, step_call
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.ir.program import Program
-from dispfx.measure.bound import step_cost
 
 _SHOWN = 24
 

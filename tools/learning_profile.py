@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from kernels import Kernel, kernel_rows, seconds_by_kind
 from torch import Tensor
 
+from dispfx.fast_decoder.decoder import TrainingDecoder
+from dispfx.fast_decoder.layered import PartModule
 from dispfx.ir.ops import aten, packet
-from dispfx.layered import PartModule
-from dispfx.training.decoder import TrainingDecoder
 
 _RUNS = 5
 _SHOWN = 30

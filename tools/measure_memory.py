@@ -94,9 +94,9 @@ def measure(model: str, batch: int, tokens: int, device: str, dtype: str) -> dic
     import torch
 
     from dispfx.api import capture, learn
-    from dispfx.api.opening import Opening, learn_settings
-    from dispfx.api.preflight import bytes_beside_weights
-    from dispfx.measure.estimate import estimate
+    from dispfx.estimate.run_estimate import estimate
+    from dispfx.run.opening import Opening, learn_settings
+    from dispfx.run.preflight import bytes_beside_weights
     from dispfx.settings import ComputeSettings
 
     torch.set_num_threads(1)

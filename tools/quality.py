@@ -5,9 +5,9 @@
     python tools/quality.py --model M --data LEARN.txt --split CHOOSE.txt --test TEST.txt --out DIR \\
         --rows informed:0.3 informed:0.3:lr=1e-2,steps=500 sensitivity:0.3 --seeds 0 1
 
-A row is NAME:RATIO[:SETTING=VALUE,…]; NAME is a recipe or a method (`dispfx.settings.learning_settings`).  Plans are
-learned on --data and the first 80% of --split; its last 20% is what recipes are chosen on, and the text of
---test is not looked at unless it is given.  Every row is written when it is there:
+A row is NAME:RATIO[:SETTING=VALUE,…]; NAME is a recipe or a method (`dispfx.settings.learning_settings`).
+Plans are learned on --data and the first 80% of --split; its last 20% is what recipes are chosen on, and the
+text of --test is not looked at unless it is given.  Every row is written when it is there:
 quality.json, quality.md, and of the n-th row, from 0, planN.safetensors and metricsN/metrics.jsonl.
 """
 
@@ -24,16 +24,17 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from dispfx.api.fitting import fitted_settings
-from dispfx.api.measuring import measure
-from dispfx.api.opening import learn_settings
-from dispfx.api.programs import batches_of, capture, learn, lower
-from dispfx.api.writing import device_name, versions
-from dispfx.demo.text import generate_text
+from dispfx.compiler.programs import capture, lower
+from dispfx.demo.demo_text import generate_text
 from dispfx.errors import DispfxError
 from dispfx.ir.program import Program
 from dispfx.learning.records import MetricsLog
-from dispfx.measure.perplexity import TextFacts
+from dispfx.quality.measuring import measure
+from dispfx.quality.perplexity import TextFacts
+from dispfx.run.fitting import fitted_settings
+from dispfx.run.mask_learning import batches_of, learn
+from dispfx.run.opening import learn_settings
+from dispfx.run.writing import device_name, versions
 from dispfx.settings import ComputeSettings
 from dispfx.settings.learning_settings import RECIPES, LearnSettings, Method
 from dispfx.source import Source, encode, load_source, read_tokens

@@ -26,8 +26,8 @@ from reproduction.others import OTHERS
 from reproduction.runs import Bench, Common
 from reproduction.tables import RUN_TABLES
 
-from dispfx.atomic import replacing
 from dispfx.errors import DispfxError
+from dispfx.files.atomic import replacing
 
 TABLES = [*RUN_TABLES, *OTHERS]
 PAGE_FILE = "tables.md"

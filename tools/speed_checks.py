@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import decoder_shapes as shapes
 import torch
 
-from dispfx.api.cached import CachedDecoder
-from dispfx.api.static import StaticDecoder, static_programs
+from dispfx.benchmark.static_decoder import StaticDecoder, static_programs
+from dispfx.compiler.cached_programs import CachedDecoder
 from dispfx.kernels.cached_attention import CACHED_ATTENTION, reference
 
 Check = tuple[str, float, float]

@@ -274,17 +274,16 @@ def compile_tiny(model: Any, row: Row, tolerance: float) -> None:
     import torch
 
     from dispfx import api
-    from dispfx.api.programs import analysis
-    from dispfx.api.verification import unread_lines, zeroed_decoder
-    from dispfx.capturing import capture
-    from dispfx.ir.coverage import coverage
-    from dispfx.ir.plan import Plan
-    from dispfx.pipeline import Pipeline
+    from dispfx.analysis.coverage import coverage
+    from dispfx.capturing.module_capture import capture
+    from dispfx.compiler.stages import run_stage
+    from dispfx.plan.plan import Plan
+    from dispfx.verification.graphs import unread_lines, zeroed_decoder
 
     program = capture(model)
     row.identity = max(error.relative for error in program.identity.values())
     start = time.perf_counter()
-    Pipeline(analysis()).run(program)
+    run_stage("analyse", program)
     row.analysis_seconds = round(time.perf_counter() - start, 3)
     row.branches = dict(Counter(branch.kind for branch in program.branches))
     row.sites = len(program.sites)
@@ -345,8 +344,8 @@ def run_cached(model: Any, row: Row, tolerance: float) -> None:
     import torch
 
     from dispfx import api
-    from dispfx.api.cached import CachedDecoder, capture_cached, lower_cached
-    from dispfx.ir.plan import Plan
+    from dispfx.compiler.cached_programs import CachedDecoder, capture_cached, lower_cached
+    from dispfx.plan.plan import Plan
 
     plain = api.capture(model, experts="batched")
     program = capture_cached(model)

@@ -1,20 +1,22 @@
 """Everything dispfx does, as functions: the command line and `import dispfx` are thin over this."""
 
 from dispfx.api.bench import bench
-from dispfx.api.cached import CachedDecoder, capture_cached, lower_cached
 from dispfx.api.commands import agree, evaluate, export, generate, inspect
 from dispfx.api.compilation import apply, compile, learn_plan, run_apply, run_compile, run_learn
 from dispfx.api.doctor import doctor
 from dispfx.api.finetuning import finetune
-from dispfx.api.fitting import settings_of
-from dispfx.api.folder_verification import verify
-from dispfx.api.folders import load
-from dispfx.api.plan_learning import follow_command
 from dispfx.api.preview import preview
-from dispfx.api.printing import PASSES, printing
-from dispfx.api.programs import analyse, apart, capture, gate, gated, learn, lower
 from dispfx.api.tasks import score_tasks
-from dispfx.measure.estimate import estimate
+from dispfx.compiler.cached_programs import CachedDecoder, capture_cached, lower_cached
+from dispfx.compiler.programs import analyse, apart, capture, gate, gated, lower
+from dispfx.compiler.stages import PASSES
+from dispfx.estimate.run_estimate import estimate
+from dispfx.run.fitting import settings_of
+from dispfx.run.folders import load
+from dispfx.run.mask_learning import learn
+from dispfx.run.pass_printing import printing
+from dispfx.run.plan_learning import follow_command
+from dispfx.run.written_folder import verify
 from dispfx.settings import (
     BudgetSettings,
     ComputeSettings,

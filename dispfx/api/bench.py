@@ -14,28 +14,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from dispfx.api.alignments import MeasuredOn, check_alignments, measured_plans, realigned
-from dispfx.api.cached import capture_cached
-from dispfx.api.folders import Opened, open_folder
-from dispfx.api.onnx_speed import compare_onnx
-from dispfx.api.opening import longest_context, open_model
-from dispfx.api.programs import lower_program, only_planned
-from dispfx.api.speed import Contender, Mode, compare
-from dispfx.chosen_device import chosen_device
+from dispfx.benchmark.alignments import MeasuredOn, check_alignments, measured_plans, realigned
+from dispfx.benchmark.decoder_speed import Contender, Mode, compare
+from dispfx.benchmark.onnx_comparison import compare_onnx
+from dispfx.benchmark.speed_row import SpeedRow
+from dispfx.benchmark.timing import device_name
+from dispfx.compiler.cached_programs import capture_cached
+from dispfx.compiler.programs import lower_program, only_planned
+from dispfx.compiler.stages import run_stage
 from dispfx.deploy.checkpoint import skeleton
 from dispfx.errors import DataError, OutputError, PlanMismatchError
 from dispfx.ir.cached_inputs import CachedShape
-from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
-from dispfx.measure.speed import device_name
-from dispfx.measure.speed_row import SpeedRow
-from dispfx.passes.gather_add import GatherAdd
-from dispfx.pipeline import Pipeline
+from dispfx.plan.plan import Plan
+from dispfx.run.folders import Opened, open_folder
+from dispfx.run.opening import open_model
 from dispfx.settings import ModelSettings
 from dispfx.settings.trees import BenchSettings
 from dispfx.settings.verb_settings import TimingSettings
+from dispfx.source.context import longest_context
 from dispfx.source.experts import Experts, has_choice_of_experts
 from dispfx.source.moving import moved
+from dispfx.words.chosen_device import chosen_device
 
 BATCHES = (1, 8, 32, 128)
 MODES: dict[str, tuple[Mode, ...]] = {
@@ -266,7 +266,7 @@ def _require_same_shapes(program: Program, expected: Program) -> None:
 
 
 def _contender(reference: Program, removed: float) -> Contender:
-    return Contender(reference, Pipeline([GatherAdd()]).run(reference.clone()), removed)
+    return Contender(reference, run_stage("gather", reference.clone()), removed)
 
 
 def _facts(

@@ -9,31 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dispfx.api.folders import is_output, open_folder
-from dispfx.api.measuring import measure
-from dispfx.api.onnx_folder import FOLDER, onnx_runner, write_onnx
-from dispfx.api.opening import context_of, longest_context, open_model
-from dispfx.api.programs import analyse
-from dispfx.api.stages import Stages
-from dispfx.api.text import TextChoice, require_known, vocabulary_of
-from dispfx.api.verification import exported_lines
-from dispfx.capturing import export_program, module_logits
+from dispfx.analysis.finite_weights import require_finite_weights
+from dispfx.capturing.module_capture import export_program, module_logits
+from dispfx.compiler.programs import analyse
 from dispfx.deploy import exported
 from dispfx.deploy.folder import refuse_existing
 from dispfx.deploy.generate import generate as continue_ids
 from dispfx.deploy.onnx.exporting import OPSET
 from dispfx.deploy.onnx.legalize import Flavor
 from dispfx.errors import DataError, VerificationError
-from dispfx.finite_weights import require_finite_weights
 from dispfx.ir.program import Program
-from dispfx.measure.agreement import Agreement, agreement
-from dispfx.measure.equivalence import random_token_ids, require
-from dispfx.measure.perplexity import Perplexity, TextFacts
+from dispfx.quality.agreement import Agreement, agreement
+from dispfx.quality.measuring import measure
+from dispfx.quality.perplexity import Perplexity, TextFacts
 from dispfx.report import NullObserver, Observer, load_report
+from dispfx.run.folders import is_output, open_folder
+from dispfx.run.onnx_folder import FOLDER, onnx_runner, write_onnx
+from dispfx.run.opening import open_model
+from dispfx.run.run_text import TextChoice, require_known, vocabulary_of
+from dispfx.run.timed_stages import Stages
 from dispfx.settings import ModelSettings, RunSettings, TextSettings
 from dispfx.settings.trees import EvalSettings, ExportSettings, GenerateSettings
 from dispfx.source import config_alone, encode, load_config
+from dispfx.source.context import context_of, longest_context
 from dispfx.source.text import ReadText, bos_tokens, read_text, with_bos
+from dispfx.verification.equivalence import random_token_ids, require
+from dispfx.verification.graphs import exported_lines
 
 # What `inspect` is asked for no ratio with.
 INSPECTED_RATIO = 0.3

@@ -11,21 +11,21 @@ from typing import Any
 
 from torch import nn
 
-from dispfx.api.length_checks import compare_longest, require_onnx_lengths, window_of
-from dispfx.api.opening import open_model
-from dispfx.api.plan_learning import learn_from, remove_state, state_folder
-from dispfx.api.preflight import require_room_for_weights
-from dispfx.api.programs import only_planned, require_same_decoder
-from dispfx.api.readiness import analysed
-from dispfx.api.stages import Stages
-from dispfx.api.text import TextChoice, open_text, require_tokens
-from dispfx.api.writing import Task, require_writable, write_output
+from dispfx.compiler.programs import only_planned, require_same_decoder
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
+from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import VerificationError
-from dispfx.ir.plan import Plan
-from dispfx.ranks import ALONE, Ranks
+from dispfx.plan.plan import Plan
 from dispfx.report import NullObserver, Observer, Report, load_report
+from dispfx.run.length_checks import compare_longest, require_onnx_lengths, window_of
+from dispfx.run.opening import open_model
+from dispfx.run.plan_learning import learn_from, remove_state, state_folder
+from dispfx.run.preflight import require_room_for_weights
+from dispfx.run.readiness import analysed
+from dispfx.run.run_text import TextChoice, open_text, require_tokens
+from dispfx.run.timed_stages import Stages
+from dispfx.run.writing import Task, require_writable, write_output
 from dispfx.settings import RunSettings
 from dispfx.settings.trees import ApplySettings
 
@@ -43,10 +43,10 @@ def compile(
     """Make a decoder smaller by `ratio` and write a verified folder.
 
     Args:
-        model: MODEL (see `dispfx.origin`), or a module.
+        model: MODEL (see `dispfx.words.model_origin`), or a module.
         ratio: share of the counted parameters to remove, in (0, 1).
-        data: texts to learn from (see `dispfx.text_origin`), or token ids, (N,) integers; the demo brings its
-            own.
+        data: texts to learn from (see `dispfx.words.text_origin`), or token ids, (N,) integers; the demo
+            brings its own.
         out: folder to write; it must not exist.
         settings: of the run; the defaults of `RunSettings` without.
         observer: told what happens.

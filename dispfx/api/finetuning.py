@@ -19,15 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dispfx.api.folders import Opened, open_folder
-from dispfx.api.measuring import measure
-from dispfx.api.opening import longest_context
-from dispfx.api.plan_learning import remove_state, resumption, state_folder
-from dispfx.api.stages import Stages
-from dispfx.api.text import Text, TextChoice, open_text
-from dispfx.api.verification import TOLERANCES
-from dispfx.api.writing import device_name, versions
-from dispfx.capturing import module_logits
+from dispfx.capturing.module_capture import module_logits
 from dispfx.deploy import weights
 from dispfx.deploy.checkpoint import PLAN_FILE, implementations
 from dispfx.deploy.digests import digests
@@ -36,26 +28,17 @@ from dispfx.deploy.section import read_layout
 from dispfx.deploy.size import stored_size
 from dispfx.errors import OutputError
 from dispfx.huggingface.adapter_training import Keeping, TuneStep, train
-from dispfx.huggingface.loading import load_model
-from dispfx.huggingface.own_code import is_own_code, private_code
-from dispfx.huggingface.saving import PrunedModel
-from dispfx.huggingface.tuning import (
+from dispfx.huggingface.adapters import (
     load_adapters,
     peft_library,
     save_adapters,
     with_adapters,
 )
+from dispfx.huggingface.model_loading import load_model
+from dispfx.huggingface.saving import PrunedModel
 from dispfx.learning.text import TokenBatches
-from dispfx.measure.equivalence import (
-    SHAPES_BT,
-    Verification,
-    compare,
-    compare_decoders,
-    random_token_ids,
-    require,
-)
-from dispfx.measure.perplexity import Perplexity
-from dispfx.preconditions import is_saved_again
+from dispfx.quality.measuring import measure
+from dispfx.quality.perplexity import Perplexity
 from dispfx.report import (
     NullObserver,
     Observer,
@@ -67,10 +50,27 @@ from dispfx.report import (
     save_report,
 )
 from dispfx.report.page import write_page
-from dispfx.report.tuning import RECORD_FILE, adapter_card, read_record, write_record
+from dispfx.report.tuning_record import RECORD_FILE, adapter_card, read_record, write_record
+from dispfx.run.folders import Opened, open_folder
+from dispfx.run.plan_learning import remove_state, resumption, state_folder
+from dispfx.run.run_text import Text, TextChoice, open_text
+from dispfx.run.timed_stages import Stages
+from dispfx.run.writing import device_name, versions
 from dispfx.settings.trees import FinetuneSettings
 from dispfx.settings.verb_settings import TuneSettings
 from dispfx.source import Source, dtype_of
+from dispfx.source.context import longest_context
+from dispfx.source.own_code import is_own_code, private_code
+from dispfx.verification.equivalence import (
+    SHAPES_BT,
+    Verification,
+    compare,
+    compare_decoders,
+    random_token_ids,
+    require,
+)
+from dispfx.verification.graphs import TOLERANCES
+from dispfx.words.preconditions import is_saved_again
 
 # Of a merged folder's files these are made anew, or were true of the weights that it no longer has.
 _NOT_COPIED = (

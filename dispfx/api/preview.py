@@ -2,18 +2,18 @@
 
 import torch
 
-from dispfx.api.plan_learning import state_folder
-from dispfx.api.readiness import alignment, ready_to_learn
-from dispfx.api.stages import Stages
 from dispfx.deploy.folder import refuse_existing
-from dispfx.ir.budget import Groups, ParameterCount, check_reachable, hard_masks, harden
-from dispfx.ir.plan import Budget
+from dispfx.estimate.devices import this_cpu
+from dispfx.estimate.run_estimate import estimate
 from dispfx.ir.program import Program
 from dispfx.learning.state import saved_step
-from dispfx.measure.devices import this_cpu
-from dispfx.measure.estimate import estimate
+from dispfx.plan.budget import Budget
+from dispfx.plan.hardening import Groups, ParameterCount, check_reachable, hard_masks, harden
 from dispfx.report import NullObserver, Observer
-from dispfx.report.preview import Preview
+from dispfx.report.run_preview import Preview
+from dispfx.run.plan_learning import state_folder
+from dispfx.run.readiness import alignment, ready_to_learn
+from dispfx.run.timed_stages import Stages
 from dispfx.settings import LearnSettings, RunSettings
 
 

@@ -4,14 +4,15 @@ from typing import Any
 
 from torch import nn
 
-from dispfx.api.folders import is_output, open_folder
-from dispfx.api.opening import context_of, longest_context, open_model
 from dispfx.errors import DataError
-from dispfx.measure.tasks import Harness, TaskScores, harness_versions
+from dispfx.quality.task_harness import Harness, TaskScores, harness_versions
 from dispfx.report import NullObserver, Observer
-from dispfx.report.tasks import task_line
+from dispfx.report.task_rows import task_line
+from dispfx.run.folders import is_output, open_folder
+from dispfx.run.opening import open_model
 from dispfx.settings import ModelSettings
 from dispfx.settings.trees import EvalSettings
+from dispfx.source.context import context_of, longest_context
 from dispfx.source.text import tokens_in_front
 
 

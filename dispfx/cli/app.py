@@ -8,13 +8,13 @@ from pathlib import Path
 from cyclopts import App, CycloptsError, MissingArgumentError
 
 from dispfx import __version__
-from dispfx.cli import evaluating, making, measuring, showing, tuning, using
+from dispfx.cli import evaluating, making, showing, tuning, using
+from dispfx.cli import timing_verbs as measuring
 from dispfx.cli.config_file import configured
 from dispfx.cli.faults import refused
 from dispfx.cli.verb import Verb
+from dispfx.distributed.launcher import end_with_launcher
 from dispfx.errors import EXIT_INPUT_FAULT, DispfxError, UsageError
-from dispfx.launcher import end_with_launcher
-from dispfx.preconditions import check_current_folder
 from dispfx.settings.trees import (
     ApplySettings,
     BenchSettings,
@@ -28,6 +28,7 @@ from dispfx.settings.trees import (
     RunSettings,
     VerifySettings,
 )
+from dispfx.words.preconditions import check_current_folder
 
 _DIR, _FOLDER = {"model": "DIR"}, {"folder": "DIR"}
 _DIR_DOC = {"model": "A folder that dispfx wrote."}

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from dispfx.errors import DataError, DispfxError, UsageError
-from dispfx.json_text import read_json
-from dispfx.origin import origin_of
+from dispfx.files.json_text import read_json
 from dispfx.settings.field import section_fields
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.settings.tree import is_of_a_program
 from dispfx.settings.trees import RunSettings
+from dispfx.words.model_origin import origin_of
 
 _NEEDED = {"model": "MODEL", "ratio": "--ratio", "out": "--out"}
 

@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING
 
 from dispfx.cli.screen import Screen
 from dispfx.errors import DataError
-from dispfx.origin import origin_of
-from dispfx.preconditions import check_folder
 from dispfx.settings.trees import EvalSettings
-from dispfx.text_origin import check_texts
+from dispfx.words.model_origin import origin_of
+from dispfx.words.preconditions import check_folder
+from dispfx.words.text_origin import check_texts
 
 if TYPE_CHECKING:
-    from dispfx.measure.tasks import TaskScores
+    from dispfx.quality.task_harness import TaskScores
     from dispfx.report.evaluation import Evaluation
 
 
@@ -60,7 +60,7 @@ def _check(settings: EvalSettings) -> None:
 def _show(screen: Screen, found: "Evaluation") -> None:
     from dispfx.report.evaluation import task_table, text_lines
     from dispfx.report.table import print_rows
-    from dispfx.report.tasks import task_notes
+    from dispfx.report.task_rows import task_notes
 
     for line in text_lines(found):
         screen.print_text(line)

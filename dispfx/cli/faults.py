@@ -25,7 +25,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dispfx.chosen_device import check_device, local_device
 from dispfx.cli.screen import Screen
 from dispfx.errors import (
     EXIT_INPUT_FAULT,
@@ -36,6 +35,7 @@ from dispfx.errors import (
     first_line,
     memory_shortage,
 )
+from dispfx.words.chosen_device import check_device, local_device
 
 # Too long a name, a loop of links, a place that may not be read, a file where a folder should be, and the
 # other way round.

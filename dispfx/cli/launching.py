@@ -1,7 +1,8 @@
 """Start the processes of one run on this host, and say which one ended it.
 
 `--launch N` starts this command N times, as torchrun does; torch.distributed watches the processes, and ends
-all of them within seconds when one fails.  The processes end with the launcher too (`dispfx.launcher`).
+all of them within seconds when one fails.  The processes end with the launcher too
+(`dispfx.distributed.launcher`).
 """
 
 import logging
@@ -10,8 +11,8 @@ import sys
 import uuid
 from typing import Any
 
+from dispfx.distributed.launcher import LAUNCHER
 from dispfx.errors import DispfxError
-from dispfx.launcher import LAUNCHER
 
 _NAME = "--launch"
 # Each imports torch, some 0.4 GB, and more of them than this leave the host no time for anything else.

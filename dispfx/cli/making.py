@@ -4,16 +4,16 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from dispfx.chosen_device import local_device
 from dispfx.cli.launching import check_shard, launches
 from dispfx.cli.screen import Screen
 from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import DataError
-from dispfx.origin import origin_of
-from dispfx.preconditions import check_files, check_select
 from dispfx.settings import RunSettings
 from dispfx.settings.trees import ApplySettings
-from dispfx.text_origin import check_texts
+from dispfx.words.chosen_device import local_device
+from dispfx.words.model_origin import origin_of
+from dispfx.words.preconditions import check_files, check_select
+from dispfx.words.text_origin import check_texts
 
 if TYPE_CHECKING:
     from dispfx.report import Report
@@ -25,7 +25,7 @@ def compile(settings: RunSettings, screen: Screen) -> None:
     if not settings.output.dry_run and launches(settings.compute.launch):
         return
     from dispfx import api
-    from dispfx.ranks import joined
+    from dispfx.distributed.ranks import joined
 
     learns_on, settings = _placed(settings)
     if settings.output.dry_run:
@@ -45,7 +45,7 @@ def learn(settings: RunSettings, screen: Screen) -> None:
     if not settings.output.dry_run and launches(settings.compute.launch):
         return
     from dispfx import api
-    from dispfx.ranks import joined
+    from dispfx.distributed.ranks import joined
 
     learns_on, settings = _placed(settings)
     if settings.output.dry_run:
@@ -96,14 +96,14 @@ def _check(settings: RunSettings) -> None:
 
 
 def _placed(settings: RunSettings) -> tuple[str, RunSettings]:
-    """Return where masks are learned, and settings that say where this process has its part of the weights."""
+    """Return where masks are learned, and settings that say where this process keeps its weights."""
     learns_on = local_device(settings.model.device) or "cpu"
     return learns_on, settings.changed(shard_on=learns_on) if settings.compute.shard else settings
 
 
 def _preview(screen: Screen, settings: RunSettings, written: str) -> None:
     from dispfx import api
-    from dispfx.report.preview import preview_lines, preview_plain
+    from dispfx.report.run_preview import preview_lines, preview_plain
 
     with screen.observer() as observer:
         found = api.preview(settings, observer)

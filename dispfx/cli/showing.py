@@ -5,8 +5,8 @@ from pathlib import Path
 
 from dispfx.cli.screen import Screen
 from dispfx.errors import DispfxError, OutputError
-from dispfx.preconditions import check_folder
 from dispfx.settings.trees import CompareSettings, NoSettings, VerifySettings
+from dispfx.words.preconditions import check_folder
 
 
 def report(settings: VerifySettings, screen: Screen) -> None:
@@ -34,8 +34,8 @@ def compare(settings: CompareSettings, screen: Screen) -> None:
 
 
 def _compare_runs(paths: Sequence[Path], out: Path | None, screen: Screen) -> None:
-    from dispfx.report.comparison import RUN_HEADER, run_notes, run_rows, runs_plain, write_comparison
     from dispfx.report.run import read_run
+    from dispfx.report.run_comparison import RUN_HEADER, run_notes, run_rows, runs_plain, write_comparison
     from dispfx.report.table import print_rows
 
     runs = [read_run(path) for path in paths]
@@ -50,7 +50,7 @@ def _compare_runs(paths: Sequence[Path], out: Path | None, screen: Screen) -> No
 def _compare_plans(paths: Sequence[Path], out: Path | None, screen: Screen) -> None:
     if len(paths) != 2 or out is not None:
         raise OutputError("two plans are compared at a time, and on the screen", hint="leave out the rest")
-    from dispfx.ir.plan import Plan
+    from dispfx.plan.plan import Plan
     from dispfx.report.plans import difference_lines, difference_plain, difference_rows, plan_difference
     from dispfx.report.table import print_rows
 
@@ -65,7 +65,7 @@ def _compare_plans(paths: Sequence[Path], out: Path | None, screen: Screen) -> N
 
 def passes(settings: NoSettings, screen: Screen) -> None:
     """List the passes of the compiler, in order, with their stage and effect."""
-    from dispfx.api.printing import described_passes
+    from dispfx.compiler.stages import described_passes
     from dispfx.report.table import print_rows
 
     rows = described_passes()

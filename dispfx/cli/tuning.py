@@ -3,9 +3,9 @@
 from dispfx.cli.making import command_line
 from dispfx.cli.screen import Screen
 from dispfx.deploy.folder import refuse_existing
-from dispfx.preconditions import check_folder
 from dispfx.settings.trees import FinetuneSettings
-from dispfx.text_origin import check_texts
+from dispfx.words.preconditions import check_folder
+from dispfx.words.text_origin import check_texts
 
 
 def finetune(settings: FinetuneSettings, screen: Screen) -> None:
@@ -19,7 +19,7 @@ def finetune(settings: FinetuneSettings, screen: Screen) -> None:
         refuse_existing(output.out)
     from dispfx import api
     from dispfx.report import to_plain
-    from dispfx.report.tuning import tuning_lines
+    from dispfx.report.tuning_record import tuning_lines
 
     with screen.observer() as observer:
         told = api.finetune(settings, observer=observer, command=command_line())

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from dispfx.cli.screen import Screen
 from dispfx.errors import OutputError, VerificationError
-from dispfx.origin import origin_of
-from dispfx.preconditions import check_folder, is_saved_again
 from dispfx.settings.trees import ExportSettings, GenerateSettings, InspectSettings, VerifySettings
+from dispfx.words.model_origin import origin_of
+from dispfx.words.preconditions import check_folder, is_saved_again
 
 
 def inspect(settings: InspectSettings, screen: Screen) -> None:
@@ -20,10 +20,10 @@ def inspect(settings: InspectSettings, screen: Screen) -> None:
         return
     origin_of(model)
     from dispfx import api
-    from dispfx.ir.coverage import coverage
-    from dispfx.report.coverage import coverage_lines, coverage_plain
+    from dispfx.analysis.coverage import coverage
+    from dispfx.report.coverage_lines import coverage_lines, coverage_plain
     from dispfx.report.estimate import estimate_plain, print_estimate
-    from dispfx.report.sites import print_sites, program_plain
+    from dispfx.report.site_tables import print_sites, program_plain
 
     with screen.observer():
         program = api.inspect(settings, config_only=settings.inspection.config_only)
@@ -45,7 +45,7 @@ def _is_plan(word: str) -> bool:
 
 
 def _show_plan(word: str, screen: Screen) -> None:
-    from dispfx.ir.plan import Plan
+    from dispfx.plan.plan import Plan
     from dispfx.report.plans import plan_lines, plan_plain, plan_rows
     from dispfx.report.table import print_rows
 
@@ -62,9 +62,9 @@ def verify(settings: VerifySettings, screen: Screen) -> None:
     folder = settings.folder
     check_folder(folder.folder)
     from dispfx import api
-    from dispfx.measure.equivalence import require
     from dispfx.report import to_plain
     from dispfx.report.table import print_verifications
+    from dispfx.verification.equivalence import require
 
     with screen.observer():
         verifications = api.verify(folder.folder, trust_remote_code=folder.trust_remote_code)

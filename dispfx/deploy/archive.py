@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from dispfx.errors import DataError
-from dispfx.json_text import parse_json
+from dispfx.files.json_text import parse_json
 
 WEIGHTS_CONFIG = "data/weights/model_weights_config.json"
 _CONSTANTS_CONFIG = "data/constants/model_constants_config.json"

@@ -19,10 +19,10 @@ from transformers.initialization import no_init_weights
 from dispfx.deploy.section import CONFIG_FILE, OUR_ENTRIES, add_section, read_section, write_model_files
 from dispfx.deploy.weights import INDEX_BUFFERS, MAX_SHARD_BYTES, read_headers, read_tensors, write_tensors
 from dispfx.errors import DataError
-from dispfx.huggingface.classes import require_known_class
 from dispfx.huggingface.layout import Layout
-from dispfx.ir.plan import Plan
 from dispfx.ir.sites import Site
+from dispfx.plan.plan import Plan
+from dispfx.source.transformers_classes import require_known_class
 
 PLAN_FILE = "plan.safetensors"
 

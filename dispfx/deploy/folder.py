@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dispfx.disk import cannot_write, writing
 from dispfx.errors import OutputError
+from dispfx.files.disk import cannot_write, writing
 
 
 def refuse_existing(out: str | os.PathLike[str]) -> Path:

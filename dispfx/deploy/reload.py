@@ -24,7 +24,7 @@ from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.section import read_layout, read_section
 from dispfx.deploy.weights import INDEX_BUFFERS, is_index, read_headers, read_tensors
 from dispfx.errors import DataError, PlanMismatchError
-from dispfx.ir.plan import Plan
+from dispfx.plan.plan import Plan
 
 _ONE_COMPILATION = "config.json, plan.safetensors and the weights must come from one compilation"
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from dispfx.errors import DataError
+from dispfx.files.json_text import read_json
 from dispfx.huggingface.entries import LOCK, METHOD, REFUSAL, SCHEMA_VERSION, SECTION, checked_section
 from dispfx.huggingface.layout import Layout
-from dispfx.ir.plan import Plan
 from dispfx.ir.sites import Site
-from dispfx.json_text import read_json
+from dispfx.plan.plan import Plan
 
 CONFIG_FILE = "config.json"
 OUR_ENTRIES = (SECTION, LOCK)

@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dispfx.atomic import share
 from dispfx.errors import DataError, OutputError
+from dispfx.files.atomic import share
+from dispfx.files.json_text import parse_json, read_json
 from dispfx.huggingface.layout import INDEX_NAMES
-from dispfx.json_text import parse_json, read_json
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

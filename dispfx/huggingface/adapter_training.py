@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.errors import DataError, DispfxError
-from dispfx.huggingface.tuning import TuneSettings
+from dispfx.huggingface.adapters import TuneSettings
 from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
 from dispfx.learning.state import Position, load_state, save_state
 from dispfx.learning.text import Batches

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from dispfx.errors import DataError, OutputError
 from dispfx.huggingface.entries import LOCK, SECTION
-from dispfx.huggingface.own_code import carry_code
 from dispfx.source.location import Location
+from dispfx.source.own_code import carry_code
 from dispfx.source.quiet import quiet
 
 

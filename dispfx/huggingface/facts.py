@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import fx
 
+from dispfx.analysis.flow import Flow
+from dispfx.analysis.positions import kept_positions
 from dispfx.ir import ops
-from dispfx.ir.flow import Flow
-from dispfx.ir.positions import kept_positions
 from dispfx.ir.program import Program
 from dispfx.ir.sites import GatePoint, Site
 

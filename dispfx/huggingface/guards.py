@@ -16,9 +16,9 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from dispfx.errors import DispfxError, OutputError
+from dispfx.files.json_text import read_json
 from dispfx.huggingface.entries import LOCK, METHOD, REFUSAL, SECTION
-from dispfx.ir.plan import Plan
-from dispfx.json_text import read_json
+from dispfx.plan.plan import Plan
 
 PLAN_FILE = "plan.safetensors"
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import PlanMismatchError
-from dispfx.json_text import parse_json
+from dispfx.files.json_text import parse_json
 
 SELECT, READ, WRITE = "dispfx_select", "dispfx_read", "dispfx_write"
 INDEX_NAMES = (SELECT, READ, WRITE)

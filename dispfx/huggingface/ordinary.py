@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from dispfx.analysis.label_map import Mismatch
+from dispfx.analysis.positions import places, taken
 from dispfx.huggingface.dense import forget_format
 from dispfx.huggingface.planning import site_cuts
 from dispfx.huggingface.widths import Axis
 from dispfx.huggingface.widths_of_config import resized
-from dispfx.ir.closure import Mismatch
-from dispfx.ir.positions import places, taken
 from dispfx.ir.program import Program
 
 

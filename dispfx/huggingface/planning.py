@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dispfx.analysis.label_map import Mismatch
+from dispfx.analysis.positions import kept_features, kept_positions, places, taken, zeroed
 from dispfx.huggingface.facts import Facts, owner_of
 from dispfx.huggingface.layout import SELECT, Layout, ModuleLayout, digest
 from dispfx.huggingface.widths import Axis, Cut, Widths, is_linear, is_stacked, tied_layout
-from dispfx.ir.closure import Mismatch
-from dispfx.ir.positions import kept_features, kept_positions, places, taken, zeroed
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
 

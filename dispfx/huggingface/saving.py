@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dispfx.analysis.label_map import Mismatch
 from dispfx.huggingface.building import pruned_twin
 from dispfx.huggingface.layout import Layout
 from dispfx.huggingface.planning import plan_modules
-from dispfx.ir.closure import Mismatch
 from dispfx.ir.program import Program
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from dispfx.analysis.positions import places
 from dispfx.huggingface.layout import READ, WRITE, ModuleLayout
-from dispfx.ir.positions import places
 
 Axis = tuple[str, int]
 MULTIPLE = 8

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from dispfx.analysis.label_map import Mismatch
 from dispfx.errors import first_line
-from dispfx.ir.closure import Mismatch
 
 Shapes = Mapping[str, tuple[int, ...]]
 Build = Callable[[PreTrainedConfig], Any]

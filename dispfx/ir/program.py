@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 
 from dispfx.ir import ops
 from dispfx.ir.lengths import Lengths, hold_to
-from dispfx.ir.notebook import program_html, program_text
 from dispfx.ir.outline import Outline
+from dispfx.ir.shown_tables import program_html, program_text
 from dispfx.ir.sites import Branch, Refusal, ResidualStream, Site
 from dispfx.ir.unread import unread_parts
 

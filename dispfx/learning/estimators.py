@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dispfx.choices import choice
 from dispfx.settings.learning_settings import EstimatorName
+from dispfx.words.choices import choice
 
 
 @dataclass(frozen=True, eq=False)

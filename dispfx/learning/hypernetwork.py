@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dispfx.choices import choice
 from dispfx.learning.outer_product import OuterProduct, OuterProducts
 from dispfx.settings.learning_settings import HypernetworkName, seed_for
+from dispfx.words.choices import choice
 
 INPUT_WIDTH = 32
 RECURRENT_WIDTH = 64

@@ -22,8 +22,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError, PassError
-from dispfx.ir.budget import Groups, ParameterCount
 from dispfx.ir.sites import Site
 from dispfx.learning.ahead import Ahead
 from dispfx.learning.estimators import estimator
@@ -34,7 +34,7 @@ from dispfx.learning.readout import reading
 from dispfx.learning.state import Position, restore_run, run_tensors
 from dispfx.learning.text import Batches
 from dispfx.learning.update import Slopes, Update, fastest_update
-from dispfx.ranks import ALONE, Ranks
+from dispfx.plan.hardening import Groups, ParameterCount
 from dispfx.settings.learning_settings import LearnSettings, seed_for
 
 # Kernels round otherwise for a batch than for one sequence, bfloat16 ones by about 1e-2 of a logit.

@@ -8,10 +8,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TextIO
 
-from dispfx.atomic import replacing
-from dispfx.disk import writing
 from dispfx.errors import DataError
-from dispfx.json_text import parse_json
+from dispfx.files.atomic import replacing
+from dispfx.files.disk import writing
+from dispfx.files.json_text import parse_json
 from dispfx.learning.tensorboard import TensorBoardLog
 
 METRICS_FILE = "metrics.jsonl"

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from dispfx.choices import choice
 from dispfx.errors import DispfxError
 from dispfx.ir import ops
-from dispfx.ir.budget import Groups, harden
-from dispfx.ir.plan import Budget
 from dispfx.ir.sites import UNTOUCHED, GatePoint, Site, Slice
 from dispfx.learning.learner import Problem
+from dispfx.plan.budget import Budget
+from dispfx.plan.hardening import Groups, harden
 from dispfx.settings.learning_settings import Method, seed_for
+from dispfx.words.choices import choice
 
 SEQUENCES = 64
 _SMALLEST = 1e-30

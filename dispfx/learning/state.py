@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dispfx.atomic import replacing
 from dispfx.errors import DataError, PlanMismatchError
-from dispfx.json_text import parse_json
+from dispfx.files.atomic import replacing
+from dispfx.files.json_text import parse_json
 from dispfx.settings.learning_settings import LearnSettings
 
 STATE_FILE = "learning.safetensors"

@@ -12,10 +12,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from dispfx.disk import cannot_write
+from dispfx.distributed.ranks import ALONE, RankLost, Ranks
 from dispfx.errors import DataError, DispfxError, memory_shortage
-from dispfx.ir.budget import Groups, ParameterCount, check_reachable, hard_masks, harden
-from dispfx.ir.plan import Budget
+from dispfx.files.disk import cannot_write
 from dispfx.ir.sites import Site
 from dispfx.learning.follower import Start, follow, held_out_loss, measures, send_start, send_stop
 from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
@@ -24,7 +23,8 @@ from dispfx.learning.records import MetricsLog, Pace, StepRecord
 from dispfx.learning.scores import starting_logits
 from dispfx.learning.state import Identity, Position, load_state, save_state, settings_identity
 from dispfx.learning.text import Batches
-from dispfx.ranks import ALONE, RankLost, Ranks
+from dispfx.plan.budget import Budget
+from dispfx.plan.hardening import Groups, ParameterCount, check_reachable, hard_masks, harden
 from dispfx.settings.learning_settings import LearnSettings
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from dispfx.measure.equivalence import Verification
 from dispfx.report.numbers import shown_perplexity
 from dispfx.report.schema import Report
-from dispfx.report.settings import settings_rows
-from dispfx.report.tuning import tuning_lines
+from dispfx.report.settings_table import settings_rows
+from dispfx.report.tuning_record import tuning_lines
+from dispfx.verification.equivalence import Verification
 
 
 def model_card(

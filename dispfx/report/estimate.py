@@ -4,8 +4,8 @@ from typing import Any
 
 from rich.console import Console
 
-from dispfx.measure.devices import CARDS, Device
-from dispfx.measure.estimate import Estimate
+from dispfx.estimate.devices import CARDS, Device
+from dispfx.estimate.run_estimate import Estimate
 from dispfx.report.numbers import shown_bytes
 
 _GIGA = 1e9

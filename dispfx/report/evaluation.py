@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dispfx.atomic import replacing
-from dispfx.disk import writing
 from dispfx.errors import DataError
-from dispfx.json_text import read_json
-from dispfx.measure.agreement import Agreement
-from dispfx.measure.perplexity import Perplexity
-from dispfx.measure.tasks import TaskScores
+from dispfx.files.atomic import replacing
+from dispfx.files.disk import writing
+from dispfx.files.json_text import read_json
+from dispfx.quality.agreement import Agreement
+from dispfx.quality.perplexity import Perplexity
+from dispfx.quality.task_harness import TaskScores
 from dispfx.report.json_form import from_plain, to_plain
 from dispfx.report.numbers import shown_perplexity
-from dispfx.report.tasks import COMPARED_HEADER, HEADER, task_notes, task_rows, tasks_plain
+from dispfx.report.task_rows import COMPARED_HEADER, HEADER, task_notes, task_rows, tasks_plain
 
 EVALUATION_FILE = "eval.json"
 _PAGE_FILE = "eval.md"

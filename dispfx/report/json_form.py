@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dispfx.atomic import replacing
 from dispfx.errors import DataError, DispfxError
-from dispfx.json_text import parse_json
+from dispfx.files.atomic import replacing
+from dispfx.files.json_text import parse_json
 from dispfx.report.schema import Report
 
 Shape = typing.TypeVar("Shape")

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dispfx.ir.plan import Plan, Selection
+from dispfx.plan.plan import Plan, Selection
 from dispfx.report.schema import SiteWidth
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

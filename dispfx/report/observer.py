@@ -16,10 +16,10 @@ from rich.table import Column
 
 from dispfx.ir.program import Program
 from dispfx.learning.records import StepRecord
-from dispfx.measure.equivalence import Verification
 from dispfx.report.schema import Report
-from dispfx.report.sites import found_lines, refusal_lines
+from dispfx.report.site_tables import found_lines, refusal_lines
 from dispfx.report.table import print_report
+from dispfx.verification.equivalence import Verification
 
 _PLAIN_LINES = 10
 _LONGEST_SILENCE_SECONDS = 60.0

@@ -10,19 +10,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dispfx.atomic import replacing
-from dispfx.disk import writing
 from dispfx.errors import OutputError
+from dispfx.files.atomic import replacing
+from dispfx.files.disk import writing
 from dispfx.report.evaluation import Evaluation, task_table, text_lines
 from dispfx.report.layers import Layers, layers_of
 from dispfx.report.numbers import shown_perplexity
 from dispfx.report.pictures import COLOURS, Picture, pictures_of
 from dispfx.report.run import Run, read_run
 from dispfx.report.schema import Report
-from dispfx.report.settings import settings_rows
+from dispfx.report.settings_table import settings_rows
 from dispfx.report.table import report_rows, verification_rows
-from dispfx.report.tasks import task_notes
-from dispfx.report.tuning import tuning_lines
+from dispfx.report.task_rows import task_notes
+from dispfx.report.tuning_record import tuning_lines
 
 PAGE_FILE, PICTURES_FOLDER = "report.html", "pictures"
 _ROWS_OF_STEPS = 20

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dispfx.errors import PlanMismatchError
-from dispfx.ir.plan import Plan, Selection
+from dispfx.plan.plan import Plan, Selection
 from dispfx.report.layers import layers_of, mask_F
 
 

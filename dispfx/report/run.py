@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dispfx.errors import DataError, OutputError
-from dispfx.ir.plan import Plan
-from dispfx.json_text import parse_json, read_json
+from dispfx.files.json_text import parse_json, read_json
 from dispfx.learning.records import METRICS_FILE, StepRecord
+from dispfx.plan.plan import Plan
 from dispfx.report.evaluation import EVALUATION_FILE, Evaluation, read_evaluation
 from dispfx.report.json_form import load_report
 from dispfx.report.schema import Report

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dispfx.ir.lengths import Lengths
-from dispfx.measure.equivalence import Verification
+from dispfx.verification.equivalence import Verification
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How perplexity was measured; the fields are those of `dispfx.measure.perplexity.Perplexity`."""
+    """How perplexity was measured; the fields are those of `dispfx.quality.perplexity.Perplexity`."""
 
     text: str
     context: int
@@ -193,6 +193,6 @@ class Report:
     lengths: Lengths | None = None
 
     def _repr_html_(self) -> str:
-        from dispfx.report.notebook import report_html
+        from dispfx.report.report_html import report_html
 
         return report_html(self)

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dispfx.atomic import replacing
-from dispfx.disk import writing
-from dispfx.measure.speed_row import Side, SpeedRow
+from dispfx.benchmark.speed_row import Side, SpeedRow
+from dispfx.files.atomic import replacing
+from dispfx.files.disk import writing
 
 _HEADER = (
     "", "step", "batch × tokens (past)", "mode", "dense", "pruned", "×", "bound", "of bound", "tokens/s",

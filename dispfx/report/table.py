@@ -5,13 +5,13 @@ The rows are built once; a terminal gets them as a rich table, a pipe as aligned
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from dispfx.measure.equivalence import Verification
 from dispfx.report.numbers import shown_perplexity
-from dispfx.report.schema import Report
+from dispfx.verification.equivalence import Verification
 
 Row = tuple[str, str, str, str]
 _HEADER: Row = ("", "before", "after", "change")
@@ -19,7 +19,7 @@ _VERIFIED_HEADER: Row = ("verified", "batch × tokens", "error", "tolerance")
 _ALIGN_SLACK = 0.001
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: Any, console: Console) -> None:
     """Print the table of a report; on a narrow terminal, comparisons by the names of their own columns."""
     sections = report_rows(report)
     if not _is_too_narrow(console, sections, _HEADER):
@@ -34,7 +34,7 @@ def print_verifications(verifications: Sequence[Verification], console: Console)
     print_rows([verification_rows(verifications)], console, _VERIFIED_HEADER)
 
 
-def report_rows(report: Report) -> list[list[Row]]:
+def report_rows(report: Any) -> list[list[Row]]:
     """Return the table's sections: size, quality, verification."""
     return [_size_rows(report), _quality_rows(report), verification_rows(report.verify)]
 
@@ -106,7 +106,7 @@ def _stacked(row: Sequence[str], header: Sequence[str]) -> list[str]:
     ]
 
 
-def _size_rows(report: Report) -> list[Row]:
+def _size_rows(report: Any) -> list[Row]:
     ratio, parameters, size = report.ratio, report.parameters, report.bytes
     missed = ratio.achieved - ratio.requested
     note = f"{missed:+.2%} by alignment" if abs(missed) > _ALIGN_SLACK else f"of {ratio.of}"
@@ -127,7 +127,7 @@ def _size_rows(report: Report) -> list[Row]:
     ]
 
 
-def _quality_rows(report: Report) -> list[Row]:
+def _quality_rows(report: Any) -> list[Row]:
     rows: list[Row] = []
     measured = report.perplexity
     if measured is not None:

@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from dispfx.choices import closest, require_choice
 from dispfx.errors import DispfxError, UnknownSettingError
+from dispfx.words.choices import closest, require_choice
 
 _KEY = "dispfx"
 

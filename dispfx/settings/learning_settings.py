@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dispfx.choices import choice
 from dispfx.errors import DispfxError
 from dispfx.settings.field import check_section, refuse_unknown_names, setting
+from dispfx.words.choices import choice
 
 EstimatorName = Literal["reinmax", "gumbel", "straight-through"]
 HypernetworkName = Literal["full", "linear", "none"]

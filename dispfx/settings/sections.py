@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dispfx.chosen_device import check_device
 from dispfx.errors import BudgetError, DataError
 from dispfx.settings.field import check_section, required, setting
-from dispfx.text_origin import TEXT_BYTES, TEXT_FIELD
+from dispfx.words.chosen_device import check_device
+from dispfx.words.text_origin import TEXT_BYTES, TEXT_FIELD
 
 Switch = Literal["auto", "on", "off"]
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from dispfx.chosen_device import local_device
 from dispfx.errors import DispfxError
 from dispfx.settings.learning_settings import (
     LearnSettings,
@@ -36,6 +35,7 @@ from dispfx.settings.verb_settings import (
     TuneOutputSettings,
     TuneSettings,
 )
+from dispfx.words.chosen_device import local_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class RunSettings(Tree):
 
     @property
     def placed_model(self) -> ModelSettings:
-        """The decoder as this process opens it: on its own card, or where no device may hold all, on the CPU."""
+        """The decoder as this process opens it: on its own card, or on the CPU if no device may hold all."""
         device = local_device(self.model.device) if self.compute.shard_on is None else "cpu"
         return replace(self.model, device=device)
 

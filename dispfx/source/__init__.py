@@ -11,11 +11,11 @@ that knows transformers.
     text        files and data sets of text, and token files → one vector of token ids
 """
 
-from dispfx.origin import Origin
 from dispfx.source.loading import config_alone, dtype_of, load_config, load_source
 from dispfx.source.source import Source
 from dispfx.source.text import ReadText, check_readable, encode, read_text, read_tokens
 from dispfx.source.tokenizer import load_folder_tokenizer
+from dispfx.words.model_origin import Origin
 
 __all__ = [
     "Origin", "ReadText", "Source", "check_readable", "config_alone", "dtype_of", "encode", "load_config",

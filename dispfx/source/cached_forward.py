@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from dispfx.cached_capture import CachedForward
-from dispfx.capturing import embedding_rows, evaluation, token_ids
+from dispfx.capturing.cached_capture import CachedForward
+from dispfx.capturing.module_capture import embedding_rows, evaluation, token_ids
 from dispfx.errors import CaptureError, UnsupportedGraphError, first_line
 from dispfx.ir.cached_inputs import CacheTensor
 

@@ -9,7 +9,7 @@ B batch, T tokens, V vocabulary
 import torch
 from torch import Tensor, nn
 
-from dispfx.capturing import logits_of
+from dispfx.capturing.module_capture import logits_of
 from dispfx.errors import CaptureError, SourceError
 
 # Relative to the largest logit.  Equal prefixes may round differently where experts are grouped by

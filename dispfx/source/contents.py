@@ -9,8 +9,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from dispfx.errors import SourceError
-from dispfx.json_text import read_json
-from dispfx.origin import FORMS
+from dispfx.files.json_text import read_json
+from dispfx.words.model_origin import FORMS
 
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"

@@ -15,7 +15,7 @@ from typing import Literal
 from torch import nn
 from transformers import PreTrainedModel
 
-from dispfx.choices import choice
+from dispfx.words.choices import choice
 
 Experts = Literal["grouped", "batched"]
 

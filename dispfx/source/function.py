@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from dispfx.errors import SourceError
-from dispfx.huggingface.classes import known_config
-from dispfx.python_code import current_folder, suggestion_for
 from dispfx.source.quiet import installation
+from dispfx.source.transformers_classes import known_config
+from dispfx.words.python_code import current_folder, suggestion_for
 
 
 def build_module(spec: str) -> tuple[nn.Module, None, Any | None]:

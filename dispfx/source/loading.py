@@ -4,11 +4,8 @@ from pathlib import Path
 
 import torch
 
-from dispfx.choices import choice
-from dispfx.chosen_device import chosen_device
 from dispfx.demo import DECODER_FOLDER
 from dispfx.errors import SourceError
-from dispfx.origin import origin_of
 from dispfx.source.causality import check_causal
 from dispfx.source.contents import check_checkpoint, check_weights
 from dispfx.source.function import build_module
@@ -17,6 +14,9 @@ from dispfx.source.moving import moved
 from dispfx.source.pretrained import build_from_config, load_pretrained
 from dispfx.source.source import Source
 from dispfx.source.tokenizer import load_tokenizer
+from dispfx.words.choices import choice
+from dispfx.words.chosen_device import chosen_device
+from dispfx.words.model_origin import origin_of
 
 # An index names weights that should lie beside it.
 _WEIGHT_ENDINGS = (

@@ -7,8 +7,8 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
 from dispfx.errors import SourceError
-from dispfx.origin import FORMS
-from dispfx.python_code import suggestion_for
+from dispfx.words.model_origin import FORMS
+from dispfx.words.python_code import suggestion_for
 
 _HUB_SECONDS = 10.0
 

@@ -17,14 +17,14 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from dispfx.errors import SourceError
-from dispfx.huggingface.classes import known_config
-from dispfx.json_text import read_json
-from dispfx.origin import Origin
+from dispfx.files.json_text import read_json
 from dispfx.source.compression import expanding
 from dispfx.source.location import Location
 from dispfx.source.quiet import installation, quiet, short
 from dispfx.source.source import Source
 from dispfx.source.tokenizer import load_tokenizer
+from dispfx.source.transformers_classes import known_config
+from dispfx.words.model_origin import Origin
 
 
 def load_pretrained(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from dispfx.origin import Origin
+from dispfx.words.model_origin import Origin
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ from gguf import GGUFReader
 from safetensors import SafetensorError, safe_open
 
 from dispfx.demo import DECODER_FOLDER
-from dispfx.json_text import read_json
-from dispfx.origin import origin_of
+from dispfx.files.json_text import read_json
+from dispfx.words.model_origin import origin_of
 
 # Of a number, by the names of safetensors; those of less than a byte are packed, and taken for one.
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4}

@@ -8,7 +8,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer
 
 from dispfx.errors import SourceError
-from dispfx.json_text import read_json
+from dispfx.files.json_text import read_json
 from dispfx.source.location import Location
 from dispfx.source.quiet import installation, quiet, short
 

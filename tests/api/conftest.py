@@ -11,9 +11,9 @@ from torch import Tensor
 import dispfx
 from dispfx.ir.program import Program
 from dispfx.learning.records import StepRecord
-from dispfx.measure.equivalence import Verification
 from dispfx.report import NullObserver, Report
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.verification.equivalence import Verification
 from tests.plain_decoders import VOCABULARY
 from tests.source.conftest import decoder_folder as decoder_folder
 

@@ -11,18 +11,18 @@ from safetensors.torch import save_file
 
 import dispfx
 from dispfx.api import bench
-from dispfx.api.alignments import MeasuredOn, measured_plans, realigned
-from dispfx.api.cached import capture_cached
-from dispfx.api.measuring import measure
-from dispfx.api.opening import Opening
-from dispfx.api.programs import only_planned
-from dispfx.api.speed import Contender, compare
+from dispfx.benchmark.alignments import MeasuredOn, measured_plans, realigned
+from dispfx.benchmark.decoder_speed import Contender, compare
+from dispfx.benchmark.speed_row import SpeedRow
+from dispfx.benchmark.timing import compare_times
+from dispfx.compiler.cached_programs import capture_cached
+from dispfx.compiler.programs import only_planned
 from dispfx.errors import DataError, OutputError, PlanMismatchError
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.ir.ops import is_grouped
-from dispfx.ir.plan import Plan
-from dispfx.measure.speed import compare_times
-from dispfx.measure.speed_row import SpeedRow
+from dispfx.plan.plan import Plan
+from dispfx.quality.measuring import measure
+from dispfx.run.opening import Opening
 from tests.api.conftest import Compiled
 from tests.captures import plain
 from tests.tiny_transformers import tiny_transformer
@@ -34,7 +34,7 @@ bench_room = importlib.import_module("dispfx.api.bench")
 @pytest.fixture(autouse=True)
 def _short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time each side for a tenth as long: that every step is timed is shown, not what it takes."""
-    for room in ("dispfx.api.speed", "dispfx.api.onnx_speed"):
+    for room in ("dispfx.benchmark.decoder_speed", "dispfx.benchmark.onnx_comparison"):
         monkeypatch.setattr(f"{room}.compare_times", partial(compare_times, round_seconds=0.005))
 
 
@@ -184,7 +184,7 @@ def test_the_dense_decoder_is_captured_once_and_one_plan_is_measured_and_timed(
 
     monkeypatch.setattr(bench_room, "capture_cached", capture)
     monkeypatch.setattr(bench_room, "realigned", align)
-    monkeypatch.setattr("dispfx.api.alignments.realigned", align)
+    monkeypatch.setattr("dispfx.benchmark.alignments.realigned", align)
     monkeypatch.setattr(bench_room, "compare", watched)
     words: dict[str, Any] = {"eval_data": str(text), "eval_windows": 1} if with_text else {}
     bench(

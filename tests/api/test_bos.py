@@ -11,14 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import dispfx
 from dispfx import api
-from dispfx.api.text import TextChoice, open_text
 from dispfx.errors import DataError, DispfxError
-from dispfx.ir.plan import Plan
-from dispfx.measure.perplexity import TextFacts, perplexity
+from dispfx.plan.plan import Plan
+from dispfx.quality.perplexity import TextFacts, perplexity
 from dispfx.report import load_report
+from dispfx.run.run_text import TextChoice, open_text
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source import load_source
-from dispfx.text_origin import Reading
+from dispfx.words.text_origin import Reading
 from tests.api.conftest import Watcher
 from tests.source.byte_tokenizer import byte_tokenizer
 

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dispfx.api import agree, apply, evaluate, export, generate, inspect, learn_plan, load, printing, verify
+from dispfx.api import agree, apply, evaluate, export, generate, inspect, learn_plan, load, verify
+from dispfx.compiler import printing
 from dispfx.errors import DataError, DispfxError, OutputError, VerificationError
-from dispfx.ir.plan import Plan
-from dispfx.measure.equivalence import Verification, require
+from dispfx.plan.plan import Plan
 from dispfx.report import Report
+from dispfx.verification.equivalence import Verification, require
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Compiled, Watcher, random_tokens
 from tests.api.plain import build_decoder
 from tests.programs import token_ids
@@ -30,7 +31,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Repor
     text = folder / "text.txt"
     text.write_text("the cats see the dog . " * 40)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dispfx.api.writing._PROBE_SAMPLES", 1)
+        patch.setattr("dispfx.run.writing._PROBE_SAMPLES", 1)
         report = apply("demo", plan, out=folder / "out", eval_data=text, eval_windows=1, export="pt2")
     yield folder / "out", report
 

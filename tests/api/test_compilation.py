@@ -24,10 +24,10 @@ from dispfx.errors import (
     SourceError,
     VerificationError,
 )
-from dispfx.ir.plan import Plan
-from dispfx.measure.equivalence import Verification
+from dispfx.plan.plan import Plan
 from dispfx.report import load_report
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.verification.equivalence import Verification
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Compiled, Watcher, random_tokens
 from tests.api.plain import another_decoder, build_decoder
 from tests.plain_decoders import FORMS, VOCABULARY, build
@@ -155,7 +155,7 @@ def test_the_time_of_the_digests_is_told_as_their_own(
         seen.append(clock.running)
         return digests(folder)
 
-    monkeypatch.setattr("dispfx.api.writing.digests", watched)
+    monkeypatch.setattr("dispfx.run.writing.digests", watched)
     report = apply(MODEL, compiled.path / "plan.safetensors", out=tmp_path / "again", observer=clock)
     assert seen == ["digest"] and report.seconds["digest"] > 0
     assert report.files == digests(tmp_path / "again")
@@ -218,7 +218,7 @@ def nothing_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     def apart(*words, **rest):
         return [Verification("lowered = gated", (2, 9), 1.0, 0.5, 1e-5)]
 
-    monkeypatch.setattr("dispfx.api.writing.lowered_lines", apart)
+    monkeypatch.setattr("dispfx.run.writing.lowered_lines", apart)
 
 
 def test_a_failed_verification_keeps_the_plan_and_names_the_command(
@@ -292,7 +292,7 @@ def test_a_gate_that_changes_nothing_is_never_written(tmp_path: Path, tokens: Pa
     def one_bit(program):
         return [Verification("identity", (2, 9), 1e-9, 1e-9, 0.0)]
 
-    monkeypatch.setattr("dispfx.api.writing.identity_lines", one_bit)
+    monkeypatch.setattr("dispfx.run.writing.identity_lines", one_bit)
     with pytest.raises(VerificationError, match="identity"):
         compile_(tmp_path / "out", tokens)
     assert not (tmp_path / "out").exists()
@@ -336,7 +336,7 @@ def test_text_that_is_missing_is_said_before_a_decoder_is_opened(
     tmp_path: Path, settings: LearnSettings, monkeypatch: pytest.MonkeyPatch
 ):
     """Also where nobody chose the length of a sequence, which the graph of a module without a config says."""
-    monkeypatch.setattr("dispfx.api.opening.Opening.open", lambda opening: pytest.fail("it was opened"))
+    monkeypatch.setattr("dispfx.run.opening.Opening.open", lambda opening: pytest.fail("it was opened"))
     runs: tuple[Any, ...] = (dispfx.compile, dispfx.api.learn_plan, dispfx.api.preview)
     for model in (MODEL, build_decoder()):
         watcher = Watcher()
@@ -390,7 +390,7 @@ def test_alignment_and_skipped_branches_reach_the_plan(tmp_path: Path, tokens: P
 
 def test_passes_are_printed_where_asked(tmp_path: Path, tokens: Path):
     watcher = Watcher()
-    with dispfx.api.printing(["canonicalize", "lower-gates", "find-sites"], watcher):
+    with dispfx.run.pass_printing(["canonicalize", "lower-gates", "find-sites"], watcher):
         compile_(tmp_path / "out", tokens, observer=watcher)
     assert watcher.printed_names[:3] == ["canonicalize", "find-sites", "lower-gates"]
 

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 import dispfx
 from dispfx.api import apply, evaluate, finetune, tune_settings, verify
-from dispfx.capturing import module_logits
+from dispfx.capturing.module_capture import module_logits
 from dispfx.demo import DECODER_FOLDER
-from dispfx.demo.text import generate_text
+from dispfx.demo.demo_text import generate_text
 from dispfx.errors import DataError, DispfxError, OutputError
 from dispfx.huggingface.adapter_training import Keeping, TuneStep, train
-from dispfx.huggingface.tuning import TuneSettings
+from dispfx.huggingface.adapters import TuneSettings
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.learning.text import TokenBatches
 from dispfx.report import Tuning, load_report

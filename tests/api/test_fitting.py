@@ -5,10 +5,10 @@ from functools import cache
 
 import pytest
 
-from dispfx.api.fitting import fitted_settings, settings_among, settings_for, settings_of
-from dispfx.api.opening import learn_settings
-from dispfx.api.programs import analyse, capture
+from dispfx.compiler.programs import analyse, capture
 from dispfx.ir.program import Program
+from dispfx.run.fitting import fitted_settings, settings_among, settings_for, settings_of
+from dispfx.run.opening import learn_settings
 from dispfx.settings.learning_settings import RECIPES
 from dispfx.source.experts import Experts
 from tests.captures import plain

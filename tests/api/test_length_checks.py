@@ -9,10 +9,10 @@ from safetensors.torch import save_file
 
 import dispfx
 from dispfx.api import apply, evaluate, load
-from dispfx.api.programs import analyse
+from dispfx.compiler.programs import analyse
 from dispfx.errors import CaptureError, DataError, DispfxError
 from dispfx.ir.lengths import Lengths
-from dispfx.ir.plan import Plan
+from dispfx.plan.plan import Plan
 from dispfx.report import load_report
 from dispfx.settings.learning_settings import LearnSettings
 from tests.api.conftest import SETTINGS, Watcher, random_tokens

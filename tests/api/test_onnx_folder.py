@@ -11,10 +11,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import dispfx
 from dispfx import api
-from dispfx.api import onnx_folder
 from dispfx.deploy.onnx import legalize
 from dispfx.errors import UnsupportedGraphError, VerificationError
 from dispfx.report import load_report
+from dispfx.run import onnx_folder
 from tests.api.conftest import Watcher
 from tests.tiny_transformers import tiny_transformer
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from dispfx.api.fitting import fitted_settings
-from dispfx.api.opening import changed_settings, learn_settings
 from dispfx.errors import DispfxError
+from dispfx.run.fitting import fitted_settings
+from dispfx.run.opening import changed_settings, learn_settings
 from dispfx.settings.learning_settings import RECIPES, LearnSettings
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dispfx.api import preflight
-from dispfx.api.opening import Opening
 from dispfx.errors import DispfxError
-from dispfx.measure.free_memory import free_bytes
-from dispfx.measure.resident import resident_bytes
+from dispfx.estimate.free_memory import free_bytes
+from dispfx.estimate.resident import resident_bytes
+from dispfx.run import preflight
+from dispfx.run.opening import Opening
 from dispfx.settings import ComputeSettings
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source.stored import loaded_bytes
@@ -141,7 +141,7 @@ def test_learning_that_does_not_fit_is_refused_with_what_would_help(free: Any):
     program = plain("llama")
     settings = LearnSettings(batch_size=4, seq_len=64)
     off, auto = ComputeSettings(checkpointing="off"), ComputeSettings()
-    from dispfx.measure.estimate import estimate
+    from dispfx.estimate.run_estimate import estimate
 
     found = estimate(program, settings)
     whole = preflight.bytes_beside_weights(found, CPU, checkpoints=False)
@@ -161,7 +161,7 @@ def test_learning_that_does_not_fit_is_refused_with_what_would_help(free: Any):
 
 
 def test_on_a_gpu_what_torch_reserves_is_asked_for_unless_it_is_a_bound_already():
-    from dispfx.measure.estimate import estimate
+    from dispfx.estimate.run_estimate import estimate
 
     cuda = torch.device("cuda")
     found = estimate(plain("llama"), LearnSettings(batch_size=4, seq_len=64), device=cuda)

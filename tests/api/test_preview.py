@@ -6,7 +6,7 @@ import pytest
 
 from dispfx.api import preview
 from dispfx.errors import BudgetError, DataError, OutputError
-from dispfx.report.preview import preview_lines, preview_plain
+from dispfx.report.run_preview import preview_lines, preview_plain
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Compiled, Watcher
 
 

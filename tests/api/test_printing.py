@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 
 import dispfx.api
-from dispfx.api import PASSES, printing
-from dispfx.api.programs import analyse, gate, learn, lower
-from dispfx.api.speed import step_call
+from dispfx.api import PASSES
+from dispfx.benchmark.decoder_speed import step_call
+from dispfx.compiler import printing
+from dispfx.compiler.programs import analyse, gate, lower
 from dispfx.errors import DispfxError
 from dispfx.ir.cached_inputs import CachedShape
-from dispfx.ir.plan import Plan
+from dispfx.plan.plan import Plan
+from dispfx.run.mask_learning import learn
 from dispfx.settings.learning_settings import LearnSettings
 from tests.api.conftest import Watcher, random_tokens
 from tests.api.plain import build_decoder

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 import dispfx
-from dispfx.api.cached import CachedDecoder
-from dispfx.api.speed import step_inputs
-from dispfx.api.static import StaticDecoder, StaticPrograms, static_programs
+from dispfx.benchmark.decoder_speed import step_inputs
+from dispfx.benchmark.static_decoder import StaticDecoder, StaticPrograms, static_programs
+from dispfx.compiler.cached_programs import CachedDecoder
 from dispfx.errors import DataError, UnsupportedGraphError
+from dispfx.fast_decoder.layered import LayeredDecoder
 from dispfx.ir.cached_inputs import CachedShape
-from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
-from dispfx.layered import LayeredDecoder
 from dispfx.passes.outline_layers import OutlineLayers
 from dispfx.pipeline import Pipeline
+from dispfx.plan.plan import Plan
 from tests.captures import lowered_with_cache, plain
 from tests.passes.golden import calls_of
 from tests.programs import relative_error, token_ids
@@ -154,7 +154,7 @@ def test_padding_that_would_be_ignored_is_refused():
 
 def test_a_program_without_a_cache_is_refused():
     program = plain("llama")
-    lowered = dispfx.api.programs.lower_program(program, Plan.random(program, 0.0, seed=0))
+    lowered = dispfx.compiler.programs.lower_program(program, Plan.random(program, 0.0, seed=0))
     with pytest.raises(UnsupportedGraphError, match="with a cache"):
         static_programs(lowered, LENGTH)
 

@@ -8,7 +8,7 @@ import pytest
 import dispfx
 from dispfx.api import apply, score_tasks
 from dispfx.errors import DataError
-from dispfx.measure.tasks import PAPER_METRICS
+from dispfx.quality.task_harness import PAPER_METRICS
 from tests.api.conftest import MODEL, Watcher
 from tests.local_tasks import write_tasks
 

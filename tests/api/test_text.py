@@ -10,15 +10,15 @@ from torch import Tensor
 
 import dispfx
 from dispfx.api import evaluate
-from dispfx.api import text as command_text
-from dispfx.api.text import TextChoice, open_text
 from dispfx.errors import DataError
 from dispfx.learning.mixture import Mixture
 from dispfx.learning.text import TokenBatches
-from dispfx.measure.perplexity import TextFacts
+from dispfx.quality.perplexity import TextFacts
+from dispfx.run import run_text as command_text
+from dispfx.run.run_text import TextChoice, open_text
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source import Source
-from dispfx.text_origin import Reading
+from dispfx.words.text_origin import Reading
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Watcher, random_tokens
 from tests.api.plain import build_decoder
 from tests.source.byte_tokenizer import byte_tokenizer
@@ -141,7 +141,7 @@ def test_text_that_cannot_be_used_is_refused_before_the_decoder_is_opened(
     def opened(self):
         raise AssertionError("the decoder was opened")
 
-    monkeypatch.setattr("dispfx.api.opening.Opening.open", opened)
+    monkeypatch.setattr("dispfx.run.opening.Opening.open", opened)
     (tmp_path / "a.jsonl").write_text('{"body": "text"}\n')
     (tmp_path / "latin.txt").write_bytes("naïf".encode("latin-1"))
     (tmp_path / "blank.txt").write_text("\n \n")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import dispfx
-from dispfx.api.verification import lowered_lines, noisy_tensors, unread_lines, zeroed_tensors
-from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
+from dispfx.plan.plan import Plan
+from dispfx.verification.graphs import lowered_lines, noisy_tensors, unread_lines, zeroed_tensors
 from tests.plain_decoders import FORMS, build
 from tests.programs import token_ids
 

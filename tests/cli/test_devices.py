@@ -8,9 +8,9 @@ import torch
 
 import dispfx.api
 from dispfx.api import ComputeSettings
-from dispfx.chosen_device import chosen_device, local_device
 from dispfx.errors import DispfxError
 from dispfx.source.loading import load_source
+from dispfx.words.chosen_device import chosen_device, local_device
 from tests.command_line import NAMED, options
 
 UNKNOWN = (

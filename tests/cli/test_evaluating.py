@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dispfx.measure.agreement import Agreement
-from dispfx.measure.perplexity import Perplexity
+from dispfx.quality.agreement import Agreement
+from dispfx.quality.perplexity import Perplexity
 from tests.cli.asked import asked
 from tests.report.test_tasks import found
 

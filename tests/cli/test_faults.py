@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from dispfx import errors
-from dispfx.api.stages import Stages
 from dispfx.cli.screen import Screen
-from dispfx.measure.equivalence import Verification
 from dispfx.report import NullObserver
+from dispfx.run.timed_stages import Stages
+from dispfx.verification.equivalence import Verification
 from tests.processes import run_code, started
 from tests.trust.runs import write_tokens
 
@@ -220,7 +220,7 @@ def test_what_dispfx_says_of_memory_itself_is_left_as_it_is(dispfx, replaced):
 
 SHORT_OF_MEMORY = """
 import resource, sys, torch
-import dispfx.api.writing as writing
+import dispfx.run.writing as writing
 
 def write(*_):
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

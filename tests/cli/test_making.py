@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dispfx.ir.plan import Budget, Plan, Selection
+from dispfx.plan.budget import Budget
+from dispfx.plan.plan import Plan, Selection
 from dispfx.report import Report, from_json
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.settings.trees import RunSettings

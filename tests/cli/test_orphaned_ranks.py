@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dispfx import launcher
+from dispfx.distributed import launcher
 from dispfx.learning.state import saved_step
 from tests.processes import ROOT, wait_until
 from tests.trust.runs import write_tokens

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dispfx.measure.equivalence import Verification
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.verification.equivalence import Verification
 from tests.cli.asked import asked
 from tests.report.test_estimate import estimate
 from tests.report.test_sites import program

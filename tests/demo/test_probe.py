@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dispfx.demo.demo_text import draw_lines
 from dispfx.demo.grammar import SKILLS
 from dispfx.demo.probe import NO_ANSWER, encode_lines, skill_probe
-from dispfx.demo.text import draw_lines
 from dispfx.errors import DataError
 
 CHARACTERS = 128

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dispfx.deploy.checkpoint import site_indices, underived_buffers, write_checkpoint
-from dispfx.ir.plan import Budget, Plan, Selection, site_keys
 from dispfx.ir.sites import Site, Slice
+from dispfx.plan.budget import Budget
+from dispfx.plan.plan import Plan, Selection, site_keys
 
 WIDTH, INNER, VOCABULARY = 16, 24, 40
 

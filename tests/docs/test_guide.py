@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import dispfx.api.text
-from dispfx.demo.text import generate_text
+import dispfx.run.run_text
+from dispfx.demo.demo_text import generate_text
 from tests.docs.listed import LISTED
 from tests.docs.pages import ROOT, blocks, commands, filled, printed, run, run_file
 from tests.local_tasks import write_tasks
@@ -23,8 +23,8 @@ MADE = (
 @pytest.mark.long
 def test_the_guide_works_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dispfx.api.text, "_DEMO_CHARACTERS", 40_000)
-    monkeypatch.setattr("dispfx.api.writing._PROBE_SAMPLES", 5)
+    monkeypatch.setattr(dispfx.run.run_text, "_DEMO_CHARACTERS", 40_000)
+    monkeypatch.setattr("dispfx.run.writing._PROBE_SAMPLES", 5)
     for module in ("mine", "odd"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     pytest.importorskip("lm_eval")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dispfx.capturing import capture
+from dispfx.capturing.module_capture import capture
 from dispfx.passes.canonicalize import Canonicalize
 from dispfx.pipeline import Pipeline
 from tests.command_line import check

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import dispfx.api
-from dispfx.api.programs import learn
-from dispfx.demo.text import generate_text
+from dispfx.demo.demo_text import generate_text
+from dispfx.run.mask_learning import learn
 from dispfx.source import load_source
 from tests.docs.listed import LISTED
 from tests.docs.pages import ROOT, blocks, commands, filled, run

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from dispfx.api import capture
 from dispfx.api.compilation import apply
-from dispfx.api.programs import lower_program
+from dispfx.compiler.programs import lower_program
 from dispfx.deploy.checkpoint import underived_buffers, write_checkpoint
 from dispfx.huggingface.saving import PrunedModel, build_pruned
-from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
+from dispfx.plan.plan import Plan
 from tests.captures import plain
 from tests.programs import token_ids
 from tests.tiny_transformers import VOCABULARY, tiny_transformer

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from dispfx.api.verification import zeroed_tensors
+from dispfx.verification.graphs import zeroed_tensors
 from tests.huggingface.conftest import Folder
 from tests.programs import relative_error, token_ids
 from tests.pruned_modules import writers

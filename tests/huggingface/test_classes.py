@@ -14,8 +14,8 @@ import dispfx
 from dispfx.api import apply
 from dispfx.deploy.checkpoint import own_config
 from dispfx.errors import DataError, DispfxError
-from dispfx.huggingface.classes import code_of_class, known_config, require_known_class
-from dispfx.huggingface.loading import load_model
+from dispfx.huggingface.model_loading import load_model
+from dispfx.source.transformers_classes import code_of_class, known_config, require_known_class
 from tests.api.conftest import Watcher
 
 SMALL: dict[str, Any] = {

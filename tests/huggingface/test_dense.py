@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from dispfx.api import capture
 from dispfx.api.compilation import apply
 from dispfx.errors import DispfxError
-from dispfx.ir.plan import Plan
+from dispfx.plan.plan import Plan
 from tests.huggingface.conftest import Folder, logits_without_dispfx
 from tests.plain_decoders import FORMS, build
 from tests.programs import relative_error, token_ids

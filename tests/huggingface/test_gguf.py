@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dispfx
 from dispfx.api import apply, capture
-from dispfx.api.verification import ZeroedDecoder, zeroed_tensors
 from dispfx.source import load_source
+from dispfx.verification.graphs import ZeroedDecoder, zeroed_tensors
 from tests.programs import relative_error, token_ids
 
 WIDTH, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2

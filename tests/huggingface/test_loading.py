@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BitsAndByt
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import dispfx
-from dispfx.api.verification import ZeroedDecoder, zeroed_tensors
 from dispfx.deploy import weights
 from dispfx.errors import OutputError, PlanMismatchError
 from dispfx.huggingface.modules import index_buffers
+from dispfx.verification.graphs import ZeroedDecoder, zeroed_tensors
 from tests.huggingface.conftest import Folder
 from tests.programs import relative_error, token_ids
 from tests.tiny_transformers import VOCABULARY

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import dispfx
+from dispfx.analysis.label_map import Mismatch
 from dispfx.api import apply, capture
 from dispfx.errors import UnsupportedGraphError
 from dispfx.huggingface.widths_of_config import resized
-from dispfx.ir.closure import Mismatch
-from dispfx.ir.plan import Plan
+from dispfx.plan.plan import Plan
 from dispfx.report import load_report
 from dispfx.settings.learning_settings import LearnSettings
 from tests.huggingface.conftest import Folder, logits_without_dispfx, write_narrower
@@ -120,7 +120,7 @@ def test_what_is_not_possible_is_refused_before_anything_is_learned(tmp_path: Pa
         raise AssertionError("learning began")
 
     with pytest.MonkeyPatch.context() as patched, pytest.raises(UnsupportedGraphError, match="c_attn"):
-        patched.setattr("dispfx.api.plan_learning.learn", refuse_to_learn)
+        patched.setattr("dispfx.run.plan_learning.learn", refuse_to_learn)
         dispfx.compile(
             tiny_transformer("gpt2"),
             0.3,

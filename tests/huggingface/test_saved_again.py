@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 import dispfx
 from dispfx.api import finetune, verify
 from dispfx.errors import DataError, OutputError
-from dispfx.huggingface.tuning import TuneSettings
-from dispfx.ir.plan import Plan
-from dispfx.preconditions import check_folder
+from dispfx.huggingface.adapters import TuneSettings
+from dispfx.plan.plan import Plan
+from dispfx.words.preconditions import check_folder
 from tests.command_line import run
 from tests.programs import relative_error, token_ids
 from tests.tiny_transformers import VOCABULARY

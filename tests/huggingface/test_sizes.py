@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
+from dispfx.analysis.positions import places
 from dispfx.api import capture
 from dispfx.huggingface.planning import Planned, plan_modules, site_cuts
-from dispfx.ir.plan import Budget, Plan
-from dispfx.ir.positions import places
 from dispfx.ir.program import Program
+from dispfx.plan.budget import Budget
+from dispfx.plan.plan import Plan
 
 pytestmark = pytest.mark.slow
 

@@ -6,10 +6,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dispfx.errors import BudgetError, PassError
-from dispfx.ir.budget import CLOSE, LIMIT, Groups, ParameterCount, check_reachable, hard_masks, harden
-from dispfx.ir.plan import Budget
 from dispfx.ir.sites import Site, Slice
-from dispfx.ir.widths import Ranking, Widths
+from dispfx.plan.budget import Budget
+from dispfx.plan.class_widths import Ranking, Widths
+from dispfx.plan.hardening import CLOSE, LIMIT, Groups, ParameterCount, check_reachable, hard_masks, harden
 from tests.ir.site_strategies import decoder_sites, decoders, site, sliced_count
 
 

@@ -8,12 +8,13 @@ import numpy
 import pytest
 import torch
 
-from dispfx.api.writing import left_dense
 from dispfx.errors import BudgetError, DataError
-from dispfx.ir.budget import ParameterCount, hard_masks, harden
-from dispfx.ir.costs import CostTable, branch_costs, read_costs
-from dispfx.ir.plan import Budget, Plan
 from dispfx.ir.program import Program
+from dispfx.plan.budget import Budget
+from dispfx.plan.hardening import ParameterCount, hard_masks, harden
+from dispfx.plan.latency_table import CostTable, branch_costs, read_costs
+from dispfx.plan.plan import Plan
+from dispfx.run.writing import left_dense
 from tests.programs import program_of
 
 # A product costs what its weight has, in microseconds.

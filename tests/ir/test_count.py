@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispfx.errors import BudgetError, PassError
-from dispfx.ir.budget import Groups, ParameterCount, hard_masks
 from dispfx.ir.sites import Site, Slice
+from dispfx.plan.hardening import Groups, ParameterCount, hard_masks
 from tests.ir.site_strategies import decoder_sites, mixtures, site, sliced_count
 
 

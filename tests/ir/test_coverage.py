@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dispfx
-from dispfx.ir.coverage import EXPERTS, HEADS, SKIPPED, UNREAD, coverage
+from dispfx.analysis.coverage import EXPERTS, HEADS, SKIPPED, UNREAD, coverage
 from dispfx.ir.program import Program
 from tests import foreign_decoders
 from tests.one_branch import INNER, WIDTH, Middle, one_branch

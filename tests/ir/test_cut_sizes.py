@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dispfx
-from dispfx.ir.plan import Plan
+from dispfx.plan.plan import Plan
 from tests.one_branch import INNER, VOCABULARY, Middle, one_branch, require_one_function
 from tests.programs import relative_error, token_ids
 

@@ -5,9 +5,9 @@ import torch
 
 import dispfx
 from dispfx.errors import PassError
-from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
+from dispfx.plan.plan import Plan
 from tests.one_branch import VOCABULARY, WIDTH, require_one_function
 from tests.programs import plan_keeping, relative_error, token_ids
 from tests.stacked_experts import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import fx
 
+from dispfx.analysis.flow import Flow
 from dispfx.ir import ops
-from dispfx.ir.flow import Flow
 
 aten = torch.ops.aten
 SEEDS = range(60)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import dispfx
-from dispfx.ir.in_place import spell_in_place
+from dispfx.capturing.graph_export import traced
+from dispfx.capturing.in_place import spell_in_place
 from dispfx.ir.ops import mutates
-from dispfx.tracing.exporting import traced
 from tests.test_zoo_smoke import build
 
 

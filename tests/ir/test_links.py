@@ -21,8 +21,8 @@ import torch
 import transformers.integrations.moe  # noqa: F401  (registers its grouped product)
 from torch import Tensor, fx
 
-from dispfx.ir.links import _RULES, Alternatives, Contraction, Link, Mixing, links
-from dispfx.ir.links.connections import Connection, Dimension, Free, ends
+from dispfx.analysis.links import _RULES, Alternatives, Contraction, Link, Mixing, links
+from dispfx.analysis.links.connections import Connection, Dimension, Free, ends
 from dispfx.ir.ops import contracts, is_pointwise
 
 aten = torch.ops.aten

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dispfx
-from dispfx.api.fitting import settings_of
-from dispfx.api.opening import learn_settings
+from dispfx.analysis.lookups import longest_text, require_readable
 from dispfx.errors import DataError
-from dispfx.ir.lookups import longest_text, require_readable
 from dispfx.learning.text import TokenBatches
+from dispfx.run.fitting import settings_of
+from dispfx.run.opening import learn_settings
 from tests.captures import plain
 from tests.plain_decoders import FORMS, VOCABULARY, Decoder, build
 

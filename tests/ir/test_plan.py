@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import dispfx
 from dispfx.errors import BudgetError, DataError, PlanMismatchError
-from dispfx.ir.plan import SCHEMA_VERSION, Budget, Plan, Selection, site_keys
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site, Slice
+from dispfx.plan.budget import Budget
+from dispfx.plan.plan import SCHEMA_VERSION, Plan, Selection, site_keys
 from tests.plain_decoders import FORMS, build
 from tests.programs import relative_error, token_ids
 
@@ -83,7 +84,7 @@ def test_a_failed_write_leaves_the_old_plan(tmp_path: Path, monkeypatch: pytest.
     def full_disk(*words: Any, **rest: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("dispfx.ir.plan.os.replace", full_disk)
+    monkeypatch.setattr("dispfx.plan.plan.os.replace", full_disk)
     with pytest.raises(OSError, match="no space"):
         small_plan().save(path)
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1

@@ -8,11 +8,12 @@ import torch
 
 import dispfx
 from dispfx.errors import BudgetError, PlanMismatchError
-from dispfx.ir.count import ParameterCount
-from dispfx.ir.plan import Budget, Plan
-from dispfx.ir.plan_making import checked_indices, layer_of
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
+from dispfx.plan.budget import Budget
+from dispfx.plan.parameter_count import ParameterCount
+from dispfx.plan.plan import Plan
+from dispfx.plan.plan_making import checked_indices, layer_of
 from tests.programs import program_of, relative_error, token_ids
 
 INNER = "layers.0.mlp.inner"

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import dispfx
+from dispfx.analysis import links
 from dispfx.errors import DispfxError
-from dispfx.ir import links
 from tests.programs import relative_error
 
 

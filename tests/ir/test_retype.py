@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from dispfx.capturing import capture
+from dispfx.capturing.module_capture import capture
 from dispfx.ir.retype import retyped
 
 

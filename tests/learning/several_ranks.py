@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dispfx.distributed.ranks import Ranks, joined
 from dispfx.errors import DispfxError
-from dispfx.ir.plan import Budget
 from dispfx.learning.trainer import follow_run, learn
-from dispfx.ranks import Ranks, joined
+from dispfx.plan.budget import Budget
 from tests.learning.tiny_decoder import TinyDecoder, batches, markov_tokens, settings, untrained_decoder
 from tests.processes import join_all
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import DispfxError, PassError
-from dispfx.ir.budget import Groups, ParameterCount
 from dispfx.ir.gate import gate
 from dispfx.learning.learner import Learner, Problem, check_gates, check_samples
 from dispfx.learning.state import Position
 from dispfx.learning.update import Slopes, Update
+from dispfx.plan.hardening import Groups, ParameterCount
 from tests.learning.tiny_decoder import batches, markov_tokens, settings, untrained_decoder
 
 TEXT = markov_tokens(2_000)

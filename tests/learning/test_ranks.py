@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from dispfx.distributed.ranks import Ranks, local_device
 from dispfx.errors import DispfxError
-from dispfx.ir.plan import Budget
 from dispfx.learning.state import saved_step
 from dispfx.learning.trainer import Learned, learn
-from dispfx.ranks import Ranks, local_device
+from dispfx.plan.budget import Budget
 from tests.learning.several_ranks import TEXT_TOKENS, Scenario, decoder_of, raised, run_scenarios
 from tests.learning.tiny_decoder import TinyDecoder, batches, markov_tokens, settings
 

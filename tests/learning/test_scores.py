@@ -8,17 +8,19 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from dispfx.api.programs import analyse, batches_of, gate, learn
-from dispfx.demo.text import generate_text
+from dispfx.compiler.programs import analyse, gate
+from dispfx.demo.demo_text import generate_text
 from dispfx.errors import DispfxError
 from dispfx.ir import ops
-from dispfx.ir.budget import hard_masks
-from dispfx.ir.plan import Budget, Plan
 from dispfx.ir.program import Program
 from dispfx.learning.learner import Problem, check_samples
 from dispfx.learning.objective import next_token_loss
 from dispfx.learning.scores import score, select_by_score, starting_logits
 from dispfx.learning.trainer import problem_of
+from dispfx.plan.budget import Budget
+from dispfx.plan.hardening import hard_masks
+from dispfx.plan.plan import Plan
+from dispfx.run.mask_learning import batches_of, learn
 from dispfx.settings.learning_settings import LearnSettings, Method
 from dispfx.source import encode, load_source
 from tests.one_branch import WIDTH

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dispfx.errors import DataError, PlanMismatchError
-from dispfx.ir.plan import Budget
 from dispfx.learning import readout
 from dispfx.learning.learner import Learner
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.learning.trainer import Learned, learn
+from dispfx.plan.budget import Budget
 from dispfx.settings.learning_settings import LearnSettings
 from tests.learning.tiny_decoder import batches, markov_tokens, settings, untrained_decoder
 from tests.processes import run_code

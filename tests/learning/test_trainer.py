@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from dispfx.errors import BudgetError, DataError, DispfxError, PassError
-from dispfx.ir.budget import ParameterCount, hard_masks, harden
-from dispfx.ir.plan import Budget
 from dispfx.learning.objective import next_token_loss
 from dispfx.learning.text import TokenBatches
 from dispfx.learning.trainer import Learned, learn
+from dispfx.plan.budget import Budget
+from dispfx.plan.hardening import ParameterCount, hard_masks, harden
 from tests.learning.tiny_decoder import (
     TinyDecoder,
     batches,

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dispfx.ir.budget import ParameterCount
 from dispfx.learning.hypernetwork import ElementwiseLogits
 from dispfx.learning.objective import budget_loss
 from dispfx.learning.update import Slopes, Update, fastest_update
+from dispfx.plan.hardening import ParameterCount
 from tests.learning.tiny_decoder import untrained_decoder
 
 DECODER = untrained_decoder()

@@ -10,20 +10,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dispfx.api.programs import batches_of
-from dispfx.api.training import prepared_loss
-from dispfx.ir.budget import Groups
+from dispfx.estimate.cuda_memory import block_bytes, workspaces_bytes
+from dispfx.fast_decoder.decoder import TrainingDecoder
+from dispfx.fast_decoder.preparation import SHORT
 from dispfx.ir.ops import ATTENTION
 from dispfx.ir.program import Program
 from dispfx.learning.hypernetwork import build_hypernetwork
-from dispfx.measure.cuda_memory import block_bytes, workspaces_bytes
-from dispfx.passes.insert_gates import InsertGates
-from dispfx.pipeline import Pipeline
+from dispfx.plan.hardening import Groups
+from dispfx.run.learning_setup import prepared_loss
+from dispfx.run.mask_learning import batches_of
 from dispfx.settings import ComputeSettings
 from dispfx.settings.learning_settings import LearnSettings
-from dispfx.training.decoder import TrainingDecoder
-from dispfx.training.fast_passes import training_passes
-from dispfx.training.preparation import SHORT
 from tests.measure.caching_allocator import Block, CachingAllocator
 from tests.programs import token_ids
 
@@ -163,8 +160,8 @@ def learning_on_a_gpu(program: Program, settings: LearnSettings) -> CachingAlloc
 
 def _learned(program: Program, settings: LearnSettings) -> tuple[TrainingDecoder, list[Tensor]]:
     """Return the decoder that learning calls, and its tensors."""
-    passes = [InsertGates(), *training_passes(settings.seq_len)]
-    decoder = TrainingDecoder(Pipeline(passes, verify=False).run(program.clone()))
+    gated = run_stage("gate", program.clone(), verify=False)
+    decoder = TrainingDecoder(for_learning(gated, settings.seq_len, verify=False))
     decoder.in_chunks = True  # what a decoder with values is asked
     return decoder, [*dict(program.tensors()).values(), *decoder.parameters(), *decoder.buffers()]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dispfx.errors import DataError
-from dispfx.measure.agreement import agreement
+from dispfx.quality.agreement import agreement
 
 
 def table(*rows: list[float]):

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dispfx.measure import allocator
-from dispfx.measure.allocator import keeps_freed_blocks, provider
+from dispfx.estimate import allocator
+from dispfx.estimate.allocator import keeps_freed_blocks, provider
 
 GLIBC = platform.libc_ver()[0] == "glibc"
 NEEDS_GLIBC = pytest.mark.skipif(not GLIBC, reason="libraries are preloaded, and settings read, by glibc")
-LOOK = "from dispfx.measure.allocator import *; print(provider()); print(keeps_freed_blocks())"
+LOOK = "from dispfx.estimate.allocator import *; print(provider()); print(keeps_freed_blocks())"
 # As jemalloc and others do: the functions of the C library, by another library.
 STAND_IN = """
 extern void *memalign(unsigned long, unsigned long);

@@ -5,12 +5,12 @@ from functools import cache
 import pytest
 
 import dispfx
-from dispfx.api.programs import lower_program
+from dispfx.benchmark.bound import StepCost, bound, step_cost
+from dispfx.compiler.programs import lower_program
 from dispfx.ir import ops
 from dispfx.ir.cached_inputs import CachedShape
-from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
-from dispfx.measure.bound import StepCost, bound, step_cost
+from dispfx.plan.plan import Plan
 from tests.captures import with_cache
 from tests.plain_decoders import FORMS, INNER, VOCABULARY, WIDTH, build
 from tests.programs import plan_keeping

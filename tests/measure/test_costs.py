@@ -2,8 +2,8 @@
 
 import torch
 
-from dispfx.ir.costs import CostTable
-from dispfx.measure.costs import measure_costs
+from dispfx.benchmark.latency_measurement import measure_costs
+from dispfx.plan.latency_table import CostTable
 
 
 def test_a_measured_table_is_valid_and_rises_with_size():

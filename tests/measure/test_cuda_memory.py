@@ -7,10 +7,10 @@ import torch
 import transformers
 
 from dispfx.api import capture
+from dispfx.estimate.cuda_memory import block_bytes, workspaces_bytes
+from dispfx.estimate.resident import BEGUN_BYTES, resident_bytes
+from dispfx.estimate.run_estimate import estimate
 from dispfx.ir.program import Program
-from dispfx.measure.cuda_memory import block_bytes, workspaces_bytes
-from dispfx.measure.estimate import estimate
-from dispfx.measure.resident import BEGUN_BYTES, resident_bytes
 from dispfx.settings.learning_settings import LearnSettings
 from tests.measure.live_memory import learning_on_a_gpu, peak_of_a_step_on_a_gpu
 

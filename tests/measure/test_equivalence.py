@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import VerificationError
-from dispfx.measure.equivalence import (
+from dispfx.verification.equivalence import (
     SHAPES_BT,
     Verification,
     compare,

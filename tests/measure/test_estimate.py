@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from dispfx.api import capture
+from dispfx.estimate.devices import CARDS, COMPILED_EFFICIENCY, EAGER_EFFICIENCY, Device, this_cpu
+from dispfx.estimate.run_estimate import Estimate, estimate
+from dispfx.estimate.step_work import StepWork
 from dispfx.ir.program import Program
 from dispfx.learning.hypernetwork import build_hypernetwork, hypernetwork_parameters
-from dispfx.measure.devices import CARDS, COMPILED_EFFICIENCY, EAGER_EFFICIENCY, Device, this_cpu
-from dispfx.measure.estimate import Estimate, estimate
-from dispfx.measure.step_work import StepWork
 from dispfx.settings.learning_settings import LearnSettings
 from tests.measure.live_memory import peak_of_a_step
 from tests.plain_decoders import FORMS, INNER, VOCABULARY, WIDTH, build

@@ -18,11 +18,11 @@ from transformers import (
 )
 
 import dispfx
-from dispfx.capturing import module_logits
-from dispfx.measure import logits_by_rows
-from dispfx.measure.agreement import agreement
-from dispfx.measure.logits_by_rows import by_rows
-from dispfx.measure.perplexity import TextFacts, perplexity
+from dispfx.capturing.module_capture import module_logits
+from dispfx.quality import logits_by_rows
+from dispfx.quality.agreement import agreement
+from dispfx.quality.logits_by_rows import by_rows
+from dispfx.quality.perplexity import TextFacts, perplexity
 
 VOCABULARY, TOKENS = 97, 40
 SMALL: dict[str, Any] = dict(

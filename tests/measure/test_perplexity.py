@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import DataError
-from dispfx.measure import logits_by_rows
-from dispfx.measure.perplexity import TextFacts, perplexity
+from dispfx.quality import logits_by_rows
+from dispfx.quality.perplexity import TextFacts, perplexity
 
 TABLE = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125], [0.2, 0.2, 0.6]], dtype=torch.float64)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dispfx.measure import resident
-from dispfx.measure.resident import BEGUN_BYTES, PROCESS_BYTES, RESERVED, RETAINED, resident_bytes
+from dispfx.estimate import resident
+from dispfx.estimate.resident import BEGUN_BYTES, PROCESS_BYTES, RESERVED, RETAINED, resident_bytes
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ from unittest.mock import MagicMock
 
 import torch
 
+from dispfx.benchmark.timing import compare_times, device_name, peak_bytes, recorded
 from dispfx.kernels import recording
-from dispfx.measure.speed import compare_times, device_name, peak_bytes, recorded
 
 CPU = torch.device("cpu")
 

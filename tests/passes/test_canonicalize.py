@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dispfx
-from dispfx.capturing import capture
+from dispfx.capturing.module_capture import capture
 from dispfx.ir.printer import print_program
 from dispfx.ir.program import Program
 from dispfx.passes.canonicalize import Canonicalize

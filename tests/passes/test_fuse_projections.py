@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dispfx
-from dispfx.api.cached import CachedDecoder
-from dispfx.ir.plan import Plan
+from dispfx.compiler.cached_programs import CachedDecoder
 from dispfx.ir.program import Program
 from dispfx.passes.fuse_projections import FuseProjections
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.passes.lower_gates import LowerGates
 from dispfx.pipeline import Pipeline
+from dispfx.plan.plan import Plan
 from tests.captures import lowered_with_cache
 from tests.one_branch import INNER, VOCABULARY, WIDTH
 from tests.passes.golden import calls_of, lines_of, names_of

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 import dispfx
-from dispfx.api.programs import lower_program
-from dispfx.ir.plan import Plan
+from dispfx.compiler.programs import lower_program
 from dispfx.ir.program import Program
 from dispfx.passes.last_logits import LastLogits
 from dispfx.pipeline import Pipeline
+from dispfx.plan.plan import Plan
 from tests.one_branch import VOCABULARY, WIDTH, Middle
 from tests.passes.golden import calls_of, names_of
 from tests.plain_decoders import perturb

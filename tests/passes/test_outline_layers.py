@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 
 import dispfx
-from dispfx.api.programs import lower_program
+from dispfx.compiler.programs import lower_program
+from dispfx.fast_decoder.layered import LayeredDecoder
 from dispfx.ir.outline import Outline
 from dispfx.ir.program import Program
-from dispfx.layered import LayeredDecoder
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.passes.outline_layers import OutlineLayers
 from dispfx.pipeline import Pipeline

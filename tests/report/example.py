@@ -1,6 +1,5 @@
 """One report with every field in use."""
 
-from dispfx.measure.equivalence import Verification
 from dispfx.report import (
     Bytes,
     Parameters,
@@ -13,6 +12,7 @@ from dispfx.report import (
     SkillChange,
     UngatedWeights,
 )
+from dispfx.verification.equivalence import Verification
 
 
 def example_report() -> Report:

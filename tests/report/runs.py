@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from dispfx.ir.plan import Budget, Plan, Selection
 from dispfx.learning.records import StepRecord
+from dispfx.plan.budget import Budget
+from dispfx.plan.plan import Plan, Selection
 from dispfx.report import SiteWidth, save_report
 from tests.report.example import example_report
 

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from dispfx.report.comparison import ordered, run_notes, run_rows, runs_plain, speedup
 from dispfx.report.json_form import load_report, save_report
 from dispfx.report.run import read_run
+from dispfx.report.run_comparison import ordered, run_notes, run_rows, runs_plain, speedup
 from tests.report.runs import write_run
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from dispfx.measure.estimate import Estimate
-from dispfx.measure.step_memory import StepMemory
-from dispfx.measure.step_work import StepWork
+from dispfx.estimate.run_estimate import Estimate
+from dispfx.estimate.step_memory import StepMemory
+from dispfx.estimate.step_work import StepWork
 from dispfx.report.estimate import estimate_lines, estimate_plain, print_estimate
 from dispfx.settings.learning_settings import LearnSettings
 

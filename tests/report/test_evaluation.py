@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from dispfx.errors import DataError
-from dispfx.measure.agreement import Agreement
-from dispfx.measure.perplexity import Perplexity
+from dispfx.quality.agreement import Agreement
+from dispfx.quality.perplexity import Perplexity
 from dispfx.report.evaluation import Evaluation, read_evaluation, write_evaluation
 from dispfx.report.page import write_page
 from tests.report.runs import write_run

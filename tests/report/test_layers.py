@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from dispfx.ir.plan import Selection
+from dispfx.plan.plan import Selection
 from dispfx.report import SiteWidth
 from dispfx.report.layers import layers_of
 from tests.report.runs import INNER, LAYERS, WIDTH, plan_of

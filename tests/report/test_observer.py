@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from dispfx.learning.records import StepRecord
-from dispfx.measure.equivalence import Verification
 from dispfx.report import NullObserver, Observer, Report, TerminalObserver
+from dispfx.verification.equivalence import Verification
 from tests.report.test_sites import program
 
 

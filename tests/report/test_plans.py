@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dispfx.errors import PlanMismatchError
-from dispfx.ir.plan import Selection
+from dispfx.plan.plan import Selection
 from dispfx.report.plans import SiteOverlap, difference_lines, difference_rows, plan_difference, plan_rows
 from tests.report.runs import plan_of
 

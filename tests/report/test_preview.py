@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from dispfx.report.preview import Preview, preview_lines, preview_plain
+from dispfx.report.run_preview import Preview, preview_lines, preview_plain
 from dispfx.settings.learning_settings import LearnSettings
 from tests.report.test_estimate import estimate
 from tests.report.test_sites import program

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dispfx.report import Report, Settings, model_card, save_report
 from dispfx.report.page import write_page
-from dispfx.report.settings import settings_rows
+from dispfx.report.settings_table import settings_rows
 from dispfx.settings.learning_settings import LearnSettings
 from tests.report.runs import write_run
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dispfx.ir.lengths import Lengths
 from dispfx.ir.sites import Branch, Refusal, ResidualStream, Site, Slice
-from dispfx.report.sites import found_lines, print_sites, program_plain, refusal_lines, site_rows
+from dispfx.report.site_tables import found_lines, print_sites, program_plain, refusal_lines, site_rows
 
 
 def site(name: str, branch_kind: Any, kind: Any, size: int, cuts: int = 1) -> Site:

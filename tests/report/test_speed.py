@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from dispfx.benchmark.speed_row import Side, SpeedRow
 from dispfx.ir.cached_inputs import CachedShape
-from dispfx.measure.speed_row import Side, SpeedRow
 from dispfx.report.speed import speed_line, speed_markdown, speed_plain, write_speed
 
 PREFILL, DECODE = CachedShape(2, 512, 0), CachedShape(8, 1, 1024)

@@ -6,9 +6,9 @@ import math
 
 from rich.console import Console
 
-from dispfx.measure.equivalence import Verification
 from dispfx.report import Report
 from dispfx.report.table import print_report, print_verifications
+from dispfx.verification.equivalence import Verification
 
 
 def shown(report: Report, terminal: bool, width: int = 110) -> str:

@@ -1,7 +1,7 @@
 """Scores in tasks, as rows and notes."""
 
-from dispfx.measure.tasks import PAPER_METRICS, TaskScore, TaskScores
-from dispfx.report.tasks import task_line, task_notes, task_rows, tasks_plain
+from dispfx.quality.task_harness import PAPER_METRICS, TaskScore, TaskScores
+from dispfx.report.task_rows import task_line, task_notes, task_rows, tasks_plain
 
 
 def score(task: str = "piqa", value: float = 0.61, samples: int = 100, metric: str = "acc_norm") -> TaskScore:

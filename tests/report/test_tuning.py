@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from dispfx.report import Protocol, Tuning, load_report, model_card, save_report
-from dispfx.report.comparison import run_notes
 from dispfx.report.page import write_page
 from dispfx.report.run import read_run
-from dispfx.report.tuning import adapter_card, write_record
+from dispfx.report.run_comparison import run_notes
+from dispfx.report.tuning_record import adapter_card, write_record
 from tests.report.runs import write_run
 
 TOLD = Tuning(

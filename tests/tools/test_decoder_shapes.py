@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dispfx.api.programs import lower_program
+from dispfx.compiler.programs import lower_program
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 shapes = importlib.import_module("decoder_shapes")

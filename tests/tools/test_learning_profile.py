@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import dispfx
-from dispfx.api.programs import batches_of
-from dispfx.api.training import prepared_loss
+from dispfx.fast_decoder.decoder import TrainingDecoder
+from dispfx.run.learning_setup import prepared_loss
+from dispfx.run.mask_learning import batches_of
 from dispfx.settings.learning_settings import LearnSettings
-from dispfx.training.decoder import TrainingDecoder
 from tests.plain_decoders import FORMS, build
 from tests.programs import token_ids
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from dispfx.errors import DispfxError
-from dispfx.ir.plan import Plan
+from dispfx.plan.plan import Plan
 
 TOOL = Path(__file__).parents[2] / "tools" / "quality.py"
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import dispfx.api.text
+import dispfx.run.run_text
 from tests.local_tasks import write_tasks
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -32,7 +32,7 @@ def reproduce() -> Iterator[ModuleType]:
         module = importlib.import_module("reproduce")
         runs = sys.modules["reproduction.runs"]
         assert runs.__file__ is not None and Path(runs.__file__).is_relative_to(TOOLS)
-        patch.setattr(dispfx.api.text, "_DEMO_CHARACTERS", SMALLER_TEXT)
+        patch.setattr(dispfx.run.run_text, "_DEMO_CHARACTERS", SMALLER_TEXT)
         patch.setattr(runs, "_OTHER_LINES", 1_000)
         # Neither changes what it is given, and opening takes longer than two steps.
         patch.setattr(runs, "load_source", cache(runs.load_source))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dispfx.api.programs import capture
+from dispfx.compiler.programs import capture
 from dispfx.source import load_source
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))

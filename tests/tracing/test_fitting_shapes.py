@@ -10,9 +10,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import dispfx
 from dispfx import api
-from dispfx.api.opening import learn_settings
+from dispfx.capturing.fitting_shapes import OTHER_SHAPE, TRACED_SHAPE, fitting_shapes
 from dispfx.errors import CaptureError, DataError
-from dispfx.tracing.fitting_shapes import OTHER_SHAPE, TRACED_SHAPE, fitting_shapes
+from dispfx.run.opening import learn_settings
 from tests.plain_decoders import FORMS, VOCABULARY, WIDTH, Decoder
 
 SETTINGS = learn_settings(None, method="random")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dispfx.capturing import capture
+from dispfx.capturing.module_capture import capture
+from dispfx.capturing.module_state import ModuleState, module_kept, random_state_kept
 from dispfx.errors import CaptureError
-from dispfx.tracing.module_state import ModuleState, module_kept, random_state_kept
 from tests.one_branch import VOCABULARY, WIDTH
 from tests.programs import token_ids
 

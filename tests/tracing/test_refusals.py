@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dispfx.capturing import capture
+from dispfx.capturing.module_capture import capture
 from dispfx.errors import CaptureError
 from tests.one_branch import VOCABULARY, WIDTH
 

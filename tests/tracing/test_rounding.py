@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dispfx.capturing import IDENTITY_TOLERANCE, capture
+from dispfx.capturing.module_capture import IDENTITY_TOLERANCE, capture
+from dispfx.capturing.rounding import MOST, TIMES, most_allowed
 from dispfx.errors import CaptureError
-from dispfx.tracing.rounding import MOST, TIMES, most_allowed
 from tests.one_branch import VOCABULARY
 
 WIDTH = 32

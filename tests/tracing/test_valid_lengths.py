@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dispfx.capturing import capture, compare_at
+from dispfx.capturing.module_capture import capture, compare_at
 from dispfx.errors import CaptureError, DataError
 from dispfx.ir.lengths import Lengths
 from tests import lengths_decoders

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dispfx
-from dispfx.capturing import capture
+from dispfx.capturing.module_capture import capture
+from dispfx.capturing.warm_up import warm_up
 from dispfx.errors import CaptureError
-from dispfx.ir.plan import Plan
-from dispfx.tracing.warm_up import warm_up
+from dispfx.plan.plan import Plan
 from tests.one_branch import VOCABULARY, WIDTH
 from tests.programs import relative_error, token_ids
 

@@ -4,17 +4,17 @@ from typing import Any
 
 from torch import fx
 
+from dispfx.compiler.stages import for_learning
 from dispfx.ir.program import Program
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
-from dispfx.training.fast_passes import training_passes
 from tests.programs import program_of
 
 
 def plain_and_fast(form: str = "pre-norm", *, layers: int = 3, tokens: int = 24) -> tuple[Program, Program]:
     """Return a gated program, and the same made fast to learn on."""
     plain = Pipeline([InsertGates()]).run(program_of(form, layers=layers).clone())
-    return plain, Pipeline(training_passes(tokens)).run(plain.clone())
+    return plain, for_learning(plain, tokens)
 
 
 class WithValues(fx.Interpreter):

@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dispfx.api.programs import follow, learn
+from dispfx.compiler.stages import for_learning
+from dispfx.distributed.ranks import Ranks, joined
 from dispfx.errors import DispfxError
+from dispfx.fast_decoder.comparison import sample_masks, value_and_gradient
+from dispfx.fast_decoder.decoder import TrainingDecoder
+from dispfx.fast_decoder.gathered import GatheredDecoder
+from dispfx.fast_decoder.preparation import PlainDecoder
+from dispfx.fast_decoder.shards import Sharding, rows_of
 from dispfx.ir.placing import placed
-from dispfx.ir.plan import Budget
 from dispfx.ir.program import Program
 from dispfx.learning.text import TokenBatches
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
-from dispfx.ranks import Ranks, joined
+from dispfx.plan.budget import Budget
+from dispfx.run.mask_learning import follow, learn
 from dispfx.settings.learning_settings import LearnSettings
-from dispfx.training.comparison import sample_masks, value_and_gradient
-from dispfx.training.decoder import TrainingDecoder
-from dispfx.training.fast_passes import training_passes
-from dispfx.training.gathered import GatheredDecoder
-from dispfx.training.preparation import PlainDecoder
-from dispfx.training.shards import Sharding, rows_of
 from tests.processes import join_all
 from tests.programs import program_of, token_ids
 
@@ -136,10 +136,10 @@ def look(form: str, ranks: Ranks, *, checkpointing: bool, compiled: bool = False
     """Compute one loss with weights in parts and with whole ones."""
     program = decoder_of(form)
     plain = Pipeline([InsertGates()]).run(program.clone())
-    fast = Pipeline(training_passes(16)).run(plain.clone())
+    fast = for_learning(plain, 16)
     whole = TrainingDecoder(fast, checkpointing=checkpointing, compiled=compiled)
     plain_placed = placed(plain, torch.device("cpu"))
-    fast_placed = Pipeline(training_passes(16)).run(plain_placed.clone())
+    fast_placed = for_learning(plain_placed, 16)
     sharding = Sharding(rows_of(dict(program.tensors())), ranks.size, torch.device("cpu"))
     parts = TrainingDecoder(fast_placed, checkpointing=checkpointing, compiled=compiled, sharding=sharding)
     assert parts.shards is not None

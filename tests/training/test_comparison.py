@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dispfx.training.comparison import Comparison, beside_rounding, compare, sample_masks
+from dispfx.fast_decoder.comparison import Comparison, beside_rounding, compare, sample_masks
 
 SIZES = [3] * 40
 IDS = torch.zeros(1, 4, dtype=torch.int64)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from dispfx.training import bodies
-from dispfx.training.comparison import compare, sample_masks, value_and_gradient
-from dispfx.training.decoder import TrainingDecoder
-from dispfx.training.preparation import PlainDecoder
+from dispfx.fast_decoder import bodies
+from dispfx.fast_decoder.comparison import compare, sample_masks, value_and_gradient
+from dispfx.fast_decoder.decoder import TrainingDecoder
+from dispfx.fast_decoder.preparation import PlainDecoder
 from tests.plain_decoders import FORMS
 from tests.programs import token_ids
 from tests.training.gated import plain_and_fast

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dispfx.fast_decoder.head_loss import chunked_loss, even_rows, loss_and_gradient
 from dispfx.learning.objective import NO_TARGET, next_token_loss, next_tokens
-from dispfx.training.head_loss import chunked_loss, even_rows, loss_and_gradient
 
 BATCH, TOKENS, WIDTH, VOCABULARY = 3, 7, 8, 11
 HEAD = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(3))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import DispfxError
-from dispfx.training import bodies, preparation
-from dispfx.training.comparison import Comparison
-from dispfx.training.decoder import TrainingDecoder
-from dispfx.training.preparation import PlainDecoder, _Preparation, prepare
+from dispfx.fast_decoder import bodies, preparation
+from dispfx.fast_decoder.comparison import Comparison
+from dispfx.fast_decoder.decoder import TrainingDecoder
+from dispfx.fast_decoder.preparation import PlainDecoder, _Preparation, prepare
 from tests.programs import token_ids
 from tests.training.gated import plain_and_fast
 

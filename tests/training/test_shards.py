@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from dispfx.api.programs import learn
+from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError, UnsupportedGraphError
+from dispfx.fast_decoder import bodies
+from dispfx.fast_decoder.shards import check_gradients, check_shareable
 from dispfx.ir.outline import Outline
 from dispfx.ir.placing import placed
 from dispfx.learning.state import saved_step
-from dispfx.ranks import ALONE, Ranks
-from dispfx.training import bodies
-from dispfx.training.shards import check_gradients, check_shareable
+from dispfx.run.mask_learning import learn
 from tests.captures import plain
 from tests.programs import program_of
 from tests.training.gated import plain_and_fast

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from dispfx.fast_decoder import bodies
+from dispfx.fast_decoder.bodies import compiled_function
+from dispfx.fast_decoder.sibling_products import join_siblings, sibling_products, sum_of_products
 from dispfx.ir.ops import aten
-from dispfx.training import bodies
-from dispfx.training.bodies import compiled_function
-from dispfx.training.sibling_products import join_siblings, sibling_products, sum_of_products
 from tests.training.gated import WithValues
 
 

@@ -23,21 +23,21 @@ from safetensors.torch import save
 
 from dispfx.api import capture
 from dispfx.api.compilation import apply
-from dispfx.api.folders import require_record
 from dispfx.deploy import reload, weights
 from dispfx.deploy.archive import check_archive
 from dispfx.deploy.exported import count_parameters as count_program
 from dispfx.deploy.exported import load_program
 from dispfx.deploy.onnx.files import check_external_data, takes_cache, takes_padding
 from dispfx.deploy.section import read_layout, read_section
-from dispfx.huggingface.loading import load_model
-from dispfx.ir.costs import read_costs
-from dispfx.ir.plan import Plan
+from dispfx.huggingface.model_loading import load_model
 from dispfx.learning.state import Position, load_state, save_state, saved_step
+from dispfx.plan.latency_table import read_costs
+from dispfx.plan.plan import Plan
 from dispfx.report import load_report, to_json
-from dispfx.report.comparison import run_notes, run_rows, runs_plain
 from dispfx.report.plans import plan_difference, plan_lines, plan_plain, plan_rows
 from dispfx.report.run import read_run
+from dispfx.report.run_comparison import run_notes, run_rows, runs_plain
+from dispfx.run.folders import require_record
 from dispfx.source import load_source
 from dispfx.source.text import read_text
 from tests.api.plain import build_decoder

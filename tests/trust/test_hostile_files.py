@@ -19,10 +19,10 @@ from dispfx.deploy.exported import count_parameters
 from dispfx.deploy.onnx.files import check_external_data, load_model, takes_cache
 from dispfx.deploy.weights import INDEX_FILE, read_tensors
 from dispfx.errors import DataError, OutputError
-from dispfx.ir.costs import read_costs
-from dispfx.ir.plan import Plan
-from dispfx.json_text import parse_json
+from dispfx.files.json_text import parse_json
 from dispfx.learning.state import STATE_FILE, Position, load_state, save_state
+from dispfx.plan.latency_table import read_costs
+from dispfx.plan.plan import Plan
 from dispfx.report import load_report
 from dispfx.report.page import write_page
 from dispfx.report.run import read_run

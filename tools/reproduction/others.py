@@ -3,16 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dispfx.api.cached import capture_cached, lower_cached
-from dispfx.api.programs import lower, lower_program
-from dispfx.api.speed import Contender, Mode, compare
+from dispfx.benchmark.decoder_speed import Contender, Mode, compare
+from dispfx.compiler.cached_programs import capture_cached, lower_cached
+from dispfx.compiler.programs import lower, lower_program
+from dispfx.compiler.stages import run_stage
 from dispfx.deploy.generate import generate
 from dispfx.ir.cached_inputs import CachedShape
-from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
 from dispfx.learning.records import StepRecord
-from dispfx.passes.gather_add import GatherAdd
-from dispfx.pipeline import Pipeline
+from dispfx.plan.plan import Plan
 from dispfx.report.pictures import CYCLE, MARKERS, Picture, draw_picture, smoothed, thinned
 from dispfx.report.plans import difference_rows, plan_difference
 from dispfx.source import encode
@@ -176,7 +175,7 @@ def _contenders(bench: Bench, plan: Plan) -> tuple[Contender, Contender]:
 
 
 def _contender(reference: Program, share: float) -> Contender:
-    return Contender(reference, Pipeline([GatherAdd()]).run(reference.clone()), share)
+    return Contender(reference, run_stage("gather", reference.clone()), share)
 
 
 def samples(name: str, bench: Bench, options: Options) -> Content:

@@ -13,11 +13,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from dispfx.api.tasks import score_tasks
+from dispfx.demo.demo_text import draw_lines
 from dispfx.demo.grammar import SKILLS
-from dispfx.demo.text import draw_lines
 from dispfx.errors import DataError
-from dispfx.measure.tasks import PAPER_METRICS
-from dispfx.report.tasks import task_notes
+from dispfx.quality.task_harness import PAPER_METRICS
+from dispfx.report.task_rows import task_notes
 from reproduction.cells import Content, Options, why_not
 from reproduction.paper import SECOND_HAND, ZERO_SHOT, family
 from reproduction.runs import Bench

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from dispfx.cached_capture import export_cached_program
-from dispfx.capturing import export_program
+from dispfx.capturing.cached_capture import export_cached_program
+from dispfx.capturing.module_capture import export_program
 from dispfx.deploy.onnx.legalize import PLAIN, Flavor, legalize
+from dispfx.deploy.onnx.lifting import lifted
 from dispfx.deploy.onnx.tidying import tidy
 from dispfx.errors import UnsupportedGraphError, first_line
 from dispfx.ir.program import Program
-from dispfx.lifting import lifted
 
 OPSET = 23
 # What the converter of torch can write: older sets lack operators that it uses.

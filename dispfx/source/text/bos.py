@@ -10,7 +10,7 @@
 from typing import Any
 
 from dispfx.errors import DataError
-from dispfx.text_origin import Bos
+from dispfx.words.text_origin import Bos
 
 # A tokenizer of one alphabet may find no token in a text of another.
 _PROBES = ("text", "0", "漢", " ")

@@ -17,7 +17,7 @@ from dispfx.errors import DataError
 from dispfx.source.quiet import short
 from dispfx.source.text.documents import joined, missing_field, text_of, until_full
 from dispfx.source.text.extras import library
-from dispfx.text_origin import DATASET, LINE_BREAK, TextOrigin
+from dispfx.words.text_origin import DATASET, LINE_BREAK, TextOrigin
 
 _MOST_GROUPS = 16
 _HUB_SECONDS = 10.0

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dispfx.errors import DataError
-from dispfx.text_origin import LINE_BREAK
+from dispfx.words.text_origin import LINE_BREAK
 
 
 def joined(documents: Iterable[str], between: str = LINE_BREAK) -> Iterator[str]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from dispfx.json_text import json_value_at
+from dispfx.files.json_text import json_value_at
 
 _BLOCK_BYTES = 2**20
 _SPACE = re.compile(r"[ \t\r\n]*")

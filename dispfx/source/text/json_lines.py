@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from dispfx.errors import DataError
-from dispfx.json_text import parse_json
+from dispfx.files.json_text import parse_json
 from dispfx.source.text.documents import joined, text_of, until_full
 from dispfx.source.text.json_array import is_array, records_of
 from dispfx.source.text.line_pieces import Span, file_size, spans, unreadable
 from dispfx.source.text.plain import other_form
-from dispfx.text_origin import LINE_BREAK
+from dispfx.words.text_origin import LINE_BREAK
 
 # A file without line breaks, as one JSON document, must not be read into memory whole.
 _LONGEST_LINE_BYTES = 64 * 2**20

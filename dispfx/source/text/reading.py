@@ -22,7 +22,7 @@ from dispfx.source.text.parquet import Parquet
 from dispfx.source.text.plain import PlainText
 from dispfx.source.text.token_file import joined_tokens, largest_id, stored_tokens
 from dispfx.source.text.tokenizing import encode_stream
-from dispfx.text_origin import LINE_BREAK, Reading, TextOrigin, text_origin
+from dispfx.words.text_origin import LINE_BREAK, Reading, TextOrigin, text_origin
 
 Words = str | PurePath | Sequence[str | PurePath]
 
@@ -71,7 +71,7 @@ def read_text(words: Words, tokenizer: Any | None, reading: Reading | None = Non
     """Return the token ids of all texts in order, without special tokens.
 
     Args:
-        words: files and data sets, as `dispfx.text_origin` tells them apart.
+        words: files and data sets, as `dispfx.words.text_origin` tells them apart.
         tokenizer: of the decoder; token files need none.
         reading: which field, and how much at most.
 

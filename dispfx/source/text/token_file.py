@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dispfx.errors import DataError
-from dispfx.json_text import parse_json
+from dispfx.files.json_text import parse_json
 
 TOKENS = "tokens"
 

@@ -9,14 +9,14 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from dispfx.api.programs import lower_program
+from dispfx.compiler.programs import lower_program
 from dispfx.deploy.onnx.exporting import cached_model
 from dispfx.deploy.onnx.files import save_model
 from dispfx.deploy.onnx.legalize import PLAIN, Flavor
 from dispfx.deploy.onnx.session import CachedSession
 from dispfx.ir.cached_inputs import CachedShape, cache_tensors, sample_inputs
-from dispfx.ir.plan import Plan
 from dispfx.ir.program import Program
+from dispfx.plan.plan import Plan
 from tests.captures import with_cache
 from tests.programs import relative_error
 from tests.tiny_transformers import VOCABULARY

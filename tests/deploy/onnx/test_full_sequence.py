@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from dispfx.capturing import capture
+from dispfx.capturing.module_capture import capture
 from dispfx.deploy.onnx.exporting import OPSET, full_sequence_model
 from dispfx.deploy.onnx.files import save_model
 from dispfx.deploy.onnx.session import OnnxDecoder
 from dispfx.errors import DataError, OutputError, UnsupportedGraphError
-from dispfx.measure.equivalence import Verification, compare_decoders
+from dispfx.verification.equivalence import Verification, compare_decoders
 from tests.deploy.conftest import WIDTH, tiny_llama
 
 SAMPLE_BT = torch.zeros(3, 13, dtype=torch.int64)

@@ -9,12 +9,12 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from dispfx.cached_capture import export_cached_program
+from dispfx.capturing.cached_capture import export_cached_program
 from dispfx.deploy.onnx import exporting
 from dispfx.deploy.onnx.exporting import cached_model, silence
+from dispfx.deploy.onnx.lifting import lifted
 from dispfx.deploy.onnx.tidying import tidy
 from dispfx.ir.program import Program
-from dispfx.lifting import lifted
 from tests.deploy.onnx.cached_models import lowered
 
 

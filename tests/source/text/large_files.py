@@ -19,7 +19,7 @@ from dispfx.learning.text import TokenBatches
 from dispfx.source.text import read_text
 from dispfx.source.text.line_pieces import spans
 from dispfx.source.text.token_file import stored_tokens
-from dispfx.text_origin import Reading
+from dispfx.words.text_origin import Reading
 from tests.source.byte_tokenizer import byte_tokenizer
 
 TEXT_BYTES = 100 * 2**30

@@ -10,7 +10,7 @@ from dispfx.errors import DataError
 from dispfx.source import check_readable, read_text
 from dispfx.source.text import dataset
 from dispfx.source.text.dataset import NamedDataset
-from dispfx.text_origin import TextOrigin, text_origin
+from dispfx.words.text_origin import TextOrigin, text_origin
 from tests.source.byte_tokenizer import byte_tokenizer
 
 datasets = pytest.importorskip("datasets")

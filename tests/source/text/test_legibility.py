@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dispfx.errors import DataError
 from dispfx.source.text import check_readable, read_apart, read_text
-from dispfx.text_origin import Reading
+from dispfx.words.text_origin import Reading
 from tests.source.byte_tokenizer import byte_tokenizer
 
 ALLOWED = Reading(allow_unknown=True)

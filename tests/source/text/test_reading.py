@@ -10,7 +10,7 @@ from dispfx.errors import DataError
 from dispfx.source import check_readable, encode, read_text, read_tokens
 from dispfx.source.text import read_apart
 from dispfx.source.text.reading import shares
-from dispfx.text_origin import Reading
+from dispfx.words.text_origin import Reading
 from tests.source.byte_tokenizer import byte_tokenizer
 
 

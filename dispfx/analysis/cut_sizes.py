@@ -1,0 +1,216 @@
+"""Sizes and positions that a graph spells out on cut dimensions, counted anew.
+
+Entry point: `count_sizes`.  Rules:
+1. Sizes of reshapes, expands, splits, pads and constants become the number of positions that stay.
+2. A slice takes the kept among its positions: by new bounds where they stand at equal distances, otherwise by
+   `index_select`.  So does an index that is a constant.
+3. A roll goes by as many positions as stay among those that it moves over the end.
+4. A mean over a cut dimension becomes a sum divided by the full size, as in the gated graph.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from dispfx.analysis.links import slice_positions
+from dispfx.analysis.links.places import indexed_by_constant, pad_widths, roll_shifts
+from dispfx.ir import ops
+from dispfx.ir.ops import argument, aten, packet
+from dispfx.ir.program import Program
+
+# Which positions of every (value, dimension) stay.
+Cut = Mapping[tuple[str, int], np.ndarray]
+
+# Kept positions that no bounds describe.
+SLICE_PREFIX = "dispfx_slice"
+
+
+def count_sizes(program: Program, cut: Cut) -> dict[str, Tensor]:
+    """Rewrite the sizes spelled out on cut dimensions; return the index tensors that this needs."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    tensors: dict[str, Tensor] = {}
+    for node in list(nodes.values()):
+        if packet(node) is aten.slice or packet(node) in ops.GATHERS:
+            _count_positions(program, node, cut, tensors)
+    of_kept = {
+        user for site in program.sites for point in site.gates if point.statistics for user in point.users
+    }
+    for node in list(nodes.values()):
+        rewrite = _REWRITES.get(packet(node))
+        if rewrite is not None and not (packet(node) is aten.mean and node.name in of_kept):
+            rewrite(program.graph, node, cut)
+    for (name, dim), stays in cut.items():
+        if name in nodes and not stays.all():
+            value = nodes[name].meta["val"]
+            nodes[name].meta["val"] = value.narrow(dim, 0, int(stays.sum()))
+    return tensors
+
+
+def _count_shape(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+    at = 0 if packet(node) in ops.FACTORIES else 1
+    sizes = list(node.args[at])  # type: ignore[arg-type]
+    for dim, size in enumerate(sizes):
+        stays = cut.get((node.name, dim))
+        if stays is not None and isinstance(size, int) and size != -1:
+            sizes[dim] = int(stays.sum())
+    node.update_arg(at, sizes)
+
+
+def _count_norm(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+    value, sizes = node.args[0], list(argument(node, 1, "normalized_shape"))  # type: ignore[call-overload]
+    assert isinstance(value, fx.Node)
+    stays = cut.get((value.name, ops.rank(value) - 1))
+    if stays is not None:
+        node.update_arg(1, [*sizes[:-1], int(stays.sum())])
+
+
+def _count_factors(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+    sizes = list(node.args[2])  # type: ignore[arg-type]
+    value, dim = node.args[0], node.args[1]
+    assert isinstance(value, fx.Node) and isinstance(dim, int)
+    first = dim % ops.rank(value)
+    for place, size in enumerate(sizes):
+        stays = cut.get((node.name, first + place))
+        if stays is not None and isinstance(size, int) and size != -1:
+            sizes[place] = int(stays.sum())
+    node.update_arg(2, sizes)
+
+
+def _count_parts(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+    value = node.args[0]
+    assert isinstance(value, fx.Node)
+    dim = argument(node, 2, "dim", 0) % ops.rank(value)  # type: ignore[operator]
+    stays = cut.get((value.name, dim))
+    if stays is None:
+        return
+    sizes = [ops.size_hint(part.shape[dim]) for part in node.meta["val"]]
+    ends = np.cumsum(sizes)
+    counted = [int(stays[end - size : end].sum()) for size, end in zip(sizes, ends, strict=True)]
+    node.target = aten.split_with_sizes.default
+    node.args, node.kwargs = (value, counted, dim), {}
+
+
+def _count_positions(program: Program, node: fx.Node, cut: Cut, tensors: dict[str, Tensor]) -> None:
+    """Take the kept among the positions that a slice or a constant index takes (rule 2)."""
+    value = node.args[0]
+    assert isinstance(value, fx.Node)
+    found = _positions(node, value, cut)
+    if found is None:
+        return
+    dim, positions = found
+    stays = cut[value.name, dim]
+    renumbered = np.cumsum(stays) - 1
+    taken = renumbered[positions[stays[positions]]].tolist()
+    steps = set(np.diff(taken).tolist())
+    if taken and packet(node) is aten.slice and len(steps) <= 1:
+        node.args, node.kwargs = (value, dim, taken[0], taken[-1] + 1, steps.pop() if steps else 1), {}
+        return
+    path = f"{SLICE_PREFIX}.{node.name}"
+    tensors[path] = torch.tensor(taken, dtype=torch.int32, device=program.device)
+    with program.graph.inserting_before(node):
+        index = program.graph.create_node("get_attr", path, name=path.replace(".", "_"))
+    index.meta["val"] = torch.empty(len(taken), dtype=torch.int32, device="meta")
+    node.target = aten.index_select.default
+    node.args, node.kwargs = (value, dim, index), {}
+
+
+def _positions(node: fx.Node, value: fx.Node, cut: Cut) -> tuple[int, np.ndarray] | None:
+    """Return the cut dimension that a node takes positions of, and which it takes, or None."""
+    if packet(node) is aten.slice:
+        dim = argument(node, 1, "dim", 0) % ops.rank(value)  # type: ignore[operator]
+        return (dim, slice_positions(node)) if (value.name, dim) in cut else None
+    if not any((value.name, dim) in cut for dim in range(ops.rank(value))):
+        return None
+    found = indexed_by_constant(node)
+    return found if found is not None and (value.name, found[0]) in cut else None
+
+
+def _count_shifts(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+    """A roll by s puts the last s positions in front: as many as stay among them (rule 3)."""
+    value = node.args[0]
+    assert isinstance(value, fx.Node)
+    shifts = roll_shifts(node)
+    for dim in shifts:
+        stays = cut.get((value.name, dim))
+        if stays is not None:
+            shifts[dim] = int(stays[len(stays) - shifts[dim] % len(stays) :].sum())
+    if shifts:
+        node.args, node.kwargs = (value, list(shifts.values()), list(shifts)), {}
+
+
+def _count_pads(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+    """A pad adds the kept among the positions that it added, or cuts off the kept among those."""
+    value = node.args[0]
+    assert isinstance(value, fx.Node)
+    counted: list[object] = []
+    for dim, (left, right) in reversed(list(enumerate(pad_widths(node)))):
+        before, after = cut.get((value.name, dim)), cut.get((node.name, dim))
+        counted += [_counted(left, before, after), _counted(right, _turned(before), _turned(after))]
+    node.update_arg(1, counted[: len(node.args[1])])  # type: ignore[arg-type]
+
+
+def _counted(width: object, before: np.ndarray | None, after: np.ndarray | None) -> object:
+    if not isinstance(width, int) or width == 0:
+        return width
+    if width > 0:
+        return width if after is None else int(after[:width].sum())
+    return width if before is None else -int(before[:-width].sum())
+
+
+def _turned(stays: np.ndarray | None) -> np.ndarray | None:
+    return None if stays is None else stays[::-1]
+
+
+def _count_groups(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+    """A convolution with a filter for every channel has as many groups as channels."""
+    stays = cut.get((node.name, 1))
+    if stays is None or not ops.is_depthwise(node):
+        return
+    if packet(node) is aten.convolution:
+        node.update_arg(8, int(stays.sum()))
+    else:
+        node.args = node.args[:6]
+        node.kwargs = {**node.kwargs, "groups": int(stays.sum())}
+
+
+def _keep_divisor(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+    """A mean over a cut dimension is a sum over the kept features divided by the full size (rule 4)."""
+    value = node.args[0]
+    assert isinstance(value, fx.Node)
+    dims = argument(node, 1, "dim")
+    listed = dims if isinstance(dims, list | tuple) else [dims]
+    reduced = [dim % ops.rank(value) for dim in listed if isinstance(dim, int)] or list(
+        range(ops.rank(value))
+    )
+    narrowed = {dim: cut[value.name, dim] for dim in reduced if (value.name, dim) in cut}
+    if not narrowed:
+        return
+    fixed = not any(ops.is_dynamic(value, dim) for dim in reduced)
+    sizes = ops.shape_of(value)
+    divisor: float = math.prod(sizes[dim] for dim in reduced)
+    if not fixed:  # what is left is divided by its own size already
+        divisor = math.prod(len(stays) / int(stays.sum()) for stays in narrowed.values())
+    with graph.inserting_after(node):
+        divided = graph.call_function(aten.div.Tensor, (node, divisor))
+    divided.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(divided, delete_user_cb=lambda user: user is not divided)
+    if fixed:
+        node.target = aten.sum.dim_IntList
+        kwargs = {name: given for name, given in node.kwargs.items() if name == "dtype"}
+        node.args, node.kwargs = (value, reduced, bool(argument(node, 2, "keepdim", False))), kwargs
+
+
+_REWRITES = {
+    **dict.fromkeys(ops.packets("reshape view expand") | ops.FACTORIES, _count_shape),
+    aten.unflatten: _count_factors,
+    **dict.fromkeys(ops.packets("split split_with_sizes chunk unsafe_split unsafe_chunk"), _count_parts),
+    **dict.fromkeys(ops.packets("new_ones new_zeros new_full new_empty"), _count_shape),
+    **dict.fromkeys(ops.CONVOLUTIONS, _count_groups),
+    aten.mean: _keep_divisor,
+    aten.roll: _count_shifts,
+    **dict.fromkeys(ops.packets("pad constant_pad_nd"), _count_pads),
+    **dict.fromkeys(ops.packets("layer_norm rms_norm"), _count_norm),
+}

@@ -1,0 +1,177 @@
+"""Which positions of an operation's operands and result are the same feature.
+
+Entry point: `links(node)`.  One rule an operation says how it connects dimensions;
+`dispfx.analysis.label_map` walks these connections and knows no operation itself.
+
+Kinds of connection:
+    Link         position `a_positions[i]` of one dimension is position `b_positions[i]` of another
+    Contraction  a product sums over both dimensions together
+    Mixing       the operation combines all positions of a dimension (a softmax, a norm, a mean)
+    Free         all positions of a dimension are alike, and the graph spells out how many there are
+
+A dimension that a rule leaves out is Mixing: what is not known to be safe refuses the site.  Dimensions
+of size one are broadcast and need no connection.  An operation without a rule gives None: it is opaque.
+
+`register` adds a rule for an operation of one's own (`docs/extending.md`).
+"""
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from dispfx.analysis.links import places, products, reductions, shapes
+from dispfx.analysis.links.connections import (
+    Alternatives,
+    Connection,
+    Contraction,
+    Dimension,
+    Free,
+    Link,
+    Mixing,
+    ends,
+)
+from dispfx.analysis.links.reductions import pointwise
+from dispfx.analysis.links.shapes import slice_positions
+from dispfx.errors import DispfxError
+from dispfx.ir import ops
+from dispfx.ir.ops import aten, packet
+
+__all__ = [
+    "Alternatives", "Connection", "Contraction", "Dimension", "Free", "Link", "Mixing", "Rule",
+    "is_registered", "links", "pointwise", "register", "slice_positions",
+]  # fmt: skip
+
+Rule = Callable[[fx.Node], list[Connection] | None]
+
+
+def register(operation: object, rule: Rule) -> None:
+    """Say how an operation of one's own connects dimensions; a second rule replaces the first.
+
+    An operation that keeps every position where it is, such as an activation function, has the rule
+    `pointwise`.  Matrix products of one's own cannot be pruned: no weight of theirs is cut.
+
+    Args:
+        operation: `torch.ops.NAMESPACE.NAME`, or one overload of it; a rule holds for all overloads.
+        rule: takes a node that calls the operation, and returns its connections; None where there is no rule.
+
+    Raises:
+        DispfxError: if this is no operation, or it has a rule of dispfx.
+    """
+    found = getattr(operation, "overloadpacket", operation)
+    if not isinstance(found, torch._ops.OpOverloadPacket):
+        raise DispfxError(
+            f"a link rule is for an operation, and a {type(operation).__name__} was given",
+            hint="pass torch.ops.NAMESPACE.NAME, as torch.library.custom_op named it",
+        )
+    if found in _RULES:
+        raise DispfxError(f"{found} has a link rule already, which cannot be replaced")
+    _REGISTERED[found] = rule
+
+
+def is_registered(node: fx.Node) -> bool:
+    """Whether a node calls an operation whose rule came from outside."""
+    return packet(node) in _REGISTERED
+
+
+def links(node: fx.Node) -> list[Connection] | None:
+    """Return how `node` connects the dimensions of its operands and its result.
+
+    None means that no rule is known.  Values that are not tensors connect nothing.
+    """
+    if node.op in ("placeholder", "get_attr", "output"):
+        return []
+    if is_registered(node):
+        found = _checked(node, _REGISTERED[packet(node)])
+        return found if found is None else [*found, *_left_out(node, found)]
+    rule = products.grouped if ops.is_grouped(node) else _RULES.get(packet(node))
+    if rule is None and ops.is_pointwise(node):
+        rule = reductions.pointwise
+    found = rule(node) if rule is not None else None
+    return found if found is None else [*found, *_left_out(node, found)]
+
+
+def _left_out(node: fx.Node, found: list[Connection]) -> list[Connection]:
+    """Return a Mixing for every dimension that a rule says nothing of.
+
+    Operands that only lend a dtype or a shape do not count: whatever is cut of them changes nothing here.
+    """
+    known = {dimension for connection in found for dimension in ends(connection)}
+    values = [value for value in (node, *ops.operands(node)) if ops.is_tensor(value)]
+    return [
+        Mixing((value, dim))
+        for value in values
+        for dim, size in enumerate(ops.shape_of(value))
+        if size != 1 and (value, dim) not in known
+    ]
+
+
+def _checked(node: fx.Node, rule: Rule) -> list[Connection] | None:
+    """Return what a registered rule says, after checking that it speaks of the node's own dimensions.
+
+    Raises:
+        DispfxError: if the rule raises, or returns something else.
+    """
+    try:
+        found = rule(node)
+        own = {value: ops.rank(value) for value in (node, *ops.operands(node)) if ops.is_tensor(value)}
+        dimensions = [dimension for connection in found or () for dimension in ends(connection)]
+        strange = [f"{value}, {dim}" for value, dim in dimensions if not 0 <= dim < own.get(value, 0)]
+    except Exception as error:
+        raise DispfxError(
+            f"the link rule of {packet(node)} raised {type(error).__name__}: {error}", where=str(node)
+        ) from error
+    if strange:
+        raise DispfxError(
+            f"the link rule of {packet(node)} names a dimension that is not there: {strange[0]}",
+            where=str(node),
+        )
+    return found
+
+
+_REGISTERED: dict[object, Rule] = {}
+_RULES: dict[object, Rule] = {
+    aten.linear: products.linear,
+    aten.matmul: products.matrix_product,
+    aten.mm: products.matrix_product,
+    aten.bmm: products.matrix_product,
+    aten.addmm: products.with_addend,
+    aten.baddbmm: products.with_addend,
+    aten.einsum: products.einsum,
+    aten.scaled_dot_product_attention: products.attention,
+    aten.embedding: products.embedding,
+    aten.transpose: shapes.moved,
+    aten.swapaxes: shapes.moved,
+    aten.permute: shapes.moved,
+    aten.t: shapes.moved,
+    aten.numpy_T: shapes.moved,
+    aten.movedim: shapes.moved,
+    aten.expand: shapes.expanded,
+    aten.expand_as: shapes.expanded_as,
+    aten.slice: shapes.sliced,
+    aten.select: shapes.selected,
+    operator.getitem: shapes.item,
+    aten.cat: shapes.joined,
+    aten.glu: shapes.gated_half,
+    aten.index: shapes.indexed,
+    aten.index_select: shapes.index_selected,
+    aten.flip: places.flipped,
+    aten.roll: places.rolled,
+    aten.pad: places.padded,
+    aten.constant_pad_nd: places.padded,
+    aten.type_as: reductions.first_only,
+    aten.conv1d: products.convolution,
+    aten.convolution: products.convolution,
+    aten.index_add: shapes.scattered,
+    aten.index_put: shapes.placed,
+    aten.repeat: shapes.repeated,
+    aten.tile: shapes.repeated,
+    aten.repeat_interleave: shapes.interleaved,
+    **dict.fromkeys(ops.VIEWS, shapes.reshaped),
+    **dict.fromkeys(ops.REDUCTIONS, reductions.reduction),
+    **dict.fromkeys(ops.ORDERED, reductions.ordered),
+    **dict.fromkeys(ops.NORMS - ops.packets("group_norm"), reductions.norm),
+    **dict.fromkeys(ops.METADATA_ONLY, reductions.metadata_only),
+    **dict.fromkeys(ops.FACTORIES, reductions.factory),
+}

@@ -1,0 +1,101 @@
+"""Rules of operations that contract a dimension of two operands, and of table look-ups."""
+
+from torch import fx
+
+from dispfx.analysis.links.connections import Connection, Contraction, Mixing, aligned, operand, same
+from dispfx.ir.ops import argument, groups_of, is_depthwise, rank
+
+
+def linear(node: fx.Node) -> list[Connection]:
+    x, weight = operand(node, 0), operand(node, 1)
+    bias = argument(node, 2, "bias")
+    out = rank(x) - 1
+    found = [link for dim in range(out) for link in same(x, dim, node, dim)]
+    if rank(weight) == 1:  # one number for every vector
+        return [*found, Contraction((x, out), (weight, 0))]
+    found += same(weight, 0, node, out)
+    if isinstance(bias, fx.Node):
+        found += same(bias, 0, node, out)
+    return [*found, Contraction((x, out), (weight, 1))]
+
+
+def matrix_product(node: fx.Node, first: int = 0) -> list[Connection]:
+    a, b = operand(node, first), operand(node, first + 1)
+    if rank(a) < 2 or rank(b) < 2:
+        return [*_vector_product(node, a, b)]
+    found = aligned(a, node, but_last=2) + aligned(b, node, but_last=2)
+    found += same(a, rank(a) - 2, node, rank(node) - 2)
+    found += same(b, rank(b) - 1, node, rank(node) - 1)
+    return [*found, Contraction((a, rank(a) - 1), (b, rank(b) - 2))]
+
+
+def _vector_product(node: fx.Node, a: fx.Node, b: fx.Node) -> list[Connection]:
+    found: list[Connection] = [Contraction((a, rank(a) - 1), (b, max(rank(b) - 2, 0)))]
+    if rank(a) > 1:
+        found += [link for dim in range(rank(a) - 1) for link in same(a, dim, node, dim)]
+    if rank(b) > 1:
+        found += same(b, rank(b) - 1, node, rank(node) - 1)
+    return found
+
+
+def grouped(node: fx.Node) -> list[Connection] | None:
+    """Rows (S, K) by one matrix each of a stack (E, K, N): the stack's own dimension is no feature."""
+    rows, stack = operand(node, 0), operand(node, 1)
+    if rank(rows) != 2 or rank(stack) != 3:
+        return None
+    found = same(rows, 0, node, 0) + same(stack, 2, node, 1)
+    return [*found, Contraction((rows, 1), (stack, 1))]
+
+
+def with_addend(node: fx.Node) -> list[Connection]:
+    return aligned(operand(node, 0), node) + matrix_product(node, first=1)
+
+
+def convolution(node: fx.Node) -> list[Connection]:
+    """A convolution over time: channels are contracted, or, where each has its own filter, kept."""
+    x, weight = operand(node, 0), operand(node, 1)
+    bias = argument(node, 2, "bias")
+    found = same(x, 0, node, 0) + same(weight, 0, node, 1)
+    if isinstance(bias, fx.Node):
+        found += same(bias, 0, node, 1)
+    if is_depthwise(node):
+        return found + same(x, 1, node, 1)
+    return [*found, Contraction((x, 1), (weight, 1))] if groups_of(node) == 1 else found
+
+
+def einsum(node: fx.Node) -> list[Connection] | None:
+    equation, values = node.args[0], node.args[1]
+    assert isinstance(equation, str) and isinstance(values, list | tuple)
+    equation = equation.replace(" ", "")
+    if "." in equation or "->" not in equation:
+        return None
+    inputs, result = equation.split("->")
+    terms = inputs.split(",")
+    where = [(v, term) for v, term in zip(values, terms, strict=True) if isinstance(v, fx.Node)]
+    found: list[Connection] = []
+    for letter in sorted(set(inputs) - {","}):
+        holders = [(value, term.index(letter)) for value, term in where if letter in term]
+        if letter in result:
+            out = result.index(letter)
+            found += [link for value, dim in holders for link in same(value, dim, node, out)]
+        elif len(holders) == 2:
+            found.append(Contraction(*holders))
+        else:
+            found += [Mixing(holder) for holder in holders]
+    return found
+
+
+def attention(node: fx.Node) -> list[Connection]:
+    query, key, value = (operand(node, index) for index in range(3))
+    last, tokens = rank(node) - 1, rank(node) - 2
+    found = same(query, tokens, node, tokens) + same(value, rank(value) - 1, node, last)
+    for tensor in (query, key, value):
+        found += aligned(tensor, node, but_last=2)
+    found.append(Contraction((query, rank(query) - 1), (key, rank(key) - 1)))
+    return [*found, Contraction((key, rank(key) - 2), (value, rank(value) - 2))]
+
+
+def embedding(node: fx.Node) -> list[Connection]:
+    weight, ids = operand(node, 0), operand(node, 1)
+    found = [link for dim in range(rank(ids)) for link in same(ids, dim, node, dim)]
+    return found + same(weight, 1, node, rank(node) - 1)

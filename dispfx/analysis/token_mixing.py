@@ -1,0 +1,55 @@
+"""Where tokens meet: attention, products that sum over tokens, scans, shifts and convolutions along them."""
+
+from collections.abc import Collection
+
+from torch import fx
+
+from dispfx.analysis.flow import Flow
+from dispfx.analysis.links import Connection, Contraction, Mixing, links
+from dispfx.ir import ops
+
+
+def mixes_tokens(node: fx.Node, flow: Flow) -> bool:
+    """Whether a position of the result depends on several tokens.
+
+    Tokens stand along the dimensions whose size changes between runs.  An operation that may mix them and has
+    no rule counts, and so does a product with a softmax of another product, whatever it sums over.
+    """
+    if ops.packet(node) in ops.ATTENTION:
+        return True
+    between = ops.is_product(node) and len(ops.activations(node, flow.dependent)) > 1
+    if not between and ops.packet(node) not in ops.MIXERS:
+        return False
+    connections = links(node)
+    return (
+        connections is None
+        or any(_along_tokens(one) for one in connections)
+        or (between and behind_softmax(node, flow))
+    )
+
+
+def _along_tokens(connection: Connection) -> bool:
+    match connection:
+        case Contraction(a=a):
+            return ops.is_dynamic(*a)
+        case Mixing(operand=operand):
+            return ops.is_dynamic(*operand)
+    return False
+
+
+def behind_softmax(product: fx.Node, flow: Flow, within: Collection[fx.Node] | None = None) -> bool:
+    """Whether an operand of the product is a softmax of another product, with no product between.
+
+    Args:
+        within: nodes outside of which nothing counts; all by default.
+    """
+
+    def stops(node: fx.Node) -> bool:
+        return ops.is_product(node) or (within is not None and node not in within)
+
+    for operand in flow.inputs(product):
+        inside, met = flow.cone(operand, stop=stops)
+        sources = met if within is None else met & set(within)
+        if any(map(ops.is_product, sources)) and any(ops.packet(node) in ops.SOFTMAX for node in inside):
+            return True
+    return False

@@ -1,0 +1,1 @@
+"""How fast a decoder is: timing, bounds, static decoders, latency tables."""

@@ -1,0 +1,180 @@
+"""The fast path of a decoder with a cache: fused projections, a cache in place, one graph a kind of step.
+
+    lowered program with a cache
+        → fuse projections → group heads                               for dense and pruned decoders alike
+        → last logits → static cache, reading new keys      (prefill)
+        → static cache, reading the places in use           (decode)
+        → torch.compile, CUDA graph                         (StaticDecoder)
+
+Shape legend: B batch, T tokens, S places of a cache, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dispfx.compiler.stages import run_stage
+from dispfx.errors import DataError
+from dispfx.ir.cached_inputs import CacheTensor, cache_tensors, positions_of
+from dispfx.ir.program import Program
+from dispfx.kernels.recording import recording, warm_up
+
+Compile = Callable[[torch.fx.GraphModule], Callable[..., Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class StaticPrograms:
+    """One decoder as two graphs that share their weights.
+
+    Args:
+        prefill: takes a prompt with an empty cache and returns the logits of its last token.
+        decode: takes new tokens after `start` cached ones and returns their logits.
+        length: S, the places of their caches.
+        padded: whether a padding mask is obeyed; without, attention runs on faster kernels.
+    """
+
+    prefill: Program
+    decode: Program
+    length: int
+    padded: bool
+
+    @property
+    def caches(self) -> tuple[CacheTensor, ...]:
+        """What the caches hold."""
+        return cache_tensors(self.decode.graph)
+
+
+def static_programs(program: Program, length: int, *, padded: bool = False) -> StaticPrograms:
+    """Return a decoder with caches of `length` places.
+
+    Args:
+        program: lowered, with a cache (`dispfx.compiler.cached_programs.lower_cached`); it is not changed.
+        length: most tokens of a text, prompt and continuation.
+        padded: obey the padding mask; its tokens must stand on the left.
+
+    Raises:
+        UnsupportedGraphError: if the decoder uses its cache in a way that a fixed length does not allow.
+    """
+    fused = run_stage("fuse", program.clone())
+    prefill = run_stage("prefill", fused.clone(), length=length, reads="mask" if padded else "new")
+    decode = run_stage("decode", fused.clone(), length=length, reads="mask" if padded else "prefix")
+    return StaticPrograms(prefill, decode, length, padded)
+
+
+class StaticDecoder:
+    """Runs a decoder on one batch of texts after another, with keys and values kept in place.
+
+        decoder = StaticDecoder(programs, batch=1)
+        logits = decoder.prefill(prompt_ids)     # (B, 1, V)
+        logits = decoder.step(next_ids)          # (B, 1, V)
+
+    Args:
+        programs: of the decoder.
+        batch: B, fixed with the caches.
+        compile: makes a faster callable of a graph, such as `torch.compile`; by default it runs as it is.
+        cuda_graph: record the decode step once and replay it.
+    """
+
+    def __init__(
+        self,
+        programs: StaticPrograms,
+        batch: int,
+        *,
+        compile: Compile | None = None,
+        cuda_graph: bool = False,
+    ):
+        self._programs = programs
+        self._device = programs.decode.device
+        make = compile or (lambda graph: graph)
+        self._prefill = make(programs.prefill.graph_module)
+        self._decode = make(programs.decode.graph_module)
+        self.caches = [cache.zeros(batch, programs.length, self._device) for cache in programs.caches]
+        self._mask = torch.ones(batch, programs.length, dtype=torch.int64, device=self._device)
+        self._start = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._step = _Recorded(self._run_step, batch, self._device) if cuda_graph else self._run_step
+        self._used = 0
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the logits (B, 1, V) of the last token of every prompt; the texts so far are forgotten.
+
+        Args:
+            ids: (B, T) int64.
+            attention_mask: (B, T), 0 at padding, for programs that obey it.
+
+        Raises:
+            DataError: if the prompt is longer than the cache, or padded where that is not obeyed.
+        """
+        self._require_room(ids.shape[1], 0)
+        self._mask.fill_(1)
+        if attention_mask is not None:
+            if not self._programs.padded and not bool(attention_mask.all()):
+                raise DataError(
+                    "these programs take prompts without padding", hint="make them with padded=True"
+                )
+            self._mask[:, : ids.shape[1]] = attention_mask
+        self._start.zero_()
+        self._used = ids.shape[1]
+        positions = positions_of(self._mask[:, : self._used], self._used)
+        return self._prefill(ids, self._mask, positions, self._start, *self.caches)
+
+    @torch.no_grad()
+    def step(self, ids: Tensor) -> Tensor:
+        """Return the logits (B, T, V) of new tokens; T is 1 where the step is recorded.
+
+        Raises:
+            DataError: if the cache is full.
+        """
+        self._require_room(ids.shape[1], self._used)
+        self._start.fill_(self._used)
+        self._used += ids.shape[1]
+        return self._step(ids, positions_of(self._mask[:, : self._used], ids.shape[1]))
+
+    def skip_to(self, used: int) -> None:
+        """Go on as if so many places were in use, whatever they hold; for measuring speed."""
+        self._require_room(0, used)
+        self._used = used
+
+    def _run_step(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self._decode(ids, self._mask, positions, self._start, *self.caches)
+
+    def _require_room(self, tokens: int, used: int) -> None:
+        if used + tokens > self._programs.length:
+            raise DataError(
+                f"the cache has {self._programs.length} places, and {used + tokens} are needed",
+                hint="make the programs with a larger length",
+            )
+
+
+class _Recorded:
+    """A decode step as a CUDA graph: one launch, however many kernels."""
+
+    def __init__(self, step: Callable[[Tensor, Tensor], Tensor], batch: int, device: torch.device):
+        self._step = step
+        self._ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits = torch.empty(0)
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+        self._ids.copy_(ids)
+        self._positions.copy_(positions)
+        if self._graph is None:
+            self._record()
+        assert self._graph is not None
+        self._graph.replay()
+        return self._logits
+
+    def _record(self) -> None:
+        """Run the step a few times, so that everything is compiled and allocated, then record it.
+
+        Repeated steps write the same values to the same places, so they do no harm.
+        """
+        device = self._ids.device
+        warm_up(lambda: self._step(self._ids, self._positions), 3, device)
+        self._graph = torch.cuda.CUDAGraph()
+        with recording(self._graph, device):
+            self._logits = self._step(self._ids, self._positions)

@@ -1,0 +1,276 @@
+"""For which sequence lengths does a traced graph hold?
+
+While torch traces a decoder it notes every condition on a size that Python code asked for: `tokens <= 24`, or
+`tokens % 64 != 0`.  The graph was traced on one side of each, and holds for other lengths where all of them
+are as they were, and where they are not but make no difference.
+
+Entry points: `conditions_of` reads the conditions, `valid_lengths` finds the range around the traced length.
+
+1. Only conditions of the decoder's own code count, and the bounds that torch gives as a range: most of what
+   torch itself asks of sizes has to do with strides and changes no number.
+2. At the first length that breaks a condition, decoder and graph are both run.  Where they agree there, and
+   at the next length at least three times as long that breaks it too, the condition makes no difference.
+   Beyond a bound the decoder is traced anew, for what a bound implies is not noted.
+3. Where the decoder raises, that is its own limit; otherwise its arithmetic changes there.
+4. One token is its own case, because torch takes no size for one that may be 1: it is run.
+"""
+
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import sympy
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from dispfx.capturing.graph_export import user_frame
+from dispfx.capturing.unlifting import user_inputs
+from dispfx.errors import CaptureError
+from dispfx.ir.lengths import End, Lengths
+
+# Longer sequences are not run, and told by a trace alone.
+LONGEST_RUN = 4096
+
+# Lengths are tried one by one up to here, and at powers of two beyond.
+_EVERY, _POWERS = 1024, [2**power for power in range(10, 21)]
+# After so many conditions that make no difference, the next one ends the range unseen.
+_MOST_HARMLESS = 32
+_TORCH = str(Path(torch.__file__).parent)
+
+
+Outcome = Literal["same", "other", "stops", "limit"]
+# What a range ends with, where not all that breaks a condition could be tried too.
+_ENDS: dict[Outcome, End] = {"other": "changes", "stops": "stops", "limit": "limit", "same": "changes"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a decoder and its graph do at one length.
+
+    Args:
+        kind: whether they give the same, the graph gives something else, the graph stops with an error, or
+            the decoder does.
+        where: the line that raises.
+    """
+
+    kind: Outcome
+    where: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Condition:
+    """Something that holds at the traced length.
+
+    Args:
+        holds: whether it does at another one.
+        text: the same for the same condition, in any trace.
+        file, line: of the code that asked; None where torch did.
+    """
+
+    holds: Callable[[int], bool]
+    text: str
+    file: str | None = None
+    line: int = 0
+
+    def broken_after(self, tokens: int) -> int | None:
+        """Return the first length above `tokens` at which the condition does not hold, if one is found."""
+        for length in range(tokens + 1, _EVERY):
+            if not self.holds(length):
+                return length
+        for low, high in pairwise(_POWERS):
+            if high > tokens and not (self.holds(high) and self.holds(high + 1)):
+                between = range(max(low, tokens + 1), high + 1)
+                return between.start + bisect_left(between, True, key=lambda length: not self.holds(length))
+        return None
+
+    def ends_at(self, tokens: int) -> bool:
+        """Whether the condition is a bound that is passed there, and not one that is met again."""
+        return not any(self.holds(length) for length in (*range(tokens, 2 * tokens), *_POWERS[4:]))
+
+
+def conditions_of(exported: ExportedProgram) -> list[Condition]:
+    """Return the conditions on the number of tokens, the second size of the first input, as torch noted them.
+
+    Args:
+        exported: as torch traced it, before decompositions.
+    """
+    name = user_inputs(exported)[0]
+    shape = next(node for node in exported.graph.nodes if node.name == name).meta["val"].shape
+    if not isinstance(shape[1], torch.SymInt):
+        return []
+    sizes = {size.node.expr: size.node.hint for size in shape if isinstance(size, torch.SymInt)}
+    symbol = shape[1].node.expr
+    found = [
+        Condition(_holds(guard.expr, symbol, sizes), str(guard.expr), *_place(guard.sloc.framework_loc))
+        for guard in shape[1].node.shape_env.guards
+        if symbol in guard.expr.free_symbols
+        and guard.expr.free_symbols <= set(sizes)
+        and (_place(guard.sloc.framework_loc)[0] is not None or _is_bound(guard.expr, symbol))
+    ]
+    # The guards come first: they know their line.
+    return found + _bounds(exported.range_constraints.get(symbol))
+
+
+def _holds(expression: Any, symbol: Any, sizes: dict[Any, Any]) -> Callable[[int], bool]:
+    others = {other: sympy.Integer(hint) for other, hint in sizes.items() if other is not symbol}
+    return lambda tokens: bool(expression.xreplace({**others, symbol: sympy.Integer(tokens)}))
+
+
+def _place(asked: Any) -> tuple[str | None, int]:
+    """Return file and line of a frame, where it is of the decoder's own code."""
+    file = getattr(asked, "filename", None)
+    return (None, 0) if file is None or file.startswith(_TORCH) else (file, asked.lineno)
+
+
+def _is_bound(expression: Any, symbol: Any) -> bool:
+    return isinstance(expression, sympy.Rel) and expression.args[0] == symbol and expression.args[1].is_number
+
+
+def _bounds(bounds: Any) -> list[Condition]:
+    if bounds is None:
+        return []
+    # Every size that torch traces begins at two.
+    return [
+        Condition(lambda tokens: bool(bounds.upper >= tokens), f"at most {bounds.upper}"),
+        Condition(lambda tokens: bool(bounds.lower <= max(tokens, 2)), f"at least {bounds.lower}"),
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A decoder and its graph, to be tried at other lengths than the traced one.
+
+    Args:
+        module: the decoder.
+        run: runs it on a sequence of so many tokens; raises CaptureError where it raises.
+        traced_at: traces it at so many tokens; raises CaptureError where torch cannot.
+        compared: runs decoder and graph on so many tokens; None where the decoder holds no values.
+    """
+
+    module: nn.Module
+    run: Callable[[int], None]
+    traced_at: Callable[[int], ExportedProgram]
+    compared: Callable[[int], Outcome] | None
+
+    def answer(self, tokens: int) -> Answer:
+        """Run both, or trace the decoder anew where that would take long, which shows whether it raises."""
+        short = self.compared is not None and tokens <= LONGEST_RUN
+        if tokens == 1 and not short:
+            return Answer("same")
+        try:
+            self.run(tokens) if short else self.traced_at(tokens)
+        except CaptureError as error:
+            return Answer("limit", user_frame(error.__cause__ or error))
+        return Answer(self.compared(tokens) if short and self.compared else "other")
+
+    def conditions_at(self, tokens: int) -> list[Condition] | None:
+        """Return the conditions of a trace at another length; None where torch cannot."""
+        try:
+            return conditions_of(self.traced_at(tokens))
+        except CaptureError:
+            return None
+
+    def place_of(self, condition: Condition, traced: int) -> str | None:
+        """Return the module in which a condition is asked, and file and line; None where unknown."""
+        if condition.file is None:
+            return None
+        path = module_at(self.module, condition.file, condition.line, lambda: self.run(traced))
+        return ", ".join(part for part in (path, f"{condition.file}:{condition.line}") if part)
+
+
+def valid_lengths(conditions: Sequence[Condition], traced: int, trial: Trial) -> Lengths:
+    """Return the range of lengths, around the traced one, for which a graph holds.
+
+    Args:
+        conditions: that hold at the traced length.
+        traced: that length.
+        trial: the decoder and its graph.
+    """
+    above = _upwards(list(conditions), traced, trial)
+    least, where = _downwards(conditions, traced, trial)
+    return Lengths(least, above.most, above.end, above.where or where)
+
+
+def _upwards(conditions: list[Condition], traced: int, trial: Trial) -> Lengths:
+    harmless, start = set[str](), traced
+    while ends := [end for one in conditions if (end := one.broken_after(traced)) is not None]:
+        first = min(ends)
+        broken = [one for one in conditions if not one.holds(first)]
+        said = trial.answer(first)
+        going_on = None
+        if said.kind == "same" and len(harmless) < _MOST_HARMLESS and _same_later(broken, first, trial):
+            harmless.update(one.text for one in broken)
+            if any(one.ends_at(first) for one in broken):
+                # What `tokens <= 30` implies was not noted, such as `tokens <= 40`.
+                going_on = trial.conditions_at(first)
+                traced = first
+            else:
+                going_on = conditions
+        if going_on is None:
+            where = said.where or trial.place_of(broken[0], start)
+            return Lengths(1, first - 1, _ENDS[said.kind], where)
+        conditions = [one for one in going_on if one.text not in harmless]
+    return Lengths()
+
+
+def _same_later(broken: Sequence[Condition], first: int, trial: Trial) -> bool:
+    later = {end for one in broken if (end := one.broken_after(3 * first - 1)) is not None}
+    return all(trial.answer(tokens).kind in ("same", "limit") for tokens in later)
+
+
+def _downwards(conditions: Sequence[Condition], traced: int, trial: Trial) -> tuple[int, str | None]:
+    """Return the shortest length, and where it is decided; below a broken condition every length is run."""
+    broken: list[Condition] = []
+    for tokens in range(traced - 1, 0, -1):
+        broken = broken or [one for one in conditions if not one.holds(tokens)]
+        if (broken or tokens == 1) and trial.answer(tokens).kind != "same":
+            return tokens + 1, trial.place_of(broken[0], traced) if broken else None
+    return 1, None
+
+
+def module_at(module: nn.Module, file: str, line: int, run: Callable[[], None]) -> str:
+    """Return the path of the sub-module that is running when a line is first met; "" where there is none.
+
+    Args:
+        module: the decoder, whose paths are meant.
+        run: runs it, so that the line is met.
+    """
+    paths = {id(part): path for path, part in module.named_modules()}
+    met: list[str] = []
+
+    def watch(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != file:
+            return None
+        if event == "line" and frame.f_lineno == line and not met:
+            met.append(next((paths[each] for each in _modules_running(frame) if paths.get(each)), ""))
+        return watch
+
+    with _watched(watch):
+        run()
+    return met[0] if met else ""
+
+
+def _modules_running(frame: FrameType | None) -> Iterator[int]:
+    """Yield the identity of each object whose method is being run, the innermost first."""
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), nn.Module):
+            yield id(found)
+        frame = frame.f_back
+
+
+@contextmanager
+def _watched(watch: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
+    """See every line of Python for the time of the block."""
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

@@ -1,0 +1,1 @@
+"""The compiler: its stages, and the functions that run them."""

@@ -1,0 +1,140 @@
+"""Decoders with a key-value cache: captured, lowered by the plan of any other capture, run step by step.
+
+    module → capture with a cache → canonicalize → … → find sites      (capture_cached)
+           → lower gates by a plan → gather-add                        (lower_cached)
+
+Shape legend: B batch, T new tokens, P cached tokens, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx, nn
+
+from dispfx.capturing.cached_capture import capture_cached as capture_prepared
+from dispfx.compiler.programs import (
+    WriteSpelling,
+    lower_program,
+    only_planned,
+    require_same_decoder,
+    skipped,
+)
+from dispfx.compiler.stages import run_stage
+from dispfx.ir.cached_inputs import cache_tensors, positions_of
+from dispfx.ir.program import Program
+from dispfx.ir.sites import Select
+from dispfx.plan.plan import Plan
+from dispfx.source.cached_forward import cached_forward
+from dispfx.source.context import named_context
+from dispfx.source.experts import Experts, experts_as
+
+
+def capture_cached(
+    model: nn.Module,
+    *,
+    skip: Sequence[str] = (),
+    select: Select = "after-norm",
+    vocabulary_size: int | None = None,
+    experts: Experts = "batched",
+) -> Program:
+    """Return the program of a transformers decoder with its cache; the decoder is not changed.
+
+    Its graph takes `program.inputs` by position and returns a tuple of `program.outputs`; both are
+    described in `dispfx.ir.cached_inputs`.  Its sites cut the same parameters as those of a capture
+    without a cache, so `Plan.for_sites` finds what a plan made on either keeps here.
+
+    Args:
+        model, skip, select, vocabulary_size: as for `dispfx.compiler.programs.analyse`.
+        experts: `batched` to export, or for a token or two; `grouped` for steps of many tokens, each of which
+            would have its experts' weights gathered.
+
+    Raises:
+        CaptureError: if the decoder takes no cache, or torch.export cannot capture it with one.
+        UnsupportedGraphError: if its cache is not made of keys and values, or nothing can be pruned.
+    """
+    context = named_context(getattr(model, "config", None))
+    with experts_as(model, experts):
+        program = capture_prepared(cached_forward(model), vocabulary_size=vocabulary_size, context=context)
+    program.context = context
+    return run_stage("analyse", program, skip=skipped(skip), select=select)
+
+
+def lower_cached(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    write: WriteSpelling = "gather-add",
+    vocabulary_size: int | None = None,
+) -> Program:
+    """Return the lowered program, with its cache, of a plan that was made on any capture of the decoder.
+
+    Raises:
+        CaptureError, UnsupportedGraphError: as `capture_cached`.
+        PlanMismatchError: if the plan was made for another decoder.
+    """
+    program = capture_cached(model, select=plan.select, vocabulary_size=vocabulary_size)
+    require_same_decoder(program, plan)
+    return lower_program(only_planned(program, plan), plan, write=write)
+
+
+class WholeTexts(nn.Module):
+    """A decoder with a cache on texts that begin anew: token ids (B, T) to logits (B, T, V).
+
+    Args:
+        decoder: a graph with a cache, or one with gates (`dispfx.compiler.programs.gate`).
+        program: that it was made from.
+    """
+
+    def __init__(self, decoder: nn.Module, program: Program):
+        super().__init__()
+        self.decoder = decoder
+        self._caches = cache_tensors(program.graph)
+
+    def forward(self, ids: Tensor, masks: Sequence[Tensor] | None = None) -> Tensor:
+        """Return the logits; a gated decoder takes one mask (N,) a site too."""
+        seen = torch.ones_like(ids)
+        further = (
+            seen,
+            positions_of(seen, ids.shape[1]),
+            *(c.empty(len(ids), ids.device) for c in self._caches),
+        )
+        return self.decoder(ids, *further)[0] if masks is None else self.decoder(ids, masks, *further)[0]
+
+
+class CachedDecoder:
+    """Runs a graph with a cache on one piece of text after another and keeps the cache between.
+
+        decoder = CachedDecoder(program.graph_module)
+        logits = decoder(prompt_ids, attention_mask)     # prefill, (B, T, V)
+        logits = decoder(next_ids)                       # decode, (B, 1, V)
+
+    Args:
+        graph: of a cached program, lowered or not.
+    """
+
+    def __init__(self, graph: fx.GraphModule):
+        self._graph = graph
+        self._caches = cache_tensors(graph.graph)
+        self._mask: Tensor | None = None
+        self._past: tuple[Tensor, ...] = ()
+
+    def reset(self) -> None:
+        """Forget the text so far."""
+        self._mask, self._past = None, ()
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the logits (B, T, V) of T new tokens.
+
+        Args:
+            ids: (B, T) int64.
+            attention_mask: (B, T), 0 at padding, which must stand on the left; all ones by default.
+        """
+        new = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids)
+        if self._mask is None:
+            self._past = tuple(cache.empty(len(ids), ids.device) for cache in self._caches)
+        self._mask = new if self._mask is None else torch.cat([self._mask, new], dim=1)
+        positions = positions_of(self._mask, ids.shape[1])
+        logits, *past = self._graph(ids, self._mask, positions, *self._past)
+        self._past = tuple(past)
+        return logits

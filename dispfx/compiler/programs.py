@@ -1,0 +1,299 @@
+"""From a decoder to its program, and from program and plan to modules that run.
+
+    module → capture → canonicalize → find residual stream → find branches → find sites    (analyse)
+           → insert gates                                                                   (gate)
+           → lower gates → align groups → gather-add                                        (lower)
+
+Shape legend: B batch, T tokens, V vocabulary, N features of a site.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from dispfx.analysis.finite_weights import require_finite_weights
+from dispfx.capturing.module_capture import capture as capture_module
+from dispfx.compiler.stages import names_of, run_stage
+from dispfx.errors import CaptureError, PlanMismatchError, UnsupportedGraphError
+from dispfx.ir.program import Program, own_tensor
+from dispfx.ir.sites import Select
+from dispfx.pipeline import Pass, Pipeline, further_passes
+from dispfx.plan.hardening import hard_masks
+from dispfx.plan.plan import Plan, site_keys
+from dispfx.source.context import longest_context, named_context
+from dispfx.source.experts import Experts, experts_as, has_choice_of_experts
+from dispfx.words.choices import require_choice
+
+WriteSpelling = Literal["index-add", "gather-add"]
+
+
+def skipped(skip: Sequence[str] | str) -> tuple[str, ...]:
+    """Return patterns of branches to leave dense; one pattern may be given by itself."""
+    return (skip,) if isinstance(skip, str) else tuple(skip)
+
+
+def capture(
+    model: nn.Module,
+    *,
+    skip: Sequence[str] | str = (),
+    select: Select = "after-norm",
+    vocabulary_size: int | None = None,
+    experts: Experts = "grouped",
+    passes: Sequence[Pass] = (),
+) -> Program:
+    """Return a decoder's program with its branches and sites; the decoder is not changed.
+
+    Args:
+        model: takes token ids (B, T) int64 first and returns logits (B, T, V) or an output with them.
+        skip: patterns of branch names to leave dense; one, or several.
+        select: `after-norm`, where every branch reads, and writes, what it likes; or `before-norm`, one
+            selection for the whole residual stream, embedding, norms and head included.
+        vocabulary_size: ids that the capture is checked with stay below it; by default taken from the
+            input embedding.
+        experts: how a mixture of experts is computed where the decoder has a choice: `grouped`, which
+            learning can afford, or `batched`, which can be exported.  Where one cannot be captured, the
+            other is.
+        passes: run after those of the analysis, on a canonical program (`docs/extending.md`).
+
+    Raises:
+        SourceError: if a weight contains NaN or infinity.
+        CaptureError: if torch.export cannot capture the decoder at every batch and length.
+        UnsupportedGraphError: if there is no residual stream, or nothing can be pruned.
+        DispfxError: if a pass cannot run there.
+        PassError: if one breaks the graph, or claims what it did not do.
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            f"capture takes an nn.Module, and {model!r} was given"[:200],
+            hint="dispfx.compile(model, ratio, …) also opens names, such as demo, and folders",
+        )
+    further = further_passes(passes, "canonical", names_of("analyse"))
+    require_finite_weights(model)
+    program = analyse(model, skip=skip, select=select, vocabulary_size=vocabulary_size, experts=experts)
+    return Pipeline(further).run(program)
+
+
+def analyse(
+    model: nn.Module,
+    *,
+    skip: Sequence[str] | str = (),
+    select: Select = "after-norm",
+    vocabulary_size: int | None = None,
+    experts: Experts = "grouped",
+    separator: int | None = None,
+    longest: int = 0,
+) -> Program:
+    """As `capture`; with a `separator`, the documents of a sequence are kept apart.
+
+    Args:
+        longest: tokens that the program is to read at least, if the decoder makes its tables as long as its
+            texts; more by default where the decoder's own context is longer, 2048 at most.
+
+    Raises:
+        CaptureError, UnsupportedGraphError: as `capture`.
+    """
+
+    config = getattr(model, "config", None)
+
+    def attempt(experts: Experts) -> Program:
+        with experts_as(model, experts):
+            program = capture_module(
+                model,
+                vocabulary_size=vocabulary_size,
+                separator=separator,
+                longest=max(longest, longest_context(config)),
+            )
+        program.context = named_context(config)
+        return run_stage("analyse", program, skip=skipped(skip), select=select)
+
+    try:
+        return attempt(experts)
+    except (CaptureError, UnsupportedGraphError) as error:
+        if not has_choice_of_experts(model):
+            raise
+        try:
+            return attempt("batched" if experts == "grouped" else "grouped")
+        except (CaptureError, UnsupportedGraphError):
+            raise error from None
+
+
+def apart(
+    model: nn.Module,
+    program: Program,
+    separator: int,
+    *,
+    skip: Sequence[str] = (),
+    select: Select = "after-norm",
+    longest: int = 0,
+) -> Program:
+    """Return a program of the same decoder in which the documents of a sequence do not see each other.
+
+    A plan that is learned on it is one for `program`.
+
+    Args:
+        model: the decoder that `program` was captured from.
+        separator: token that ends a document.
+        skip, select, longest: as for `program`.
+
+    Raises:
+        CaptureError: if the decoder cannot keep documents apart.
+        UnsupportedGraphError: if other sites are found in it then.
+    """
+    twin = analyse(model, skip=skip, select=select, separator=separator, longest=longest)
+    found, expected = ([(site.name, site_keys(site)) for site in one.sites] for one in (twin, program))
+    if found != expected:
+        raise UnsupportedGraphError(
+            "documents cannot be kept apart: other dimensions can be pruned then",
+            where=program.model_class,
+            hint="leave out --packing documents",
+        )
+    return twin
+
+
+def exportable(model: nn.Module, program: Program, plan: Plan) -> Program:
+    """Return a program whose operations every exporter knows: the same, or with experts `batched`.
+
+    Args:
+        model: the decoder that `program` was captured from.
+        plan: of the program; it cuts the other one too, for both read the same parameters.
+    """
+    if not has_choice_of_experts(model):
+        return program
+    return only_planned(analyse(model, select=plan.select, experts="batched"), plan)
+
+
+class GatedDecoder(nn.Module):
+    """A decoder whose sites are multiplied by masks; its weights are those of the program.
+
+    Gradients reach the masks, and the weights that require them.
+    """
+
+    def __init__(self, program: Program):
+        super().__init__()
+        self.graph = program.graph_module
+        self.sites = program.sites
+
+    def forward(self, ids: Tensor, masks: Sequence[Tensor] | Mapping[str, Tensor], *further: Tensor) -> Any:
+        """Return what the program returns: logits (B, T, V), followed by caches where it has them.
+
+        Args:
+            ids: (B, T) int64.
+            masks: one (N,) float tensor a site, in the order of the program's sites; or by the names of
+                sites, where a site without a mask keeps everything.  Soft masks multiply features.
+            further: the program's inputs after the token ids.
+        """
+        if isinstance(masks, Mapping):
+            masks = self._in_order(masks, ids.device)
+        return self.graph(ids, *further, *masks)
+
+    def _in_order(self, masks: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
+        names = [site.name for site in self.sites]
+        for name in masks:
+            require_choice(names, name, "site")
+        return [
+            masks[site.name] if site.name in masks else torch.ones(site.size, device=device)
+            for site in self.sites
+        ]
+
+
+class HardGatedDecoder(nn.Module):
+    """A decoder gated by a plan: removed features are multiplied by zero, nothing is smaller."""
+
+    def __init__(self, program: Program, kept: Sequence[Tensor]):
+        super().__init__()
+        self.gated = gate(program)
+        sizes = [site.size for site in program.sites]
+        self.masks = list(hard_masks(program.sites, kept, device=program.device).split(sizes))
+
+    def forward(self, ids: Tensor, *further: Tensor) -> Any:
+        """Return what the program returns for token ids (B, T) and its further inputs."""
+        return self.gated(ids, self.masks, *further)
+
+
+def gate(program: Program) -> GatedDecoder:
+    """Return the decoder with a gate at every site; masks of ones change no bit."""
+    twin = run_stage("gate", program.clone())
+    return GatedDecoder(twin)
+
+
+def gated(program: Program, plan: Plan) -> nn.Module:
+    """Return the decoder with a plan's masks applied: token ids (B, T) to logits (B, T, V).
+
+    Raises:
+        PlanMismatchError: if the plan was made for another decoder.
+    """
+    return HardGatedDecoder(program, _selections(program, plan))
+
+
+def lower(
+    program: Program,
+    plan: Plan,
+    *,
+    write: WriteSpelling = "index-add",
+    passes: Sequence[Pass] = (),
+) -> torch.fx.GraphModule:
+    """Return the pruned decoder: token ids (B, T) to logits (B, T, V), on sliced weights.
+
+    Args:
+        program: of the decoder; it is not changed, and its tensors are not copied where nothing is cut.
+        plan: what to keep.
+        write: `index-add` is the spelling of the method; `gather-add` the one that is fast on a GPU.
+        passes: run after those of the lowering, on a lowered program (`docs/extending.md`).
+
+    Raises:
+        PlanMismatchError: if the plan was made for another decoder.
+        DispfxError: if a pass cannot run there.
+        PassError: if one breaks the graph, or claims what it did not do.
+    """
+    require_same_decoder(program, plan)
+    further = further_passes(passes, "lowered", names_of("lower", "gather"))
+    return Pipeline(further).run(lower_program(program, plan, write=write)).graph_module
+
+
+def lower_program(
+    program: Program,
+    plan: Plan,
+    *,
+    write: WriteSpelling = "index-add",
+) -> Program:
+    """As `lower`, but return the program, and let a decoder pass whose weights are still to come."""
+    require_choice(get_args(WriteSpelling), write, "write")
+    kept = plan.for_sites(program.sites)
+    by_name = {site.name: indices for site, indices in zip(program.sites, kept, strict=True)}
+    twin = run_stage("lower", program.clone(), kept=by_name)
+    if write == "gather-add":
+        twin = run_stage("gather", twin)
+    _attach(twin.graph_module, program.unused)
+    return twin
+
+
+def _selections(program: Program, plan: Plan) -> list[Tensor]:
+    require_same_decoder(program, plan)
+    return plan.for_sites(program.sites)
+
+
+def require_same_decoder(program: Program, plan: Plan) -> None:
+    """Raise PlanMismatchError where the plan was made for another decoder."""
+    if plan.fingerprint != program.fingerprint:
+        raise PlanMismatchError(
+            f"the plan was made for a decoder with fingerprint {plan.fingerprint[:12]}, this one has "
+            f"{program.fingerprint[:12]}",
+            where=program.model_class,
+            hint="use the same model, revision and dtype source as when the plan was learned",
+        )
+
+
+def only_planned(program: Program, plan: Plan) -> Program:
+    """Leave out the sites that the plan's decoder was told to skip."""
+    planned = {selection.keys for selection in plan.selections}
+    program.sites = tuple(site for site in program.sites if site_keys(site) in planned)
+    return program
+
+
+def _attach(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Register parameters that the graph does not read, so that a checkpoint keeps them."""
+    for path, tensor in tensors.items():
+        if isinstance(tensor, nn.Parameter):
+            own_tensor(module, path, tensor)

@@ -1,0 +1,92 @@
+"""The compiler from top to bottom: its stages, each a tuple of passes.
+
+    module → capture → analyse → gate → learn masks → plan
+                     → lower → gather                        a graph on sliced weights, as ONNX gets it
+                     → fuse → prefill, decode, outline       the fast path with a static cache
+
+A pass's options are its dataclass fields; `run_stage` gives each pass those that it has.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from dispfx.errors import DispfxError
+from dispfx.ir.program import Program
+from dispfx.passes.align_groups import AlignGroups
+from dispfx.passes.canonicalize import Canonicalize
+from dispfx.passes.drop_causal_masks import DropCausalMasks
+from dispfx.passes.find_branches import FindBranches
+from dispfx.passes.find_residual_stream import FindResidualStream
+from dispfx.passes.find_sites import FindSites
+from dispfx.passes.fold_statistics import FoldStatistics
+from dispfx.passes.fuse_projections import FuseProjections
+from dispfx.passes.gather_add import GatherAdd
+from dispfx.passes.group_heads import GroupHeads
+from dispfx.passes.insert_gates import InsertGates
+from dispfx.passes.last_logits import LastLogits
+from dispfx.passes.lower_gates import LowerGates
+from dispfx.passes.outline_layers import OutlineLayers
+from dispfx.passes.static_cache import StaticCache
+from dispfx.pipeline import Pass, Pipeline
+from dispfx.words.choices import choice
+
+STAGES: Mapping[str, tuple[Any, ...]] = {
+    "analyse": (Canonicalize, FoldStatistics, FindResidualStream, FindBranches, FindSites),
+    "gate": (InsertGates,),
+    "train": (DropCausalMasks, GroupHeads, OutlineLayers),
+    "lower": (InsertGates, LowerGates, AlignGroups),
+    "gather": (GatherAdd,),
+    "fuse": (FuseProjections, GroupHeads),
+    "prefill": (LastLogits, StaticCache),
+    "decode": (StaticCache,),
+    "outline": (OutlineLayers,),
+}
+# Every pass, in the order of the compiler.
+KINDS = tuple(dict.fromkeys(kind for kinds in STAGES.values() for kind in kinds))
+PASSES = tuple(kind.name for kind in KINDS)
+
+
+def run_stage(
+    name: str, program: Program, *, more: Sequence[Pass] = (), verify: bool = True, **options: Any
+) -> Program:
+    """Run the passes of a stage on a program, and return it.
+
+    Args:
+        more: further passes, which run after those of the stage.
+        verify: check the graph, and what each pass claims, after each pass.
+        options: of the passes, by the names of their fields.
+
+    Raises:
+        DispfxError: if there is no such stage, or no pass of it has such an option.
+        PassError: if a pass is out of place or breaks the graph.
+    """
+    kinds = choice(STAGES, name, "stage")
+    known = {kind: [one.name for one in fields(kind) if one.init] for kind in kinds}
+    unknown = set(options) - {option for names in known.values() for option in names}
+    if unknown:
+        raise DispfxError(f"no pass of the stage {name} has the option {min(unknown)!r}")
+    passes = [
+        kind(**{option: value for option, value in options.items() if option in known[kind]})
+        for kind in kinds
+    ]
+    return Pipeline([*passes, *more], verify=verify).run(program)
+
+
+def names_of(*stages: str) -> list[str]:
+    """Return the names of the passes of some stages."""
+    return [kind.name for stage in stages for kind in STAGES[stage]]
+
+
+def described_passes() -> list[tuple[str, str, str]]:
+    """Return name, stage and effect of every pass, in the order of the compiler."""
+    return [(kind.name, _stages(kind), (kind.__doc__ or "").partition("\n")[0]) for kind in KINDS]
+
+
+def _stages(kind: type) -> str:
+    return ", ".join(name for name, kinds in STAGES.items() if kind in kinds)
+
+
+def for_learning(gated: Program, tokens: int, *, verify: bool = True) -> Program:
+    """Return a copy of a gated program that is fast to learn on, for sequences of that length."""
+    return run_stage("train", gated.clone(), verify=verify, tokens=tokens, masked=False, requires="gated")

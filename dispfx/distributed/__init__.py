@@ -1,0 +1,1 @@
+"""Several processes: ranks of one run, and their launcher."""

@@ -1,0 +1,148 @@
+"""A gated decoder that learning calls: token ids and masks to the next-token loss.
+
+    TrainingDecoder(program, …).loss(ids_BT, masks)
+
+Legend: B batch, T tokens, V vocabulary, D width of the stream, N features of all sites, S samples of the
+masks, R rows of a chunk.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dispfx.fast_decoder.bodies import compiled_call, compiled_function
+from dispfx.fast_decoder.head_loss import ChunkLoss, chunk_rows, chunked_loss, loss_and_gradient
+from dispfx.fast_decoder.layered import BodyCall, LayeredDecoder
+from dispfx.fast_decoder.shards import Sharding, Shards, hollow
+from dispfx.ir import ops
+from dispfx.ir.outline import Body
+from dispfx.ir.program import Program
+from dispfx.learning.objective import next_token_loss, next_tokens
+
+# Chunks through the epilogue may run in other kernels than the whole.
+_CHUNK_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
+_HALF_TOLERANCE = 0.03
+
+
+class TrainingDecoder(nn.Module):
+    """A decoder as layers, with the loss in chunks where its epilogue works token by token.
+
+    Args:
+        program: gated, with its outline.
+        compiled: compile every kind of layer once.
+        checkpointing: keep only what enters a layer, and compute the layer again in the backward pass.
+        join: in compiled layers, sum the gradient of projections that read one value where it is written.
+        sharding: how the weights lie in parts on several ranks; whole by default.
+
+    Raises:
+        UnsupportedGraphError: if they cannot lie in parts.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        compiled: bool = False,
+        checkpointing: bool = False,
+        join: bool = True,
+        sharding: Sharding | None = None,
+    ):
+        super().__init__()
+        self.layered = LayeredDecoder(program, None if sharding is None else hollow(program))
+        self.shards = None if sharding is None else Shards(self.layered, sharding)
+        self.layered.first_needs_gradient = True
+        self.sizes = [site.size for site in program.sites]
+        self.rows = chunk_rows(program.vocabulary_size)
+        self.separator = program.separator
+        self.compiled = False
+        self._join = join
+        self._plain = dict(self.layered.bodies)
+        self._compiled: dict[Body, BodyCall] = {}
+        self._compiled_chunk: ChunkLoss | None = None
+        self._compiled_for: tuple[torch.Size, torch.Size] | None = None
+        self._runs_compiled = False
+        self.checkpoint(checkpointing)
+        if compiled:
+            self.compile_layers(True)
+        self.in_chunks = self._epilogue_works_by_token(program)
+        if self.shards is not None and not self.in_chunks:
+            self.shards.keep_ends()  # the backward pass goes through the head
+
+    def compile_layers(self, wanted: bool) -> None:
+        """Compute layers and epilogue by compiled bodies, or by plain ones.
+
+        They are compiled for the shapes of the first loss with a gradient; others run plain.
+        """
+        outline = self.layered.outline
+        for part in (*outline.layers, outline.epilogue):
+            if wanted and part.body not in self._compiled:
+                self._compiled[part.body] = compiled_call(part, join=self._join)
+        if wanted and self._compiled_chunk is None:
+            self._compiled_chunk = compiled_function(loss_and_gradient)
+        self.compiled = wanted
+
+    def _choose(self, ids_BT: Tensor, masks: Tensor) -> None:
+        """Take compiled bodies for what they were compiled for, and plain ones otherwise."""
+        shapes = (ids_BT.shape, masks.shape)
+        learning = self.compiled and torch.is_grad_enabled() and masks.requires_grad
+        if learning and self._compiled_for is None:
+            self._compiled_for = shapes
+        wanted = learning and shapes == self._compiled_for
+        if wanted == self._runs_compiled:
+            return
+        for body, call in (self._compiled if wanted else self._plain).items():
+            self.layered.replace_body(body, call)
+        self._runs_compiled = wanted
+
+    def checkpoint(self, wanted: bool) -> None:
+        """Keep what is inside of layers for the backward pass, or compute it again."""
+        for layer in self.layered.layers:
+            layer.wrap = _again if wanted else None  # type: ignore[assignment]
+        self.checkpointing = wanted
+
+    def forward(self, ids_BT: Tensor, masks: Sequence[Tensor]) -> Tensor:
+        """Return logits (B, T, V)."""
+        return self.layered(ids_BT, *masks)
+
+    def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
+        """Return the mean next-token loss of a batch under masks (N,) or (S, N) of all sites."""
+        self._choose(ids_BT, masks)
+        split = masks.split(self.sizes, -1)
+        if not self.in_chunks:
+            return next_token_loss(self(ids_BT, split), ids_BT, self.separator)
+        (x_BTD,), _ = self.layered.stream(ids_BT, *split)
+        chunk_loss = self._compiled_chunk if self._runs_compiled else None
+        with self.layered.epilogue.lend():  # once for all chunks
+            targets_BT = next_tokens(ids_BT, self.separator)
+            return chunked_loss(self._head, x_BTD, targets_BT, self.rows, chunk_loss)
+
+    def _head(self, x_1RD: Tensor) -> Tensor:
+        return self.layered.epilogue(x_1RD)[0]
+
+    @torch.no_grad()
+    def _epilogue_works_by_token(self, program: Program) -> bool:
+        """Whether the epilogue takes the stream alone and gives each token the same in any company."""
+        if not head_takes_stream_alone(program) or program.device.type == "meta":
+            return False
+        stream = next(iter(self.layered.outline.epilogue.body.graph.nodes)).meta["val"]
+        generator = torch.Generator().manual_seed(0)
+        x_BTD = torch.randn(2, 6, int(stream.shape[-1]), generator=generator).to(program.device, stream.dtype)
+        whole = self.layered.epilogue(x_BTD)[0].flatten(0, 1).double()
+        rows = self.layered.epilogue(x_BTD.flatten(0, 1)[None, 3:])[0][0].double()
+        tolerance = _CHUNK_TOLERANCE.get(stream.dtype, _HALF_TOLERANCE)
+        return bool((whole[3:] - rows).abs().max() <= tolerance * whole.abs().max())
+
+
+def head_takes_stream_alone(program: Program) -> bool:
+    """Whether all that is between stream and logits takes the stream (B, T, D) and nothing else."""
+    assert program.outline is not None
+    epilogue = program.outline.epilogue
+    logits = ops.logits_of(program.graph).meta["val"]
+    stream = next(iter(epilogue.body.graph.nodes)).meta["val"]
+    return len(epilogue.values) == len(epilogue.results) == 1 and stream.dim() == logits.dim() == 3
+
+
+def _again(call: BodyCall, *operands: object) -> object:
+    return checkpoint(call, *operands, use_reentrant=False, preserve_rng_state=False)

@@ -1,0 +1,1 @@
+"""Files on disk: atomic writes, room, JSON text."""

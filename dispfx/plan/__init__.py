@@ -1,0 +1,1 @@
+"""Plans: budget, count of parameters, hardening, latency table."""

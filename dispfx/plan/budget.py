@@ -1,0 +1,39 @@
+"""The budget of a plan: how much may stay, and what is counted."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dispfx.plan.latency_table import CostTable
+from dispfx.words.choices import check_choices
+
+BudgetOf = Literal["blocks", "total"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much may stay.
+
+    Args:
+        ratio: share of the counted parameters to remove, in [0, 1).
+        of: `blocks` counts parameters that some site cuts; `total` counts all of them.
+        align: widths become multiples of this, or the full width.
+        costs: times on the target device; a branch that cutting would make slower is left dense.
+    """
+
+    ratio: float
+    of: BudgetOf = "blocks"
+    align: int = 1
+    costs: CostTable | None = None
+
+    def __post_init__(self) -> None:
+        """Check what is counted.
+
+        Raises:
+            DispfxError: if `of` is neither.
+        """
+        check_choices(self)
+
+    @property
+    def keep(self) -> float:
+        """Share of the counted parameters that stays."""
+        return 1.0 - self.ratio

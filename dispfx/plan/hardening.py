@@ -1,0 +1,167 @@
+"""From logits to the features that are kept, so that the budget is met.
+
+Hardening draws no random number (the same logits always give the same selections):
+
+1. **Threshold.**  One threshold for all sites; bisection over the sorted logits finds where the
+   aligned widths come closest to the budget.  Every site keeps at least its best feature.
+2. **Align.**  A width becomes the nearest multiple of `budget.align`, or the full width; within a
+   site the features with the largest logits stay.  Where experts have features of their own, the width is
+   that of each expert.
+3. **Repair.**  While the count is off by more than `CLOSE`, single steps of one site's width bring
+   it closer (`WidthSearch.settled`).
+4. **Never slower.**  With a table of costs, branches that would take longer cut than whole keep all of
+   their features, and the others are settled again, until no branch is slower.
+
+Entry points: `ParameterCount` (how many parameters are left), `check_reachable`, `harden`,
+`hard_masks`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dispfx.errors import BudgetError, PassError
+from dispfx.ir.sites import Site
+from dispfx.plan.budget import Budget
+from dispfx.plan.class_widths import Ranking, Widths
+from dispfx.plan.groups import Groups
+from dispfx.plan.latency_table import CostTable, branch_costs
+from dispfx.plan.parameter_count import ParameterCount
+from dispfx.plan.width_search import CLOSE, WidthSearch
+
+__all__ = ["CLOSE", "LIMIT", "Groups", "ParameterCount", "check_reachable", "hard_masks", "harden"]
+
+# Share by which a plan may miss the asked ratio before it is an error.
+LIMIT = 0.005
+
+
+def hard_masks(
+    sites: Sequence[Site], kept: Sequence[Tensor], *, device: torch.device | str | None = None
+) -> Tensor:
+    """Return the flat mask vector over all sites: 1.0 where a feature is kept, else 0.0 (float32).
+
+    Args:
+        kept: the kept indices of every site.
+        device: where the masks live; by default where the indices do.
+    """
+    masks = []
+    for site, indices in zip(sites, kept, strict=True):
+        mask = torch.zeros(site.size, device=indices.device if device is None else device)
+        mask[indices.to(mask.device, torch.int64)] = 1.0
+        masks.append(mask)
+    return torch.cat(masks)
+
+
+def harden(
+    logits: Tensor,
+    sites: Sequence[Site],
+    count: ParameterCount,
+    budget: Budget,
+    *,
+    groups: Groups | None = None,
+) -> list[Tensor]:
+    """Return the sorted int32 indices that every site keeps, on the CPU.
+
+    Args:
+        logits: flat, one a feature of every group (of every site without `groups`), in order.
+        count: of the same sites, with the budget's `of`.
+        groups: sites that share a selection; each site its own by default.
+
+    Raises:
+        BudgetError: if the sites cannot give up that much, or no widths come within 0.005 of the
+            ratio (with alignment: within 0.005 and half a step of the widths).
+        PassError: if the logits do not fit the sites or are not finite.
+    """
+    groups = Groups.alone(sites) if groups is None else groups
+    search = _search(logits, groups, count, budget)
+    _check_reachable(search, budget)
+    search, widths_G = _never_slower(search, sites, groups, budget.costs)
+    error = search.error(widths_G)
+    step = search.smallest_step(widths_G) if budget.align > 1 else 0.0
+    if abs(error) > LIMIT * count.dense + step / 2:
+        raise _not_met(budget, 1.0 - (search.target + error) / count.dense)
+    selections = search.ranking.selections(widths_G)
+    return [selections[group].clone() for group in groups.of_site]
+
+
+def _never_slower(
+    search: WidthSearch, sites: Sequence[Site], groups: Groups, costs: CostTable | None
+) -> tuple[WidthSearch, Tensor]:
+    """Return the search with slower branches held whole, and its widths."""
+    of_site = torch.tensor(groups.of_site)
+    while True:
+        widths_G = search.settled(*search.threshold())
+        if costs is None:
+            return search, widths_G
+        masks = search.groups.expand(search.ranking.masks(widths_G)).split([site.size for site in sites])
+        found = branch_costs(costs, sites, search.count.shapes, masks)
+        slower = [cost for cost in found if cost.is_slower]
+        if not slower:
+            return search, widths_G
+        # One at a time: what this branch keeps, others must give up, and are then cut enough to gain.
+        worst = max(slower, key=lambda cost: cost.pruned_seconds / cost.dense_seconds)
+        held_G = torch.zeros(len(widths_G), dtype=torch.bool)
+        held_G[of_site[torch.tensor([site.branch == worst.name for site in sites])]] = True
+        held_G = held_G if search.held_G is None else held_G | search.held_G
+        search = replace(search, held_G=held_G)
+
+
+def check_reachable(
+    sites: Sequence[Site], count: ParameterCount, budget: Budget, *, groups: Groups | None = None
+) -> None:
+    """Say before anything is learned that a budget cannot be met.
+
+    Raises:
+        BudgetError: if even the smallest widths leave too much, with the largest possible ratio.
+    """
+    groups = Groups.alone(sites) if groups is None else groups
+    _check_reachable(_search(torch.zeros(groups.features), groups, count, budget), budget)
+
+
+def _search(logits: Tensor, groups: Groups, count: ParameterCount, budget: Budget) -> WidthSearch:
+    _check(logits, groups, count, budget)
+    ranking = Ranking.of(logits.detach().to("cpu", torch.float64), groups.sizes, groups.experts)
+    each = tuple(size // experts for size, experts in zip(groups.sizes, groups.experts, strict=True))
+    widths = Widths(each, budget.align)
+    return WidthSearch(ranking, widths, groups.to("cpu"), count.to("cpu"), budget.keep * count.dense)
+
+
+def _check_reachable(search: WidthSearch, budget: Budget) -> None:
+    most = 1.0 - (search.target + search.error(search.widths.smallest)) / search.count.dense
+    if most < budget.ratio - LIMIT:
+        raise _out_of_reach(budget, most)
+
+
+def _check(logits: Tensor, groups: Groups, count: ParameterCount, budget: Budget) -> None:
+    if logits.shape != (groups.features,):
+        raise PassError(f"{groups.features} logits were expected, one a feature, found {tuple(logits.shape)}")
+    if not bool(logits.isfinite().all()):
+        raise PassError("logits must be finite to be hardened")
+    if count.of != budget.of:
+        raise PassError(f"the budget counts {budget.of} and the parameter count counts {count.of}")
+    if not 0.0 <= budget.ratio < 1.0 or budget.align < 1:
+        raise BudgetError(
+            f"a ratio in [0, 1) and an alignment of at least 1 were expected, found {budget.ratio} and "
+            f"{budget.align}"
+        )
+
+
+def _out_of_reach(budget: Budget, most: float) -> BudgetError:
+    aligned = f" at widths that are multiples of {budget.align}" if budget.align > 1 else ""
+    return BudgetError(
+        f"ratio {budget.ratio:.4f} of the {budget.of} parameters was asked, and the sites can give up at "
+        f"most {most:.4f}{aligned}",
+        hint="ask for a smaller ratio"
+        + (", a smaller alignment (--align)" if aligned else "")
+        + (", or count blocks only" if budget.of == "total" else ""),
+    )
+
+
+def _not_met(budget: Budget, reached: float) -> BudgetError:
+    return BudgetError(
+        f"ratio {budget.ratio:.4f} of the {budget.of} parameters was asked, and the closest widths "
+        f"(multiples of {budget.align}) remove {reached:.4f}",
+        hint="ask for that ratio, or for a smaller alignment (--align)",
+    )

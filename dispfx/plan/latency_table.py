@@ -1,0 +1,185 @@
+"""How long products take on a device, so that pruning does not make a branch slower.
+
+A smaller product is not always a faster one: a GPU computes in tiles, and selecting and placing features
+costs time of its own.  A `CostTable` holds measured seconds; `slower_branches` compares each branch as a
+plan would cut it with the same branch dense.  The table is data: it is part of the budget and of the plan,
+so the same logits and the same table always give the same selections.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dispfx.errors import DataError
+from dispfx.files.json_text import read_json
+from dispfx.ir.sites import UNTOUCHED, Site
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds of a product of activations with a weight (rows, columns), at one number of tokens.
+
+    Args:
+        device: name of the card or CPU.
+        dtype: such as bfloat16.
+        tokens: rows of the activations, batch × new tokens.
+        rows, columns: rising sizes that were measured.
+        seconds: for every number of rows, one value a number of columns.
+        selection_seconds: of selecting what a branch reads and placing what it writes.
+    """
+
+    device: str
+    dtype: str
+    tokens: int
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    selection_seconds: float = 0.0
+
+    def product_seconds(self, rows: int, columns: int) -> float:
+        """Return the time of a product, linear between measured sizes and in proportion outside them."""
+        table = np.array(self.seconds)
+        by_column = np.array([_at(self.rows, values, rows) for values in table.T])
+        return float(_at(self.columns, by_column, columns))
+
+    @staticmethod
+    def of_plain(plain: Any) -> "CostTable":
+        """Return the table of plain data, as JSON has it.
+
+        Raises:
+            DataError: if it is no table.
+        """
+        try:
+            table = CostTable(
+                str(plain["device"]),
+                str(plain["dtype"]),
+                int(plain["tokens"]),
+                tuple(map(int, plain["rows"])),
+                tuple(map(int, plain["columns"])),
+                tuple(tuple(map(float, row)) for row in plain["seconds"]),
+                float(plain["selection_seconds"]),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise DataError(f"this is no table of costs: {error}", hint=_HINT) from error
+        table.check()
+        return table
+
+    def check(self) -> None:
+        """Pass if sizes rise and every time is a positive number.
+
+        Raises:
+            DataError: naming what is wrong.
+        """
+        for name, sizes in (("rows", self.rows), ("columns", self.columns)):
+            if len(sizes) < 1 or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+                raise DataError(f"the {name} of a table of costs must rise from 1 or more", hint=_HINT)
+        if [len(row) for row in self.seconds] != [len(self.columns)] * len(self.rows):
+            raise DataError("a table of costs has one time for every pair of sizes", hint=_HINT)
+        times = np.array([self.selection_seconds, *np.array(self.seconds).flatten()])
+        if not np.isfinite(times).all() or (times[1:] <= 0).any() or times[0] < 0:
+            raise DataError("the times of a table of costs must be positive numbers", hint=_HINT)
+
+
+def read_costs(path: str | Path) -> CostTable:
+    """Read a table from a JSON file.
+
+    Raises:
+        DataError: if there is no file, or it holds no table.
+    """
+    try:
+        plain = read_json(Path(path).expanduser())
+    except (OSError, ValueError) as error:
+        raise DataError(f"a table of costs was expected: {error}", where=str(path), hint=_HINT) from error
+    return CostTable.of_plain(plain)
+
+
+def latency_table(costs: CostTable | str | Path | None) -> CostTable | None:
+    """Return a table as it is, or read from its file; None for none.
+
+    Raises:
+        DataError: as `read_costs`.
+    """
+    return costs if costs is None or isinstance(costs, CostTable) else read_costs(costs)
+
+
+_HINT = "make one with tools/measure_costs.py on the device that the result is for"
+
+
+def _at(sizes: Sequence[int], values: np.ndarray, size: int) -> float:
+    """Return the value at a size between, or beyond, those that were measured."""
+    if size <= sizes[0] or len(sizes) == 1:
+        # Small products cost what starting them costs, so nothing is gained below the smallest one.
+        return float(values[0]) if size <= sizes[0] else float(values[0]) * size / sizes[0]
+    if size >= sizes[-1]:
+        return float(values[-1]) * size / sizes[-1]
+    upper = bisect_right(sizes, size)
+    share = (size - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1])
+    return float(values[upper - 1] + share * (values[upper] - values[upper - 1]))
+
+
+@dataclass(frozen=True)
+class BranchCost:
+    """Seconds of one branch's products, as they were and as a plan cuts them."""
+
+    name: str
+    dense_seconds: float
+    pruned_seconds: float
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether cutting the branch would cost time."""
+        return self.pruned_seconds > self.dense_seconds
+
+
+def branch_costs(
+    table: CostTable,
+    sites: Sequence[Site],
+    shapes: Mapping[str, tuple[int, ...]],
+    masks: Sequence[Tensor],
+) -> list[BranchCost]:
+    """Return the cost of every branch, in the order of the sites.
+
+    Args:
+        sites: of the decoder.
+        shapes: of at least the parameters that they cut; those of two dimensions are products.
+        masks: (N,) for each site, whether a feature is kept.
+    """
+    found = []
+    for branch in dict.fromkeys(site.branch for site in sites):
+        own = [(site, mask) for site, mask in zip(sites, masks, strict=True) if site.branch == branch]
+        stays = _positions(own)
+        paths = sorted({path for path, _ in stays if len(shapes[path]) == 2})
+        dense = sum(table.product_seconds(*shapes[path]) for path in paths)
+        pruned = sum(table.product_seconds(*_kept_shape(path, shapes[path], stays)) for path in paths)
+        selects = any(site.kind != "inner" and not bool(mask.all()) for site, mask in own)
+        found.append(BranchCost(branch, dense, pruned + (table.selection_seconds if selects else 0.0)))
+    return found
+
+
+def _positions(own: Sequence[tuple[Site, Tensor]]) -> dict[tuple[str, int], np.ndarray]:
+    """Return which positions stay of every axis that the sites cut."""
+    stays: dict[tuple[str, int], np.ndarray] = {}
+    for site, mask in own:
+        kept = mask.cpu().numpy().astype(bool)
+        for cut in site.slices:
+            if cut.by_expert:
+                continue  # stacks are no single products
+            labels = np.arange(site.size) if cut.labels is None else np.array(cut.labels)
+            stay = (labels == UNTOUCHED) | kept[np.maximum(labels, 0)]
+            key = (cut.parameter, cut.axis)
+            stays[key] = stays[key] & stay if key in stays else stay
+    return stays
+
+
+def _kept_shape(
+    path: str, shape: tuple[int, ...], stays: Mapping[tuple[str, int], np.ndarray]
+) -> tuple[int, int]:
+    rows, columns = (
+        int(stays[path, axis].sum()) if (path, axis) in stays else size for axis, size in enumerate(shape)
+    )
+    return max(1, rows), max(1, columns)

@@ -1,0 +1,396 @@
+"""The plan: which features every site keeps.  Plan + original checkpoint = pruned decoder.
+
+A plan file is one safetensors file with a sorted int32 tensor a site and a JSON header, so reading
+one runs no code.  `Plan.load` trusts nothing in the file: sizes, order, range and type of every
+selection are checked before a plan exists.
+
+Where experts have features of their own, feature `e · each + i` is feature i of expert e, and the header
+says how many experts there are.  Plans without that word have one selection for all experts; they fit, as
+the same selection for each.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dispfx.errors import DataError, PlanMismatchError
+from dispfx.files.atomic import replacing
+from dispfx.files.json_text import parse_json
+from dispfx.ir.lengths import End, Lengths
+from dispfx.ir.shown_tables import plan_html, plan_text
+from dispfx.ir.sites import STREAM, Select, Site
+from dispfx.plan.budget import Budget, BudgetOf
+from dispfx.plan.hardening import ParameterCount, hard_masks, harden
+from dispfx.plan.latency_table import CostTable
+
+if TYPE_CHECKING:
+    from dispfx.ir.program import Program
+
+SCHEMA_VERSION = 1
+# Of all sites together; what is made of a plan takes some bytes for each.  61 layers of 384 experts of 2,048
+# features are 48 million.
+MOST_FEATURES = 2**27
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The features one site keeps.
+
+    Args:
+        site: name of the site.
+        size: number of features of the dense site.
+        kept: sorted, distinct int32 indices in [0, size), shape (K,) with K >= 1.
+        keys: "parameter.path:axis" of every slice, by which a plan finds its site in another capture.
+        experts: how many experts the features belong to, side by side; each keeps equally many.
+        symbol: the paper's name, S1 … S5, or "" where it has none or the plan is older; nothing hangs on it.
+    """
+
+    site: str
+    size: int
+    kept: Tensor
+    keys: tuple[str, ...]
+    experts: int = 1
+    symbol: str = ""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Selection):
+            return NotImplemented
+        ours, theirs = ((one.site, one.size, one.keys, one.experts) for one in (self, other))
+        return ours == theirs and torch.equal(self.kept, other.kept)
+
+    @property
+    def full(self) -> bool:
+        """Whether every feature is kept."""
+        return len(self.kept) == self.size
+
+    def for_site(self, site: Site) -> "Selection | None":
+        """Return the selection of the site's own features, or None where it is one of other features.
+
+        One selection for all experts is the same for each, and the other way round.
+        """
+        if (self.size, self.experts) == (site.size, site.experts):
+            return self
+        each_EK = self.kept.view(self.experts, -1) % (self.size // self.experts)
+        if self.size // self.experts != site.each or bool((each_EK != each_EK[0]).any()):
+            return None
+        starts_E1 = torch.arange(site.experts, dtype=torch.int32)[:, None] * site.each
+        return replace(self, size=site.size, kept=(starts_E1 + each_EK[0]).flatten(), experts=site.experts)
+
+
+def site_keys(site: Site) -> tuple[str, ...]:
+    """Name the parameter axes that a site cuts, sorted."""
+    return tuple(sorted(f"{cut.parameter}:{cut.axis}" for cut in site.slices))
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """What every site keeps, for one decoder.
+
+    Args:
+        fingerprint: of the decoder the plan was made for.
+        budget: what was asked.
+        selections: one a site, in the order of the decoder's sites.
+        achieved: share of the counted parameters that the selections remove.
+        seed: of the random numbers that led to the plan.
+        versions: of the libraries that made it, for the record.
+        bos: tokens that every sequence it was learned from begins with, for the record.
+        lengths: of sequences for which the graph holds that the plan was made on; None in older plans.
+        schema_version: of the file format.
+    """
+
+    fingerprint: str
+    budget: Budget
+    selections: tuple[Selection, ...]
+    achieved: float
+    seed: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    lengths: Lengths | None = field(default=None, compare=False)
+    schema_version: int = SCHEMA_VERSION
+    bos: tuple[int, ...] = ()
+
+    @property
+    def select(self) -> Select:
+        """Whether the plan selects behind every norm, or all of the stream at once."""
+        whole = any(selection.site == STREAM for selection in self.selections)
+        return "before-norm" if whole else "after-norm"
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """Kept indices by site name."""
+        return {selection.site: selection.kept for selection in self.selections}
+
+    @property
+    def digest(self) -> str:
+        """Digest of the features that every site keeps."""
+        found = hashlib.sha256()
+        for selection in self.selections:
+            found.update(f"{selection.site}:{selection.size};".encode())
+            found.update(selection.kept.to(torch.int32).contiguous().numpy().tobytes())
+        return found.hexdigest()
+
+    @property
+    def emptied(self) -> tuple[str, ...]:
+        """Sites that would keep nothing, if a site could: they keep the least that the alignment allows."""
+        return tuple(
+            selection.site
+            for selection in self.selections
+            if len(selection.kept) < selection.size
+            and len(selection.kept) <= self.budget.align * selection.experts
+        )
+
+    @staticmethod
+    def random(
+        program: "Program", ratio: float, seed: int, *, of: BudgetOf = "blocks", align: int = 1
+    ) -> "Plan":
+        """Return a plan of random selections and random widths that meets the ratio.
+
+        Args:
+            ratio: in [0, 1); 0.0 keeps everything.
+            seed: the same seed gives the same plan.
+
+        Raises:
+            BudgetError: if the sites cannot give up that much.
+        """
+        budget = Budget(ratio, of, align)
+        count = ParameterCount.of_sites(program.sites, program.shapes, of)
+        generator = torch.Generator().manual_seed(seed)
+        logits = [
+            torch.randn(site.size, generator=generator, dtype=torch.float64)
+            + 0.5 * torch.randn((), generator=generator, dtype=torch.float64)
+            for site in program.sites
+        ]
+        kept = harden(torch.cat(logits), program.sites, count, budget)
+        return Plan.of(program, budget, kept, seed)
+
+    @staticmethod
+    def from_masks(program: "Program", masks: Mapping[str, Any], *, of: BudgetOf = "blocks") -> "Plan":
+        """Return the plan that keeps what masks say; its ratio is what they remove.
+
+        Args:
+            masks: for every site, by name, a boolean mask (size,) or the kept indices (K,) in any order: a
+                tensor, a numpy array or a list.
+            of: what the ratio counts.
+
+        Raises:
+            PlanMismatchError: if a site has no mask, a mask has no site, or a mask does not fit its site.
+        """
+        from dispfx.plan.plan_making import kept_of_masks
+
+        plan = Plan.of(program, Budget(0.0, of), kept_of_masks(program.sites, masks), seed=0)
+        return replace(plan, budget=Budget(plan.achieved, of))
+
+    @staticmethod
+    def from_scores(
+        program: "Program",
+        scores: Mapping[str, Any],
+        ratio: float | Mapping[str, float],
+        *,
+        per_layer: bool = False,
+        align: int = 1,
+        of: BudgetOf = "blocks",
+    ) -> "Plan":
+        """Return the plan that meets a ratio and keeps the features with the highest scores.
+
+        Scores of all sites are compared with each other, with one threshold for each ratio.
+
+        Args:
+            scores: for every site, by name, what its features are worth, (size,).
+            ratio: in [0, 1); or patterns of branch names and their ratios, such as
+                `{"layers.0.*": 0.1, "*": 0.4}`, of which the first that fits a branch counts.
+            per_layer: every layer meets the ratio, instead of all layers together.
+            align: widths become multiples of this.
+            of: what the ratio counts; `total` only with one ratio for the whole decoder.
+
+        Raises:
+            PlanMismatchError: if a site has no scores, scores have no site, or do not fit their site.
+            BudgetError: if a ratio cannot be met, or patterns and branches do not fit together.
+        """
+        from dispfx.plan.plan_making import kept_of_scores
+
+        budget, kept = kept_of_scores(program, scores, ratio, per_layer=per_layer, align=align, of=of)
+        return Plan.of(program, budget, kept, seed=0)
+
+    @staticmethod
+    def of(program: "Program", budget: Budget, kept: Sequence[Tensor], seed: int) -> "Plan":
+        """Return the plan that keeps `kept[i]`, as in `from_masks`, at site i of `program`."""
+        from dispfx.plan.plan_making import checked_indices
+
+        count = ParameterCount.of_sites(program.sites, program.shapes, budget.of)
+        indices = [checked_indices(site, mask) for site, mask in zip(program.sites, kept, strict=True)]
+        left = count.count_kept(hard_masks(program.sites, indices))
+        selections = tuple(
+            Selection(site.name, site.size, own, site_keys(site), site.experts, site.symbol)
+            for site, own in zip(program.sites, indices, strict=True)
+        )
+        versions = {"torch": torch.__version__}
+        achieved = 1.0 - left / count.dense
+        return Plan(program.fingerprint, budget, selections, achieved, seed, versions, program.lengths)
+
+    def __repr__(self) -> str:
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
+
+    def for_sites(self, sites: Sequence[Site]) -> list[Tensor]:
+        """Return the kept indices in the order of `sites`, found by the parameter axes they cut.
+
+        Raises:
+            PlanMismatchError: if a site has no selection, another size, or a selection has no site.
+        """
+        return [selection.kept for selection in self._fitting(sites)]
+
+    def fitted(self, sites: Sequence[Site]) -> "Plan":
+        """Return the plan with its selections as the sites have their features, in their order.
+
+        Raises:
+            PlanMismatchError: as `for_sites`.
+        """
+        return replace(self, selections=tuple(self._fitting(sites)))
+
+    def _fitting(self, sites: Sequence[Site]) -> list[Selection]:
+        by_keys = {selection.keys: selection for selection in self.selections}
+        found = []
+        for site in sites:
+            selection = by_keys.pop(site_keys(site), None)
+            fitting = None if selection is None else selection.for_site(site)
+            if fitting is None:
+                arrived = "none" if selection is None else f"one for {_features(selection)}"
+                raise PlanMismatchError(
+                    f"the decoder has a site of {_features(site)} and the plan has {arrived}",
+                    where=site.name,
+                    hint="apply the plan to the decoder it was learned on",
+                )
+            found.append(fitting)
+        if by_keys:
+            extra = next(iter(by_keys.values()))
+            raise PlanMismatchError(
+                f"the plan prunes {len(by_keys)} site(s) that the decoder does not have",
+                where=extra.site,
+                hint="apply the plan to the decoder it was learned on",
+            )
+        return found
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to `path`; the file appears whole or not at all."""
+        header = {
+            "schema_version": self.schema_version,
+            "fingerprint": self.fingerprint,
+            "budget": {name: value for name, value in asdict(self.budget).items() if value is not None},
+            "achieved": self.achieved,
+            "seed": self.seed,
+            "versions": dict(self.versions),
+            # The line of the user's code at which they end is none of a plan's.
+            **({} if self.lengths is None else {"lengths": asdict(replace(self.lengths, where=None))}),
+            "sites": [
+                {"name": selection.site, "size": selection.size, "keys": list(selection.keys)}
+                | ({"experts": selection.experts} if selection.experts > 1 else {})
+                | ({"symbol": selection.symbol} if selection.symbol else {})
+                for selection in self.selections
+            ],
+        } | ({"bos": list(self.bos)} if self.bos else {})
+        tensors = {selection.site: selection.kept.contiguous() for selection in self.selections}
+        with replacing(path) as partial:
+            save_file(tensors, partial, metadata={"dispfx": json.dumps(header)})
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "Plan":
+        """Read a plan file.
+
+        Raises:
+            DataError: if the file is missing, is no plan, or holds an impossible selection.
+        """
+        if not Path(path).is_file():
+            raise DataError("a plan file was expected and there is none", where=str(path))
+        try:
+            with safe_open(path, framework="pt") as file:
+                header = parse_json((file.metadata() or {})["dispfx"])
+                names = list(file.keys())
+                return _plan_of_header(header, {name: file.get_tensor(name) for name in names})
+        except (SafetensorError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise DataError(
+                f"this file is not a plan: {error}", where=str(path), hint="pass a plan.safetensors"
+            ) from error
+
+
+def _features(features: Site | Selection) -> str:
+    many = f" of {features.experts} experts" if features.experts > 1 else ""
+    return f"{features.size} features{many}"
+
+
+def _plan_of_header(header: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
+    if header["schema_version"] != SCHEMA_VERSION:
+        raise ValueError(
+            f"its format is version {header['schema_version']}, this program reads {SCHEMA_VERSION}"
+        )
+    entries = header["sites"]
+    if sorted(entry["name"] for entry in entries) != sorted(tensors):
+        raise ValueError("its header and its tensors name different sites")
+    if (features := sum(int(entry["size"]) for entry in entries)) > MOST_FEATURES:
+        raise ValueError(f"its sites claim {features} features, and at most {MOST_FEATURES} are read")
+    selections = tuple(_checked_selection(entry, tensors[entry["name"]]) for entry in entries)
+    if len({selection.keys for selection in selections}) < len(selections):
+        raise ValueError("two of its sites cut the same axes")
+    achieved = float(header["achieved"])
+    if not 0.0 <= achieved < 1.0:
+        raise ValueError(f"it removes a share of {achieved}")
+    versions = {str(name): str(version) for name, version in header["versions"].items()}
+    budget, lengths = _checked_budget(header["budget"]), _checked_lengths(header.get("lengths"))
+    bos = tuple(int(token) for token in header.get("bos", ()))
+    seed = int(header["seed"])
+    return Plan(str(header["fingerprint"]), budget, selections, achieved, seed, versions, lengths, bos=bos)
+
+
+def _checked_lengths(entry: dict[str, Any] | None) -> Lengths | None:
+    if entry is None:
+        return None
+    most = None if entry["most"] is None else int(entry["most"])
+    lengths = Lengths(int(entry["least"]), most, entry["end"])
+    if (
+        lengths.least < 1
+        or lengths.end not in (None, *get_args(End))
+        or (most is not None and most < lengths.least)
+    ):
+        raise ValueError(f"its range of lengths is impossible: {lengths}")
+    return lengths
+
+
+def _checked_budget(entry: dict[str, Any]) -> Budget:
+    costs = CostTable.of_plain(entry["costs"]) if entry.get("costs") is not None else None
+    if entry["of"] not in get_args(BudgetOf):
+        raise ValueError(f"its budget counts {entry['of']!r}")
+    budget = Budget(float(entry["ratio"]), entry["of"], int(entry["align"]), costs)
+    if not 0.0 <= budget.ratio < 1.0 or budget.align < 1:
+        raise ValueError(f"its budget is impossible: {budget}")
+    return budget
+
+
+def _checked_selection(entry: dict[str, Any], kept: Tensor) -> Selection:
+    name, keys = str(entry["name"]), entry["keys"]
+    if not isinstance(keys, list) or not keys or not all(isinstance(key, str) for key in keys):
+        raise ValueError(f"site {name}: its keys must be a list of parameter axes, and are {keys!r}")
+    size, experts = int(entry["size"]), int(entry.get("experts", 1))
+    kept = _checked_kept(name, size, kept)
+    if not 1 <= experts <= len(kept) or size % experts:
+        raise ValueError(f"site {name}: {experts} experts for {size} features")
+    counts = torch.bincount(kept // (size // experts), minlength=experts)
+    if bool((counts != counts[0]).any()):
+        raise ValueError(f"site {name}: experts must keep equally many features, and keep {counts.tolist()}")
+    return Selection(name, size, kept, tuple(keys), experts, str(entry.get("symbol", "")))
+
+
+def _checked_kept(name: str, size: int, kept: Tensor) -> Tensor:
+    if kept.dtype != torch.int32 or kept.dim() != 1 or not 1 <= len(kept) <= size:
+        raise ValueError(f"site {name}: {tuple(kept.shape)} {kept.dtype} indices for {size} features")
+    if int(kept[0]) < 0 or int(kept[-1]) >= size or not bool((kept[1:] > kept[:-1]).all()):
+        raise ValueError(f"site {name}: indices must rise strictly inside [0, {size})")
+    return kept

@@ -1,0 +1,203 @@
+"""The logits of a text a few tokens at a time, so that they are never whole in memory.
+
+    for logits_BRV in by_rows(decoder, ids_BT).chunks(ids_BT): …      R rows, in order, until T
+
+The body of the decoder runs once for a text, and the head once for each chunk:
+
+1. A graph whose head is one product of each token (`dispfx.ir.head`) is cut before it.
+2. A module of transformers is called once with the head's input cut to the first rows.  For the others it is
+   called again, and its base model returns what it returned the first time.  So whatever stands behind the
+   head, such as a softcap, is the module's own code.
+3. Any other decoder gives all its logits at once.
+
+A way is taken for texts with many logits alone, and after it gave the same as the decoder itself on the
+beginning of the text.  The bits of small logits are those of the decoder.
+
+Shape legend: B batch, T tokens, R rows of a chunk, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+from dispfx.capturing.module_capture import logits_of, module_output
+from dispfx.ir import ops
+from dispfx.ir.head import way_to_head
+
+# Logits become float32 log-probabilities this many bytes at a time: whole, they would take 1 GB for one
+# window of 2048 tokens and a vocabulary of 128,000.
+CHUNK_BYTES = 64 * 2**20
+_FLOAT_BYTES = 4
+_TRIED_TOKENS, _TRIED_ROWS = 7, 3
+_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
+_HALF_TOLERANCE = 2e-2
+
+Decoder = Callable[[Tensor], Any]
+
+
+class LogitsByRows(Protocol):
+    """A decoder whose logits come in chunks of tokens."""
+
+    def chunks(self, ids_BT: Tensor, bytes_each: int = _FLOAT_BYTES) -> Iterator[Tensor]:
+        """Yield the logits (B, R, V) of all tokens, in order.
+
+        Args:
+            bytes_each: of a logit, as it is computed with; R follows from it.
+        """
+        ...
+
+
+def by_rows(decoder: Decoder, ids_BT: Tensor) -> LogitsByRows:
+    """Return how a decoder gives its logits of texts of this shape with little memory."""
+    module = _module_of(decoder)
+    way: _Cut | _Replayed | None = None
+    if isinstance(module, fx.GraphModule):
+        way = _Cut.of(module)
+    elif module is not None:
+        way = _Replayed.of(module)
+    if way is None or _FLOAT_BYTES * ids_BT.numel() * way.vocabulary <= CHUNK_BYTES:
+        return _Whole(decoder)
+    return way if _gives_the_same(way, decoder, ids_BT[:1, :_TRIED_TOKENS]) else _Whole(decoder)
+
+
+def rows_of(vocabulary: int, bytes_each: int = _FLOAT_BYTES) -> int:
+    """Return how many rows of logits are as large as a chunk."""
+    return max(1, CHUNK_BYTES // (bytes_each * vocabulary))
+
+
+def _module_of(decoder: Decoder) -> nn.Module | None:
+    """Return the module behind a call: itself, or the first argument of a function that calls it."""
+    if isinstance(decoder, nn.Module):
+        return decoder
+    first = decoder.args[0] if isinstance(decoder, partial) and decoder.args else None
+    return first if isinstance(first, nn.Module) else None
+
+
+def _logits(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def _gives_the_same(way: "_Cut | _Replayed", decoder: Decoder, ids_BT: Tensor) -> bool:
+    """Whether chunks of a short text are what the decoder gives for it."""
+    whole_BTV = _logits(decoder(ids_BT))
+    try:
+        parts = list(way.chunks(ids_BT, _FLOAT_BYTES * CHUNK_BYTES // (_TRIED_ROWS * way.vocabulary)))
+        parts_BTV = torch.cat(parts, 1)
+    except Exception:
+        return False  # code of the decoder's own, which is called as it never was before
+    if len(parts) < 2 or parts_BTV.shape != whole_BTV.shape:
+        return False
+    allowed = _TOLERANCE.get(whole_BTV.dtype, _HALF_TOLERANCE) * whole_BTV.abs().max()
+    return bool((parts_BTV - whole_BTV).abs().max() <= allowed)
+
+
+class _Whole:
+    """All logits at once, handed out in chunks."""
+
+    def __init__(self, decoder: Decoder):
+        self._decoder = decoder
+
+    def chunks(self, ids_BT: Tensor, bytes_each: int = _FLOAT_BYTES) -> Iterator[Tensor]:
+        logits_BTV = _logits(self._decoder(ids_BT))
+        yield from logits_BTV.split(rows_of(logits_BTV.shape[-1], bytes_each), dim=1)
+
+
+class _Cut:
+    """A graph in two: its body, and the head with what stands behind it (rule 1)."""
+
+    def __init__(self, body: nn.Module, head: nn.Module, vocabulary: int):
+        self._body, self._head = body, head
+        self.vocabulary = vocabulary
+
+    @staticmethod
+    def of(module: fx.GraphModule) -> "_Cut | None":
+        logits = ops.logits_of(module.graph)
+        way = way_to_head(logits) if "val" in logits.meta else None
+        if way is None:
+            return None
+        before, behind = fx.Graph(), fx.Graph()
+        values: dict[fx.Node, Any] = {}
+        stream = way[-1].args[0]
+        assert isinstance(stream, fx.Node)
+        before.graph_copy(module.graph, values)
+        before.output(values[stream])
+        before.eliminate_dead_code()
+        made = {stream: behind.placeholder("x_BRD")}
+        for node in reversed(way):
+            for read in node.all_input_nodes:
+                if read not in made:
+                    made[read] = behind.node_copy(read, made.__getitem__)
+            made[node] = behind.node_copy(node, made.__getitem__)
+        behind.output(made[logits])
+        body, head = (fx.GraphModule(module, graph) for graph in (before, behind))
+        return _Cut(body, head, int(logits.meta["val"].shape[-1]))
+
+    def chunks(self, ids_BT: Tensor, bytes_each: int = _FLOAT_BYTES) -> Iterator[Tensor]:
+        stream_BTD = self._body(ids_BT)
+        for x_BRD in stream_BTD.split(rows_of(self.vocabulary, bytes_each), dim=1):
+            yield self._head(x_BRD)
+
+
+class _Replayed:
+    """A module of transformers whose head takes some rows, and whose base model runs once (rule 2)."""
+
+    def __init__(self, module: nn.Module, base: nn.Module, head: nn.Module, vocabulary: int):
+        self._module, self._base, self._head = module, base, head
+        self.vocabulary = vocabulary
+
+    @staticmethod
+    def of(module: nn.Module) -> "_Replayed | None":
+        base, find_head = (getattr(module, name, None) for name in ("base_model", "get_output_embeddings"))
+        try:
+            head = find_head() if callable(find_head) else None
+        except Exception:
+            return None  # it has none, and says so in a way of its own
+        weight = getattr(head, "weight", None)
+        if not isinstance(base, nn.Module) or base is module or not isinstance(head, nn.Module):
+            return None
+        return _Replayed(module, base, head, len(weight)) if isinstance(weight, Tensor) else None
+
+    def chunks(self, ids_BT: Tensor, bytes_each: int = _FLOAT_BYTES) -> Iterator[Tensor]:
+        rows = rows_of(self.vocabulary, bytes_each)
+        returned: list[Any] = []
+        kept = self._base.register_forward_hook(lambda base, given, output: returned.append(output))
+        try:
+            part = self._some(ids_BT, slice(0, rows))
+        finally:
+            kept.remove()
+        yield part
+        del part  # before the next one is made
+        for start in range(rows, ids_BT.shape[1], rows):
+            with _returning(self._base, returned[0]):
+                part = self._some(ids_BT, slice(start, start + rows))
+            yield part
+            del part
+
+    def _some(self, ids_BT: Tensor, rows: slice) -> Tensor:
+        """Call the module with some rows of the head's input, and return their logits."""
+
+        def cut(head: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (given[0][:, rows], *given[1:])
+
+        handle = self._head.register_forward_pre_hook(cut)
+        try:
+            return logits_of(module_output(self._module, ids_BT), ids_BT[:, rows])
+        finally:
+            handle.remove()
+
+
+@contextmanager
+def _returning(module: nn.Module, output: Any) -> Iterator[None]:
+    """Let a module return a value that it returned before."""
+    own = module.__dict__.get("forward")
+    module.forward = lambda *arguments, **options: output
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.forward = own

@@ -1,0 +1,162 @@
+"""How well a decoder predicts a text: perplexity, with the protocol that the figure depends on.
+
+    perplexity = exp( - 1/N · Σ log p(token t | tokens before t in its window) )
+
+1. The text is cut into windows of `context` tokens without overlap.
+2. A window of n tokens gives n - 1 predictions; its first token is never predicted.
+3. What is left at the end is a window too if it holds two tokens or more.
+4. Where texts begin with a beginning-of-sequence token (or several tokens), every window does.  It is one of
+   the `context` tokens and is not predicted itself; so every token of the text is.
+
+Shape legend: B batch, T tokens, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dispfx.errors import DataError
+from dispfx.quality.logits_by_rows import by_rows
+
+
+@dataclass(frozen=True)
+class TextFacts:
+    """What the tokens to measure on are.
+
+    Args:
+        name: of the text.
+        held_out_share: share of the text's end that was held out for this, None where it is another text.
+        bos: tokens that every window begins with.
+        unknown_share: share of the text that the tokenizer does not know, None where that cannot be seen.
+    """
+
+    name: str = ""
+    held_out_share: float | None = None
+    bos: tuple[int, ...] = ()
+    unknown_share: float | None = None
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """A perplexity and how it was measured.
+
+    Args:
+        value: exp of the mean negative log-likelihood over predicted tokens; infinite or NaN where
+            the decoder's logits are.
+        protocol: `text` (what was measured on), `context` (tokens a window), `windows` (how many were
+            used), `tokens` (how many were predicted), and `held_out_share`, `bos` and
+            `unknown_share` of `TextFacts`.
+    """
+
+    value: float
+    protocol: Mapping[str, Any]
+
+
+def perplexity(
+    decoder: Callable[[Tensor], Any],
+    tokens: Tensor,
+    *,
+    context: int,
+    windows: int | None = None,
+    batch_size: int = 1,
+    device: torch.device | str = "cpu",
+    text: TextFacts | None = None,
+) -> Perplexity:
+    """Measure the perplexity of `decoder` on `tokens`.
+
+    Args:
+        decoder: token ids (B, T) int64 to logits (B, T, V) or an output with `.logits`.
+        tokens: (N,) token ids of the whole text.
+        context: tokens a window, at least 2, and one more than it begins with.
+        windows: measure on the first so many windows only; None for all.
+        batch_size: windows a forward pass.
+        device: where the decoder lies.
+        text: what the tokens are.
+
+    Raises:
+        DataError: if there is no token to predict, or `context` or `windows` leaves none.
+    """
+    text = text or TextFacts()
+    fewest = max(2, len(text.bos) + 1)
+    if context < fewest:
+        raise DataError(f"a window must hold {fewest} tokens or more, and the context is {context}")
+    if windows is not None and windows < 1:
+        raise DataError(f"one window or more must be measured, and {windows} were asked")
+    if len(tokens) + len(text.bos) < 2 or not len(tokens):
+        raise DataError(
+            f"the text must have 2 tokens or more to predict one, and has {len(tokens)}", where=text.name
+        )
+    first = first_predicted(text.bos)
+    likelihood, predicted, used = 0.0, 0, 0
+    with torch.no_grad():
+        for ids_BT in windows_of(tokens, context, windows, batch_size, text.bos):
+            ids_BT = ids_BT.to(device=device, dtype=torch.int64)
+            likelihood += _negative_log_likelihood(decoder, ids_BT, first)
+            predicted += ids_BT[:, first:].numel()
+            used += len(ids_BT)
+    protocol = {
+        "text": text.name,
+        "context": context,
+        "windows": used,
+        "tokens": predicted,
+        "held_out_share": text.held_out_share,
+        "bos": text.bos,
+        "unknown_share": text.unknown_share,
+    }
+    return Perplexity(_exp(likelihood / predicted), protocol)
+
+
+def windows_of(
+    tokens: Tensor, context: int, windows: int | None, batch_size: int, bos: tuple[int, ...] = ()
+) -> Iterator[Tensor]:
+    """Yield windows (B, T): full ones in batches, then a shorter last one by itself."""
+    stride = context - len(bos)
+    full = len(tokens) // stride
+    limit = full if windows is None else min(full, windows)
+    for start in range(0, limit, batch_size):
+        stop = min(start + batch_size, limit)
+        yield _begun(tokens[start * stride : stop * stride].view(stop - start, stride), bos)
+    rest = tokens[full * stride :]
+    if len(rest) and len(rest) + len(bos) >= 2 and (windows is None or full < windows):
+        yield _begun(rest.view(1, -1), bos)
+
+
+def first_predicted(bos: tuple[int, ...]) -> int:
+    """Return the place of the first token of a window that is predicted."""
+    return max(1, len(bos))
+
+
+def _begun(ids_BT: Tensor, bos: tuple[int, ...]) -> Tensor:
+    if not bos:
+        return ids_BT
+    return torch.cat([torch.tensor(bos).expand(len(ids_BT), -1), ids_BT.to("cpu", torch.int64)], dim=1)
+
+
+def _negative_log_likelihood(decoder: Callable[[Tensor], Any], ids_BT: Tensor, first: int) -> float:
+    """Return -Σ log p of every token from place `first` of each window, in nats."""
+    total, place = 0.0, 1
+    for logits_BRV in by_rows(decoder, ids_BT).chunks(ids_BT):
+        # Token `place` is predicted by the first row.
+        skipped = max(0, first - place)
+        targets_BR = ids_BT[:, place + skipped : place + logits_BRV.shape[1]].to(logits_BRV.device)
+        for logits_RV, targets_R in zip(logits_BRV[:, skipped:], targets_BR, strict=True):
+            losses_R = functional.cross_entropy(
+                logits_RV[: len(targets_R)].float(), targets_R, reduction="none"
+            )
+            total += float(losses_R.double().sum())
+            del logits_RV
+        place += logits_BRV.shape[1]
+        del logits_BRV  # before the next chunk is made
+    return total
+
+
+def _exp(mean: float) -> float:
+    try:
+        return math.exp(mean)
+    except OverflowError:
+        return math.inf

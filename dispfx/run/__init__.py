@@ -1,0 +1,1 @@
+"""What a command does: open, read text, fit settings, learn, write."""

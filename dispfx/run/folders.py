@@ -1,0 +1,246 @@
+"""An output folder, opened: its pruned decoder and what lies beside it."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dispfx.analysis.label_map import Mismatch
+from dispfx.compiler.cached_programs import capture_cached
+from dispfx.compiler.programs import analyse, lower_program, only_planned
+from dispfx.compiler.stages import run_stage
+from dispfx.deploy import reload
+from dispfx.deploy.checkpoint import PLAN_FILE, implementations, own_config, skeleton
+from dispfx.deploy.exported import PROGRAM_FILE, load_program
+from dispfx.deploy.section import CONFIG_FILE, read_layout
+from dispfx.errors import OutputError, PlanMismatchError
+from dispfx.huggingface.model_loading import load_model
+from dispfx.huggingface.planning import plan_modules, site_cuts
+from dispfx.ir.lengths import Lengths, hold_to
+from dispfx.ir.program import Program
+from dispfx.plan.plan import Plan
+from dispfx.report import load_report
+from dispfx.source import load_folder_tokenizer
+from dispfx.source.experts import Experts
+from dispfx.words.chosen_device import chosen_device
+from dispfx.words.preconditions import is_saved_again
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """The decoder of an output folder.
+
+    Args:
+        path: the folder.
+        plan: what was pruned, or None where the folder holds a graph alone.
+        device: where the decoder lies.
+        trust_remote_code: whether code that comes with the checkpoint may run.
+        experts: how the program computes a mixture of experts, as in `dispfx.compiler.programs.capture`.
+    """
+
+    path: Path
+    plan: Plan | None
+    device: str | torch.device = "cpu"
+    trust_remote_code: bool = False
+    experts: Experts = "grouped"
+
+    @cached_property
+    def decoder(self) -> nn.Module:
+        """The decoder: token ids (B, T) to logits (B, T, V), or to an output with `.logits`.
+
+        It is the transformers model where the folder has one, and a graph otherwise.
+        """
+        if self.plan is None:
+            program = load_program(self.path).to(self.device)
+            hold_to(program, self._lengths or Lengths())
+            return program
+        if read_layout(self.path) is None:
+            return self.graph_module
+        return load_model(
+            self.path,
+            device=self.device,
+            trust_remote_code=self.trust_remote_code,
+            **implementations(self.path),
+        )
+
+    @cached_property
+    def program(self) -> Program | None:
+        """The lowered program, captured anew; None where the folder holds a graph alone."""
+        return (
+            None
+            if self.plan is None
+            else self._lowered(self.plan, partial(analyse, experts=self.experts), self.device)
+        )
+
+    @property
+    def graph_module(self) -> torch.fx.GraphModule:
+        """The decoder as a graph.
+
+        Raises:
+            OutputError: if the folder holds a graph alone, which is in its final form.
+        """
+        if self.program is None:
+            raise OutputError(
+                "this needs a checkpoint, and the folder holds program.pt2 alone",
+                where=str(self.path),
+                hint="name other forms when the folder is written, as in apply MODEL PLAN --export onnx",
+            )
+        return self.program.graph_module
+
+    @cached_property
+    def vocabulary_size(self) -> int:
+        """Width of the logits."""
+        with torch.no_grad():
+            output = self.decoder(torch.zeros((2, 2), dtype=torch.int64, device=self.device))
+        return getattr(output, "logits", output).shape[-1]
+
+    @property
+    def _lengths(self) -> Lengths | None:
+        """The lengths for which the dense decoder's graph holds, found with its weights; None if unknown."""
+        path = self.path / PLAN_FILE
+        plan = self.plan or (Plan.load(path) if path.is_file() else None)
+        return None if plan is None else plan.lengths
+
+    @property
+    def config(self) -> Any | None:
+        """The decoder's own transformers config, or None."""
+        return own_config(self.path, self.trust_remote_code) if self.plan is not None else None
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """The folder's tokenizer, or None."""
+        return load_folder_tokenizer(self.path, self.trust_remote_code)
+
+    def release(self) -> None:
+        """Let go of the decoder; it is read again when it is asked for."""
+        self.__dict__.pop("decoder", None)
+
+    def fast(self) -> torch.fx.GraphModule:
+        """Return the decoder with gather-add writes.
+
+        Raises:
+            OutputError: if the folder holds a graph alone.
+        """
+        assert self.graph_module is not None and self.program is not None
+        return run_stage("gather", self.program.clone()).graph_module
+
+    def cached(self) -> Program:
+        """Return the lowered program of the decoder with its cache, on the CPU.
+
+        Raises:
+            CaptureError, UnsupportedGraphError: if the decoder takes no cache of keys and values.
+            OutputError: if the folder holds a graph alone.
+        """
+        if self.plan is None:
+            raise OutputError("a graph alone has no cache", where=str(self.path))
+        return self._lowered(self.plan, capture_cached, "cpu")
+
+    def _lowered(self, plan: Plan, capture: Callable[..., Program], device: str | torch.device) -> Program:
+        """Capture the decoder without its weights, lower it, and put the stored weights in."""
+        model = skeleton(self.path, device=device, trust_remote_code=self.trust_remote_code)
+        program = only_planned(capture(model, select=plan.select), plan)
+        lowered = lower_program(program, plan)
+        layout = read_layout(self.path)
+        if layout is None:
+            reload.fill(lowered.graph_module, self.path)
+        else:
+            kept = _by_site(program, plan)
+            planned = _planned_again(program, kept, model, layout.indices, self.path)
+            convert = partial(planned.lowered, stays=site_cuts(program.sites, kept))
+            reload.fill(lowered.graph_module, self.path, convert, buffers=dict(model.named_buffers()))
+        # Zeros tell nothing of the lengths for which the graph holds.
+        lowered.hold_to(self._lengths or lowered.lengths)
+        lowered.graph_module.requires_grad_(False)
+        # Graphs are cycles: without this the zeros of the skeleton's slices would stay.
+        gc.collect()
+        return lowered
+
+
+def is_output(path: str | Path) -> bool:
+    """Whether a folder was written by dispfx, or by transformers from a decoder that dispfx had pruned."""
+    folder = Path(path).expanduser()
+    return ((folder / PLAN_FILE).is_file() and (folder / "report.json").is_file()) or is_saved_again(folder)
+
+
+def open_folder(
+    folder: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    experts: Experts = "grouped",
+) -> Opened:
+    """Open an output folder; dense weights are never read or held.
+
+    Args:
+        experts: as in `dispfx.compiler.programs.capture`; `batched` to export what is opened.
+
+    Raises:
+        DispfxError: if the device is not there.
+        OutputError: if the folder is not one of ours.
+        DataError: if a file is missing or damaged.
+        PlanMismatchError: if the folder's files do not belong together.
+    """
+    device = chosen_device(device)
+    path = Path(folder).expanduser()
+    if (path / PROGRAM_FILE).is_file() and not (path / CONFIG_FILE).is_file():
+        return Opened(path, None, device, trust_remote_code, experts)
+    return Opened(path, reload.read_plan(path), device, trust_remote_code, experts)
+
+
+def require_record(folder: Path) -> None:
+    """Require that a folder's plan and report can be read and say the same.
+
+    Raises:
+        DataError: if one is missing or damaged.
+        PlanMismatchError: if the report tells of other widths than the plan's.
+    """
+    plan = Plan.load(folder / PLAN_FILE)
+    told = {site.name: site.kept for site in load_report(folder / "report.json").sites}
+    planned = {name: len(kept) for name, kept in plan.kept.items()}
+    if told != planned:
+        other = sorted(name for name, _ in told.items() ^ planned.items())
+        raise PlanMismatchError(
+            f"report and plan tell of other widths for {len(set(other))} sites, {other[0]} among them",
+            where=str(folder),
+            hint="the folder's files are from different runs; write it anew",
+        )
+
+
+def load(
+    folder: str | Path, *, device: str | torch.device = "cpu", trust_remote_code: bool = False
+) -> nn.Module:
+    """Return the pruned decoder of an output folder: token ids (B, T) to logits (B, T, V).
+
+    It is the transformers model, whose output has `.logits`, where the folder holds one: what
+    `AutoModelForCausalLM.from_pretrained` gives, checked against the plan as well.  Otherwise it is a
+    graph that returns the logits.
+
+    Raises:
+        As `open_folder`.
+    """
+    return open_folder(folder, device=device, trust_remote_code=trust_remote_code).decoder
+
+
+def _by_site(program: Program, plan: Plan) -> dict[str, torch.Tensor]:
+    kept = plan.for_sites(program.sites)
+    return {site.name: indices for site, indices in zip(program.sites, kept, strict=True)}
+
+
+def _planned_again(
+    program: Program, kept: dict[str, torch.Tensor], model: nn.Module, indices: str, path: Path
+):
+    """Return how the modules in the folder were pruned; both ways that it can be done are tried."""
+    for narrow in (True, False):
+        planned = plan_modules(program, kept, model, narrow=narrow)
+        if not isinstance(planned, Mismatch) and planned.layout.indices == indices:
+            return planned
+    raise PlanMismatchError(
+        "the stored indices do not follow from the plan",
+        where=str(path),
+        hint="config.json, plan.safetensors and the weights must come from one compilation",
+    )

@@ -1,0 +1,124 @@
+"""From a program to the loss that learning calls, computed as fast as it can be trusted."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from dispfx.compiler.stages import for_learning, run_stage
+from dispfx.distributed.ranks import ALONE, Ranks
+from dispfx.errors import DispfxError
+from dispfx.estimate.free_memory import free_bytes
+from dispfx.estimate.resident import resident_bytes
+from dispfx.estimate.run_estimate import estimate
+from dispfx.fast_decoder.preparation import PreparedLoss, prepare
+from dispfx.fast_decoder.shards import Sharding, rows_of
+from dispfx.ir.placing import placed
+from dispfx.ir.program import Program
+from dispfx.learning.text import Batches
+from dispfx.settings import ComputeSettings, LearnSettings
+
+# Of what is free; the rest is for what kernels need and an allocator rounds up.
+_USABLE = 0.9
+# A compiled layer keeps about so much of what the operations of the graph keep one by one.
+_KEPT_BY_COMPILED = 0.5
+
+
+def prepared_loss(
+    program: Program,
+    text: Batches,
+    settings: LearnSettings,
+    compute: ComputeSettings | None = None,
+    *,
+    ranks: Ranks | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> PreparedLoss:
+    """Return the loss of a decoder under masks, checked against the plain gated graph.
+
+    Args:
+        program: analysed, on the device to learn on unless its weights shall lie in parts; not changed.
+        text: a batch of it is what the ways to compute the loss are compared on.
+        settings: of the run.
+        compute: what is wanted.
+        ranks: the processes that share every batch.
+        note: told every choice.
+
+    Raises:
+        DispfxError: if what was asked for cannot be had.
+    """
+    chosen = compute or ComputeSettings()
+    ranks = ranks or ALONE
+    ranks.check(settings.batch_size, settings.samples)
+    sharding = _sharding(program, chosen, ranks)
+    device = device_of_learning(program, chosen)
+    plain = run_stage("gate", program.clone())
+    if sharding is not None:
+        plain = placed(plain, device)
+    fast = for_learning(plain, settings.seq_len)
+    short = chosen.checkpointing == "auto" and short_of_memory(
+        program, settings, chosen.compiles(device), ranks, sharding
+    )
+    return prepare(
+        plain,
+        fast,
+        ranks.rows(text.batch(0)),
+        chosen,
+        samples=max(1, settings.samples // ranks.size),
+        short_of_memory=short,
+        note=note,
+        agree=lambda holds: ranks.all(holds, device),
+        sharding=sharding,
+    )
+
+
+def device_of_learning(program: Program, compute: ComputeSettings | None) -> torch.device:
+    """Return the device that learns."""
+    if compute is None or compute.shard_on is None:
+        return program.device
+    return torch.device(compute.shard_on)
+
+
+def _sharding(program: Program, compute: ComputeSettings, ranks: Ranks) -> Sharding | None:
+    """Return how the weights lie in parts, where that was asked for.
+
+    Raises:
+        DispfxError: if there is one rank only.
+    """
+    if compute.shard_on is None:
+        return None
+    if ranks.size == 1:
+        raise DispfxError(
+            "the weights lie in parts on several processes, and there is one",
+            hint="use --launch N or torchrun with --shard, or leave out --shard",
+        )
+    return Sharding(rows_of(dict(program.tensors())), ranks.size, torch.device(compute.shard_on))
+
+
+def own_part(settings: LearnSettings, ranks: Ranks) -> LearnSettings:
+    """Return the settings of a run that does what one of these processes does."""
+    rows = max(1, settings.batch_size // ranks.size)
+    samples = max(1, settings.samples // ranks.size)
+    return replace(settings, batch_size=rows, samples=samples if rows % samples == 0 else 1)
+
+
+def short_of_memory(
+    program: Program,
+    settings: LearnSettings,
+    compiled: bool,
+    ranks: Ranks = ALONE,
+    sharding: Sharding | None = None,
+) -> bool:
+    """Whether a step that keeps all values of all layers is larger than the memory that is free."""
+    device = program.device if sharding is None else sharding.device
+    free = free_bytes(device)
+    if free is None:
+        return False
+    own = own_part(settings, ranks)
+    found = estimate(program, own, device=device)
+    kept = found.step.kept * (_KEPT_BY_COMPILED if compiled else 1.0)
+    # Weights in parts are still to come.
+    weights = 0 if sharding is None else found.weight_bytes / sharding.size
+    # The share that is not usable is what a GPU's allocator holds free; glibc holds more.
+    on_gpu = device.type == "cuda"
+    beside = found.held_bytes + kept if on_gpu else resident_bytes(found.held_bytes, kept, device)
+    return beside + weights > _USABLE * free

@@ -1,0 +1,98 @@
+"""The longest sequences of a run: what is asked of a decoder's graph before hours are spent on learning.
+
+--seq-len, window of perplexity  →  inside `Program.lengths`?  →  graph = decoder at that length?
+"""
+
+from collections.abc import Callable
+
+from dispfx.capturing.module_capture import compare_at
+from dispfx.errors import CaptureError, memory_shortage
+from dispfx.ir.lengths import Lengths
+from dispfx.ir.program import Program
+from dispfx.settings.learning_settings import LearnSettings
+from dispfx.source import Source
+from dispfx.source.context import context_of
+from dispfx.source.experts import experts_as, has_choice_of_experts
+
+
+def window_of(source: Source, program: Program, seq_len: int | None) -> int:
+    """Return the window of perplexity: no longer than the sequences for which the graph holds.
+
+    Args:
+        seq_len: of learning, which a decoder whose config names no length has run at; None without learning.
+    """
+    return program.lengths.within(_named_window(source, seq_len))
+
+
+def require_lengths(
+    source: Source, program: Program, settings: LearnSettings, note: Callable[[str], None], *, measured: bool
+) -> None:
+    """Require that the graph holds at the longest sequence of a run, and compare it with the decoder there.
+
+    Who chose --seq-len knows of a range that ends, and gets shorter windows of perplexity with a note.
+
+    Args:
+        note: told of windows that became shorter, and of a length that memory does not suffice for.
+        measured: whether perplexity is measured.
+
+    Raises:
+        CaptureError: if the decoder's arithmetic changes before that, or its graph gives something else.
+        DataError: if the decoder does not read that many tokens.
+    """
+    longest = settings.seq_len
+    if measured:
+        named = _named_window(source, settings.seq_len)
+        window = window_of(source, program, settings.seq_len)
+        if window < named:
+            if not program.lengths.limit and "seq_len" in settings.adaptable:
+                program.lengths.require(named)
+            note(f"perplexity in windows of {window:,} tokens: the graph holds for {program.lengths}")
+        longest = max(longest, window)
+    compare_longest(source, program, longest, note)
+
+
+def compare_longest(source: Source, program: Program, tokens: int, note: Callable[[str], None]) -> None:
+    """Compare graph and decoder on one sequence of so many tokens, which the verification then uses too.
+
+    Raises:
+        CaptureError: if they differ.
+    """
+    model = source.model
+    if not program.measured or tokens <= max(shape[1] for shape in program.identity):
+        return
+    try:
+        with experts_as(model, "grouped"):
+            compare_at(model, program, tokens)
+    except (CaptureError, RuntimeError, MemoryError) as error:
+        if memory_shortage(error) is not None:
+            note(f"the graph was not compared with the decoder at {tokens:,} tokens: memory does not suffice")
+            return
+        if not has_choice_of_experts(model):
+            raise
+        with experts_as(model, "batched"):
+            compare_at(model, program, tokens)
+
+
+def require_onnx_lengths(lengths: Lengths, context: int | None) -> None:
+    """Require that an ONNX model would be right at every length that its decoder names.
+
+    A graph in ONNX cannot refuse a sequence that is too long for it.
+
+    Args:
+        lengths: for which the graph holds.
+        context: tokens that the decoder reads, where its config names them.
+
+    Raises:
+        CaptureError: if the decoder's arithmetic changes before.
+    """
+    if lengths.wrong_beyond and (context is None or context not in lengths):
+        raise CaptureError(
+            f"an ONNX model would be wrong beyond {lengths.most:,} tokens: the decoder's arithmetic changes",
+            where=lengths.where,
+            hint="leave out ONNX; the checkpoint computes every length",
+        )
+
+
+def _named_window(source: Source, seq_len: int | None) -> int:
+    named = context_of(source)
+    return named if source.config is not None else seq_len or named

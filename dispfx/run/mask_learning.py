@@ -1,0 +1,165 @@
+"""From a program and tokens to a plan: learn masks, or score features once."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+from torch import Tensor
+
+from dispfx.analysis.lookups import require_readable
+from dispfx.compiler.programs import gate
+from dispfx.distributed.ranks import ALONE, Ranks
+from dispfx.errors import DispfxError
+from dispfx.ir.program import Program
+from dispfx.learning.scores import select_by_score
+from dispfx.learning.text import Batches, TokenBatches, token_vector
+from dispfx.learning.trainer import LearningTask, Watch, follow_run
+from dispfx.learning.trainer import learn as learn_masks
+from dispfx.plan.budget import Budget
+from dispfx.plan.latency_table import latency_table
+from dispfx.plan.plan import Plan
+from dispfx.run.fitting import fitted_settings, settings_for
+from dispfx.run.learning_setup import device_of_learning, prepared_loss
+from dispfx.settings import BudgetSettings, ComputeSettings, LearnSettings, changed_settings, learn_settings
+from dispfx.settings.field import section_fields
+
+
+def learn(
+    program: Program,
+    data: Tensor | np.ndarray | Sequence[int] | Batches,
+    ratio: float,
+    *,
+    settings: LearnSettings | None = None,
+    compute: ComputeSettings | None = None,
+    watch: Watch | None = None,
+    ranks: Ranks | None = None,
+    **changes: Any,
+) -> Plan:
+    """Learn which features every site keeps, and return the plan (arXiv 2410.11988).
+
+    With a `method` other than `learned` in the settings nothing is learned: features are scored once.
+
+    Args:
+        program: of the decoder, on the device to learn on.
+        data: token ids, (N,) integers, of which the last tenth is held out: a tensor, a numpy array or a
+            list; or batches, cut as the settings say.
+        ratio: share of the counted parameters to remove, in (0, 1).
+        settings: of the learning; those of the `informed` recipe by default.
+        compute: how the decoder is run: compiled, with checkpoints, in parts; by default as the device asks.
+        watch: where the state is kept, and who is told what happens.
+        ranks: the processes of the run, of which this one leads; the others call `follow`.
+        changes: single settings of learning and budget, as in `steps=100, align=16, ratio_of="total"`; widths
+            are not aligned by default.
+
+    Raises:
+        UnknownSettingError: if one of `changes` is no setting.
+        BudgetError: if the sites cannot give up that much.
+        DataError: if the text is no vector of token ids, has others than the decoder, or is shorter than one
+            sequence.
+        DispfxError: if the decoder cannot be run as `compute` says.
+    """
+    watch = watch or Watch()
+    names = [one.name for one in section_fields(BudgetSettings)]
+    asked = BudgetSettings(ratio, **{name: changes.pop(name) for name in names if name in changes})
+    whole = learn_settings(None, **changes) if settings is None else changed_settings(settings, changes)
+    if hasattr(data, "held_out_batches"):  # cut already
+        chosen, text = settings_for(program, whole, watch.note), cast(Batches, data)
+    else:
+        tokens = token_vector(data, program.vocabulary_size)
+        chosen = fitted_settings(whole, program=program, note=watch.note)
+        text = batches_of(tokens, chosen)
+    require_readable(program, text.seq_len)
+    budget = Budget(ratio, asked.ratio_of, asked.align or 1, latency_table(asked.costs))
+    _check_packing(program, chosen)
+    if chosen.method != "learned":
+        if compute is not None and compute.shard_on is not None:
+            raise DispfxError(
+                f"--shard is for learning, and --method {chosen.method} scores features once",
+                hint="leave out --shard",
+            )
+        return Plan.of(program, budget, _scored(program, text, budget, chosen), chosen.seed)
+    task = _task(program, text, budget, chosen, compute, ranks or ALONE, watch.note)
+    found = learn_masks(task, watch)
+    return Plan.of(program, budget, found.kept, chosen.seed)
+
+
+def follow(
+    program: Program,
+    text: Batches,
+    budget: Budget,
+    settings: LearnSettings,
+    ranks: Ranks,
+    compute: ComputeSettings | None = None,
+) -> None:
+    """Compute with the process that calls `learn` with the same arguments, until its run ends.
+
+    Raises:
+        RankLost: if another process ended.
+        BudgetError, DataError: as `learn`.
+    """
+    if settings.method != "learned":
+        return
+    settings = settings_for(program, settings, lambda note: None)
+    follow_run(_task(program, text, budget, settings, compute, ranks))
+
+
+def _task(
+    program: Program,
+    text: Batches,
+    budget: Budget,
+    settings: LearnSettings,
+    compute: ComputeSettings | None,
+    ranks: Ranks,
+    note: Callable[[str], None] = lambda text: None,
+) -> LearningTask:
+    return LearningTask(
+        gated=prepared_loss(program, text, settings, compute, ranks=ranks, note=note),
+        sites=program.sites,
+        shapes=program.shapes,
+        text=text,
+        budget=budget,
+        settings=settings,
+        device=device_of_learning(program, compute),
+        ranks=ranks,
+        fingerprint=program.fingerprint,
+    )
+
+
+def _check_packing(program: Program, settings: LearnSettings) -> None:
+    if settings.packing != "documents":
+        return
+    if program.separator is None:
+        raise DispfxError(
+            "documents are kept apart by the program, and this one does not do so",
+            hint="learn on the program that `dispfx.api.apart` returns",
+        )
+    if settings.method != "learned":
+        raise DispfxError(
+            f"--packing documents is for learning, and --method {settings.method} scores features once",
+            hint="leave out --packing",
+        )
+
+
+def _scored(program: Program, text: Batches, budget: Budget, settings: LearnSettings) -> list[Tensor]:
+    gated = gate(program)
+    task = LearningTask(
+        gated=gated,
+        sites=program.sites,
+        shapes=program.shapes,
+        text=text,
+        budget=budget,
+        settings=settings,
+        device=program.device,
+    )
+    return select_by_score(task.problem(), gated.graph, budget)
+
+
+def batches_of(
+    tokens: Tensor | np.ndarray, settings: LearnSettings, held_out: Tensor | None = None
+) -> TokenBatches:
+    """Cut tokens into batches; the last tenth is held out unless other text is given for that."""
+    if held_out is not None:
+        return TokenBatches(tokens, settings.seq_len, settings.batch_size, settings.seed, held_out)
+    return TokenBatches.split(
+        tokens, seq_len=settings.seq_len, batch_size=settings.batch_size, seed=settings.seed
+    )

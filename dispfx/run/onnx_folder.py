@@ -1,0 +1,244 @@
+"""DIR/onnx: the ONNX model of an output folder, verified before it appears."""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, fx
+
+from dispfx.analysis.label_map import Mismatch
+from dispfx.compiler.programs import WriteSpelling
+from dispfx.compiler.stages import run_stage
+from dispfx.deploy.checkpoint import main_dtype, own_generation_config
+from dispfx.deploy.folder import new_folder
+from dispfx.deploy.genai import write_genai_config
+from dispfx.deploy.onnx.exporting import OPSET, cached_model, full_sequence_model
+from dispfx.deploy.onnx.files import MODEL_FILE, save_model, takes_cache, takes_padding
+from dispfx.deploy.onnx.legalize import PLAIN, Flavor
+from dispfx.deploy.onnx.session import (
+    CachedSession,
+    OnnxCachedDecoder,
+    OnnxDecoder,
+)
+from dispfx.deploy.section import write_model_files
+from dispfx.errors import (
+    CaptureError,
+    OutputError,
+    UnsupportedGraphError,
+    VerificationError,
+    first_line,
+    memory_shortage,
+)
+from dispfx.ir.cached_inputs import cache_tensors
+from dispfx.ir.program import Program
+from dispfx.run.folders import Opened
+from dispfx.run.length_checks import require_onnx_lengths
+from dispfx.source.context import named_context
+from dispfx.source.own_code import carry_code
+from dispfx.verification.equivalence import SHAPES_BT, Verification, random_token_ids, require
+from dispfx.verification.onnx_model import Answers, Reference, onnx_lines, whole_answers, with_cached_answers
+from dispfx.words.choices import require_choice
+
+FOLDER = "onnx"
+
+
+@dataclass(frozen=True)
+class WrittenModel:
+    """An ONNX model that was written.
+
+    Args:
+        lines: the comparisons with the checkpoint.
+        no_cache: why it has no KV cache; None where it has one.
+    """
+
+    lines: list[Verification]
+    no_cache: str | None
+
+    @property
+    def note(self) -> str | None:
+        """What a user should know of it, or None."""
+        return None if self.no_cache is None else f"the ONNX model has no KV cache: {self.no_cache}"
+
+
+def write_onnx(
+    opened: Opened,
+    *,
+    opset: int = OPSET,
+    write: WriteSpelling = "gather-add",
+    flavor: Flavor = PLAIN,
+    plain: Callable[[], fx.GraphModule] | None = None,
+    shapes: Sequence[tuple[int, int]] = SHAPES_BT,
+) -> WrittenModel:
+    """Write `onnx/` into an opened folder if ONNX Runtime gives what the checkpoint gives.
+
+    The model has a cache, unless the decoder cannot be captured with one.
+
+    Args:
+        opened: an output folder, which may still be private.
+        opset: version of the standard operator set.
+        write: how the graph writes into the residual stream.
+        flavor: what the model is for; ONNX Runtime's own operators are left out again where the model
+            does not verify with them.
+        plain: returns the decoder without a cache, written by gather-add, for a folder that has no
+            checkpoint to make it from.
+        shapes: (batch, tokens) of the whole texts that are compared.
+
+    Raises:
+        DispfxError: if there is no such spelling of the writes.
+        VerificationError: if a comparison does not hold; nothing is left behind.
+        UnsupportedGraphError: if the exporter cannot translate the decoder.
+    """
+    require_choice(get_args(WriteSpelling), write, "--write")
+    if opened.plan is not None and opened.plan.lengths is not None:
+        require_onnx_lengths(opened.plan.lengths, named_context(opened.config))
+    answers = whole_answers(_reference(opened), shapes)
+    opened.release()
+    found = cached_twin(opened)
+    cached, reason = (None, found.reason) if isinstance(found, Mismatch) else (found, None)
+    if cached is not None:
+        answers = with_cached_answers(answers, cached, padding=flavor.padding)
+
+    def model(flavor: Flavor) -> Any:
+        nonlocal cached
+        if answers.cached is not None:
+            # One decoder at a time: it is gone when its weights are on disk, and made anew if need be.
+            program, cached = cached or opened.cached(), None
+            return cached_model(_spelled(program, write), opset=opset, flavor=flavor)
+        sample = random_token_ids(opened.vocabulary_size, (2, 8), device=opened.device)
+        return full_sequence_model((plain or opened.fast)(), sample, opset=opset)
+
+    with new_folder(opened.path / FOLDER) as partial:
+        if cached is not None:
+            _write_configs(opened, cached, partial)
+        elif opened.config is not None:
+            _write_own_files(opened, partial)
+        try:
+            return WrittenModel(_write_model(partial, model, flavor, answers), reason)
+        except VerificationError:
+            if not flavor.ort_fusions:
+                raise
+        lines = _write_model(partial, model, replace(flavor, ort_fusions=False), answers)
+    return WrittenModel(lines, reason)
+
+
+def _write_model(
+    folder: Path, model: Callable[[Flavor], Any], flavor: Flavor, answers: Answers
+) -> list[Verification]:
+    # The weights are on disk then; what is compared is read from there.
+    save_model(model(flavor), folder / MODEL_FILE)
+    # Graphs are cycles: without this their weights would stay while ONNX Runtime reads its own.
+    gc.collect()
+    lines = onnx_lines(folder / MODEL_FILE, answers)
+    require(*lines)
+    return lines
+
+
+def cached_twin(opened: Opened) -> Program | Mismatch:
+    """Return the folder's decoder as a program with a cache, or why it cannot be captured with one."""
+    if opened.config is None:
+        return Mismatch("only decoders of transformers are captured with a cache")
+    try:
+        return opened.cached()
+    except (CaptureError, UnsupportedGraphError) as error:
+        if memory_shortage(error) is not None:
+            raise
+        return Mismatch(first_line(error))
+
+
+def has_onnx(folder: Path) -> bool:
+    """Whether an output folder holds an ONNX model."""
+    return (folder / FOLDER / MODEL_FILE).is_file()
+
+
+def folder_onnx_lines(opened: Opened, shapes: Sequence[tuple[int, int]] = SHAPES_BT) -> list[Verification]:
+    """Compare the folder's ONNX model with its checkpoint, on whole texts of these shapes too.
+
+    Raises:
+        DataError: if the model is damaged.
+    """
+    path = opened.path / FOLDER / MODEL_FILE
+    answers = whole_answers(_reference(opened), shapes)
+    if takes_cache(path):
+        answers = with_cached_answers(answers, opened.cached(), padding=takes_padding(path))
+    return onnx_lines(path, answers)
+
+
+def onnx_runner(folder: Path) -> Callable[[Tensor], Tensor]:
+    """Return the folder's ONNX model as a decoder for texts that grow: ids (B, T) to logits (B, N, V) of
+    the N tokens that are new since the last call.
+
+    Raises:
+        OutputError: if the folder has none.
+    """
+    if not has_onnx(folder):
+        raise OutputError(
+            "the folder has no ONNX model", where=str(folder), hint=f"dispfx export {folder} --onnx"
+        )
+    path = folder / FOLDER / MODEL_FILE
+    if not takes_cache(path):
+        return OnnxDecoder(path)
+    return _Growing(OnnxCachedDecoder(CachedSession(path)))
+
+
+class _Growing:
+    """Gives a decoder with a cache only what it has not seen."""
+
+    def __init__(self, decoder: OnnxCachedDecoder):
+        self._decoder = decoder
+        self._seen = 0
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        new, self._seen = ids[:, self._seen :], ids.shape[1]
+        return self._decoder(new)
+
+
+def _spelled(program: Program, write: WriteSpelling) -> Program:
+    """Return the program with its writes spelled as asked.
+
+    Raises:
+        UnsupportedGraphError: for `index-add` in half precision, which ONNX Runtime cannot add up.
+    """
+    if write == "gather-add":
+        return run_stage("gather", program.clone())
+    if program.dtype in (torch.float16, torch.bfloat16):
+        raise UnsupportedGraphError(
+            f"ONNX Runtime has no adding scatter for {str(program.dtype).removeprefix('torch.')}",
+            hint="leave out --write index-add",
+        )
+    return program
+
+
+def _write_configs(opened: Opened, cached: Program, folder: Path) -> None:
+    """Write the decoder's own config, without a word of ours, and genai's beside it.
+
+    What clients read from the config (vocabulary, layers, heads, position limits) is true of the pruned
+    decoder too.
+    """
+    generation = _write_own_files(opened, folder)
+    write_genai_config(
+        folder,
+        model_file=MODEL_FILE,
+        caches=cache_tensors(cached.graph),
+        inputs=cached.inputs,
+        vocabulary_size=cached.vocabulary_size,
+        config=opened.config,
+        generation_config=generation,
+    )
+
+
+def _write_own_files(opened: Opened, folder: Path) -> Any:
+    """Write the decoder's own config and tokenizer, and return its generation config."""
+    generation: Any = own_generation_config(opened.path)
+    write_model_files(folder, config=opened.config, generation_config=generation, tokenizer=opened.tokenizer)
+    carry_code(folder, {"AutoConfig": opened.config})
+    return generation
+
+
+def _reference(opened: Opened) -> Reference:
+    decoder = opened.decoder
+    dtype = main_dtype(dict(decoder.named_parameters()))
+    device = next(decoder.parameters()).device
+    return Reference(decoder, lambda: opened.graph_module, opened.vocabulary_size, dtype, device)

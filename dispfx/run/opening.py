@@ -1,0 +1,39 @@
+"""What a command starts from: the decoder, and how much of a text it reads."""
+
+from torch import nn
+
+from dispfx.settings import ModelSettings
+from dispfx.source import Source, load_source
+from dispfx.source.transformers_classes import known_config
+from dispfx.words.chosen_device import chosen_device
+
+
+def open_model(settings: ModelSettings) -> Source:
+    """Return MODEL as a `Source`; a module is taken as it is.
+
+    Raises:
+        DispfxError: if the device is not available.
+        SourceError: if MODEL is no decoder, or does not exist.
+    """
+    device = chosen_device(settings.device)
+    if isinstance(settings.model, nn.Module):
+        return _source_of(settings.model)
+    return load_source(
+        settings.model,
+        revision=settings.revision,
+        dtype=settings.dtype,
+        device=device,
+        trust_remote_code=settings.trust_remote_code,
+        tokenizer=settings.tokenizer,
+    )
+
+
+def _source_of(model: nn.Module) -> Source:
+    return Source(
+        model=model,
+        tokenizer=None,
+        config=known_config(model),
+        name=type(model).__name__,
+        origin="function",
+        generation_config=getattr(model, "generation_config", None),
+    )

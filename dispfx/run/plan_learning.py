@@ -1,0 +1,160 @@
+"""A plan is learned from a decoder and a text: by one process, or by one that leads and others that follow.
+
+DIR.state beside the output holds the state of learning, and then the plan, until what it is for is complete.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dispfx.deploy.checkpoint import PLAN_FILE
+from dispfx.distributed.ranks import ALONE, Ranks
+from dispfx.errors import OutputError
+from dispfx.ir.program import Program
+from dispfx.learning.records import METRICS_FILE
+from dispfx.learning.state import STATE_FILE, saved_step
+from dispfx.learning.tensorboard import FOLDER as TENSORBOARD_FOLDER
+from dispfx.learning.trainer import Watch
+from dispfx.plan.budget import Budget
+from dispfx.plan.plan import Plan
+from dispfx.report import NullObserver
+from dispfx.run.mask_learning import follow, learn
+from dispfx.run.readiness import alignment, ready_to_learn
+from dispfx.run.run_text import Text
+from dispfx.run.timed_stages import Stages
+from dispfx.settings import LearnSettings, RunSettings
+from dispfx.source import Source
+
+_OF_A_STATE = (STATE_FILE, PLAN_FILE, METRICS_FILE, TENSORBOARD_FOLDER)
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """A plan, and what it was learned from."""
+
+    source: Source
+    text: Text
+    program: Program
+    plan: Plan
+    state: Path
+    settings: LearnSettings
+
+
+def learn_from(
+    settings: RunSettings, stages: Stages, *, ranks: Ranks = ALONE, copies: float = 1.0
+) -> Learned:
+    """Open a decoder and a text, learn a plan, and keep it in the run's state.
+
+    Args:
+        ranks: the processes of the run, of which this one leads; the others call `follow_run`.
+        copies: how many times as large as the weights the run is at the least.
+
+    Raises:
+        DispfxError: for everything in the input that cannot be used.
+    """
+    budget, resume = settings.budget, settings.output.resume
+    state = state_folder(settings.output.path, resume)
+    ready = ready_to_learn(settings, stages, ranks=ranks, copies=copies)
+    program = ready.program
+    if resume:
+        stages.observer.note(resumption(state))
+    with stages("learn"), _unless_it_fails_at_once(state):
+        plan = learn(
+            ready.learned_on,
+            ready.batches,
+            budget.ratio,
+            settings=ready.settings,
+            compute=settings.compute,
+            watch=Watch(state, resume, stages.observer.learning, stages.observer.note),
+            ranks=ranks,
+            ratio_of=budget.ratio_of,
+            align=alignment(settings, program),
+            costs=ready.costs,
+        )
+        plan = replace(plan, bos=ready.text.bos)
+    if plan.emptied:
+        stages.observer.note(
+            f"{len(plan.emptied)} of {len(plan.selections)} sites keep the least that a site may, "
+            f"{plan.budget.align} of their features: {', '.join(plan.emptied[:3])}"
+            + (" …" if len(plan.emptied) > 3 else "")
+        )
+    # Scores leave no state behind, and a plan has to be kept somewhere while the folder is made.
+    state.mkdir(parents=True, exist_ok=True)
+    plan.save(state / PLAN_FILE)
+    return Learned(ready.source, ready.text, program, plan, state, ready.settings)
+
+
+def follow_command(settings: RunSettings, ranks: Ranks) -> None:
+    """Take part in the learning of a process that runs `compile` or `learn` with the same settings.
+
+    Args:
+        ranks: the processes of the run, of which another one leads.
+
+    Raises:
+        RankLost: if another process ended.
+        DispfxError: for everything in the input that cannot be used.
+    """
+    path = settings.output.path
+    if settings.output.resume and ((path / "report.json").is_file() or path.is_file()):
+        return
+    ready = ready_to_learn(settings, Stages(NullObserver()), ranks=ranks)
+    asked = settings.budget
+    budget = Budget(asked.ratio, asked.ratio_of, alignment(settings, ready.program), ready.costs)
+    follow(ready.learned_on, ready.batches, budget, ready.settings, ranks, settings.compute)
+
+
+def state_folder(path: Path, resume: bool) -> Path:
+    """Return DIR.state, after refusing to overwrite an unfinished run, or what is none.
+
+    Raises:
+        OutputError: if DIR.state exists and is not to be resumed, or holds what no run wrote.
+    """
+    state = path.with_name(f"{path.name}.state")
+    if os.path.lexists(state) and not _is_state(state):
+        raise OutputError(
+            "the run keeps its state here until it is complete, and this is something else",
+            where=str(state),
+            hint="name another folder with --out",
+        )
+    if state.exists() and not resume:
+        raise OutputError(
+            "an unfinished run left its state",
+            where=str(state),
+            hint="go on with --resume, or remove that folder to start anew",
+        )
+    return state
+
+
+def resumption(state: Path) -> str:
+    """Return from which step a run goes on, as a user is told."""
+    step = saved_step(state)
+    return f"no state in {state}: starting at step 0" if step is None else f"going on at step {step}"
+
+
+def remove_state(state: Path) -> None:
+    """Remove DIR.state once what it was for is complete; something else of this name is left alone."""
+    if _is_state(state):
+        shutil.rmtree(state, ignore_errors=True)
+
+
+def _is_state(folder: Path) -> bool:
+    """Whether a folder holds nothing but what a run keeps there; half-written files begin with a dot."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return all(entry.name in _OF_A_STATE or entry.name.startswith(".") for entry in folder.iterdir())
+
+
+@contextmanager
+def _unless_it_fails_at_once(state: Path) -> Iterator[None]:
+    """Leave no empty state behind, which would refuse the next run, where nothing was learned yet."""
+    there = state.exists()
+    try:
+        yield
+    except Exception:
+        if not there:
+            with suppress(OSError):
+                state.rmdir()
+        raise

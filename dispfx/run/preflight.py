@@ -1,0 +1,104 @@
+"""Whether a run fits into memory, asked before hours are spent on it.
+
+1. Before a weight is read: the weights, and for what writes a folder their pruned copy beside them.
+2. Before learning: the estimate of `dispfx.estimate.run_estimate`, less the weights, which are there by then,
+   and with what the allocator keeps (`dispfx.estimate.resident`). With checkpoints of layers, which
+   `auto` turns to, what autograd keeps is left out.
+
+An estimate may be wrong by 15%; a run is refused where it would not fit even if it took that much less.
+"""
+
+import torch
+
+from dispfx.distributed.ranks import ALONE, Ranks
+from dispfx.errors import DispfxError
+from dispfx.estimate.free_memory import free_bytes
+from dispfx.estimate.resident import resident_bytes
+from dispfx.estimate.run_estimate import Estimate, estimate
+from dispfx.ir.program import Program
+from dispfx.report.numbers import shown_bytes
+from dispfx.run.learning_setup import own_part
+from dispfx.settings import ComputeSettings, LearnSettings, ModelSettings
+from dispfx.source import dtype_of
+from dispfx.source.stored import loaded_bytes
+
+_SURE = 0.85
+
+
+def require_room_for_weights(model: ModelSettings, *, copies: float = 1.0) -> None:
+    """Pass if a decoder can be loaded, or its size is not known before it is.
+
+    Args:
+        copies: how many times as large as the weights the run is at the least.
+
+    Raises:
+        DispfxError: saying how much is missing and what would help.
+    """
+    if not isinstance(model.model, str):
+        return
+    size = loaded_bytes(model.model, dtype_of(model.dtype))
+    if size is None:
+        return
+    for device in {torch.device("cpu"), torch.device(model.device or "cpu")}:
+        free = free_bytes(device)
+        if free is not None and _SURE * copies * size > free:
+            raise _missing(
+                f"the weights take {shown_bytes(size)}, and the run {copies:g} times as much",
+                copies * size,
+                free,
+                device,
+                "--dtype bfloat16 halves float32 weights; `dispfx inspect MODEL --config-only` needs none",
+            )
+
+
+def require_room_to_learn(
+    program: Program, settings: LearnSettings, compute: ComputeSettings | None, ranks: Ranks | None = None
+) -> None:
+    """Pass if learning fits beside the weights, which are loaded; or lie in parts, of which nothing is known.
+
+    Raises:
+        DispfxError: saying how much is missing and what would help.
+    """
+    chosen = compute or ComputeSettings()
+    if settings.method != "learned" or chosen.shard_on is not None:
+        return
+    own = own_part(settings, ranks or ALONE)
+    found = estimate(program, own)
+    checkpoints, compiled = chosen.checkpointing != "off", chosen.compiles(program.device)
+    needed = bytes_beside_weights(found, program.device, checkpoints=checkpoints, compiled=compiled)
+    free = free_bytes(program.device)
+    if free is not None and _SURE * needed > free:
+        raise _missing(
+            f"learning takes {shown_bytes(needed)} beside the weights: "
+            f"{shown_bytes(found.hypernetwork_bytes)} for the hypernetwork, the rest for a step of "
+            f"{own.batch_size} × {own.seq_len} tokens",
+            needed,
+            free,
+            program.device,
+            "a smaller --batch-size or --seq-len"
+            + (", --checkpointing on" if chosen.checkpointing == "off" else "")
+            + (", --hypernetwork linear" if settings.hypernetwork == "full" else "")
+            + ", or --launch N",
+        )
+
+
+def bytes_beside_weights(
+    found: Estimate, device: torch.device, *, checkpoints: bool, compiled: bool = False
+) -> int:
+    """Return what learning takes beside the weights, on CUDA what torch reserves for it.
+
+    With checkpoints it is what learning takes at the least.  With compiled layers it is more than they take,
+    since they keep about half of what the operations keep one by one.
+    """
+    step = found.step.loss if checkpoints else found.step.peak
+    if device.type == "cuda" and (checkpoints or compiled):
+        return found.held_bytes + step  # a bound already, to which an allocator adds nothing that is known
+    behind_it = resident_bytes(found.held_bytes + found.gradient_bytes, 0, device)
+    return max(resident_bytes(found.held_bytes, step, device), behind_it)
+
+
+def _missing(what: str, needed: float, free: int, device: torch.device, hint: str) -> DispfxError:
+    return DispfxError(
+        f"{what}; {shown_bytes(free)} are free on {device}, so {shown_bytes(needed - free)} are missing",
+        hint=hint,
+    )

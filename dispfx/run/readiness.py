@@ -1,0 +1,126 @@
+"""What gets a run ready: everything that can be wrong is told before hours are spent on learning.
+
+    settings, costs, text's files → room for the weights → decoder → text → capture
+        → settings that suit the decoder → batches → room to learn
+
+What is known sooner is asked sooner: words before files, files before weights, text before the capture.
+Nothing is written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from dispfx.analysis.finite_weights import require_finite_weights
+from dispfx.analysis.lookups import require_readable
+from dispfx.compiler.programs import analyse, apart
+from dispfx.distributed.ranks import ALONE, Ranks
+from dispfx.ir.program import Program
+from dispfx.ir.sites import Select
+from dispfx.learning.text import Batches
+from dispfx.plan.latency_table import CostTable, latency_table
+from dispfx.run.fitting import fitted_settings
+from dispfx.run.learning_setup import device_of_learning
+from dispfx.run.length_checks import require_lengths, require_onnx_lengths
+from dispfx.run.opening import open_model
+from dispfx.run.ordinary_decoder import require_ordinary
+from dispfx.run.preflight import require_room_for_weights, require_room_to_learn
+from dispfx.run.run_text import Text, TextChoice, open_text, require_tokens, separator_of
+from dispfx.run.timed_stages import Stages
+from dispfx.run.writing import require_writable
+from dispfx.settings import LearnSettings, RunSettings
+from dispfx.source import Source
+from dispfx.source.context import context_of
+from dispfx.source.transformers_classes import unknown_class
+from dispfx.words.preconditions import check_select
+
+ALIGNMENT = {"cuda": 16, "cpu": 8}
+
+
+def alignment(settings: RunSettings, program: Program) -> int:
+    """Return what the widths of a run become multiples of."""
+    budget = settings.budget
+    return budget.align or ALIGNMENT[budget.target or device_of_learning(program, settings.compute).type]
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """What learning starts from; it may need another capture of the decoder than the rest."""
+
+    source: Source
+    text: Text
+    batches: Batches
+    program: Program
+    learned_on: Program
+    settings: LearnSettings
+    costs: CostTable | None
+
+
+def ready_to_learn(
+    settings: RunSettings, stages: Stages, *, ranks: Ranks = ALONE, copies: float = 1.0
+) -> Ready:
+    """Open decoder and text and analyse the decoder; nothing is written.
+
+    Args:
+        copies: how many times as large as the weights the run is at the least.
+
+    Raises:
+        DispfxError: for everything in the input that cannot be used.
+    """
+    budget, export = settings.budget, settings.output.export
+    chosen = TextChoice(settings.text)
+    check_select(budget.select, constrained=settings.learning.constrained, costs=budget.costs is not None)
+    chosen.require_data(settings.model.model)
+    costs = latency_table(budget.costs)
+    with stages("open"):
+        chosen.check()
+        require_room_for_weights(settings.placed_model, copies=copies)
+        source = open_model(settings.placed_model)
+        require_writable(export, source)
+        fitted = partial(fitted_settings, settings.learning, context=context_of(source), ranks=ranks.size)
+        learning = fitted()
+        separator = separator_of(source) if learning.packing == "documents" else None
+        text = open_text(source, chosen if separator is None else chosen.of_documents(source, separator))
+    stages.say(text.notes)
+    text.require_learnable()
+    if source.config is not None or "seq_len" not in learning.adaptable:
+        text.batches(learning)  # Otherwise the decoder's graph says how long its sequences may be.
+    text.require_measurable()
+    program = analysed(source, stages, budget.skip, budget.select, learning.seq_len)
+    if export == "onnx":
+        require_onnx_lengths(program.lengths, program.context)
+    if budget.select == "before-norm" and export == "dense":
+        with stages("verify"):
+            require_ordinary(source, program, budget.ratio, budget.ratio_of, alignment(settings, program))
+    require_tokens(source, text, program.vocabulary_size)
+    learned_on = program
+    if separator is not None:
+        with stages("capture documents"):
+            learned_on = apart(
+                source.model,
+                program,
+                separator,
+                skip=budget.skip,
+                select=budget.select,
+                longest=learning.seq_len,
+            )
+    learning = fitted(program=learned_on, note=stages.observer.note)
+    require_readable(learned_on, learning.seq_len)
+    with stages("check lengths"):
+        require_lengths(source, program, learning, stages.observer.note, measured=text.measure is not None)
+    batches = text.batches(learning)
+    require_room_to_learn(learned_on, learning, settings.compute, ranks)
+    return Ready(source, text, batches, program, learned_on, learning, costs)
+
+
+def analysed(
+    source: Source, stages: Stages, skip: Sequence[str], select: Select, longest: int = 0
+) -> Program:
+    """Return the program of a decoder, as a stage that is told; `longest` as for `analyse`."""
+    with stages("capture"):
+        require_finite_weights(source.model)
+        program = analyse(source.model, skip=skip, select=select, longest=longest)
+    stages.observer.found(program)
+    if reason := unknown_class(source.model):
+        stages.observer.note(f"transformers cannot hold this decoder ({reason}); dispfx.load opens its graph")
+    return program

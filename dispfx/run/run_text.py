@@ -1,0 +1,336 @@
+"""The text of a command: what is learned from, and what is measured on and never learned from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from dispfx.demo.demo_text import generate_text
+from dispfx.errors import DataError
+from dispfx.learning.mixture import Mixture, quotas
+from dispfx.learning.text import HELD_OUT_SHARE, Batches, TokenBatches
+from dispfx.quality.perplexity import TextFacts
+from dispfx.settings import LearnSettings, TextSettings
+from dispfx.settings.learning_settings import seed_for
+from dispfx.source import Source
+from dispfx.source.text import (
+    ReadText,
+    bos_tokens,
+    check_readable,
+    encode,
+    joined_tokens,
+    largest_id,
+    listed,
+    read_apart,
+    read_text,
+    tokens_in_front,
+)
+from dispfx.words.model_origin import origin_of
+from dispfx.words.text_origin import LINE_BREAK, Reading, check_texts, repeated_texts
+
+_DEMO_CHARACTERS = 1_500_000
+_DEMO_SEED = 2024
+# Perplexity on the held-out end of a large text would take longer than learning.
+_MOST_MEASURED = 2**22
+
+
+@dataclass(frozen=True, eq=False)
+class TextChoice:
+    """The texts of a run.
+
+    Args:
+        settings: what a user chose.
+        between: what stands between two texts or records.
+        separator: token that ends a document, where documents are kept apart.
+    """
+
+    settings: TextSettings = field(default_factory=TextSettings)
+    between: str = LINE_BREAK
+    separator: int | None = None
+
+    @property
+    def reading(self) -> Reading:
+        """How the texts are read."""
+        chosen = self.settings
+        return Reading(chosen.data_field, chosen.data_bytes, self.between, chosen.bos, chosen.allow_unknown)
+
+    def of_documents(self, source: Source, separator: int) -> "TextChoice":
+        """Return the same with a token between documents that ends one, where there is a tokenizer."""
+        end = getattr(source.tokenizer, "eos_token", None)
+        return replace(self, between=self.between if end is None else str(end), separator=separator)
+
+    def check(self) -> None:
+        """Check all texts before a decoder is loaded.
+
+        Raises:
+            DataError: if one is missing, empty or broken, or the weights do not fit.
+        """
+        data, weights = self.settings.data, self.settings.data_weight
+        if weights and isinstance(data, Tensor | None):
+            raise DataError("weights are for several texts to learn from, and none was named")
+        words, evaluated = self._words
+        check_texts(words, weights)
+        check_texts(evaluated)
+        if weights:
+            quotas(weights, len(words))
+        for one in (words, evaluated):
+            if one:
+                check_readable(one, self.reading)
+
+    @property
+    def repeated(self) -> list[str]:
+        """A line of warning for every text that is named twice."""
+        return repeated_texts(*self._words)
+
+    @property
+    def _words(self) -> tuple[list, list]:
+        """The texts to learn from and to measure on, as lists."""
+        data, evaluated = self.settings.data, self.settings.eval_data
+        words = [] if not _named(data) or isinstance(data, Tensor) else listed(data)
+        return words, listed(evaluated) if _named(evaluated) else []
+
+    def require_data(self, model: object) -> None:
+        """Pass if there is text to learn from; the demo brings its own.
+
+        Args:
+            model: MODEL, or a module.
+
+        Raises:
+            DataError: if there is none.
+        """
+        if not _named(self.settings.data) and not (isinstance(model, str) and origin_of(model) == "demo"):
+            raise _no_text()
+
+
+def _named(texts: object) -> bool:
+    """Whether there is a text: token ids, a word, or a list of words that is not empty."""
+    return isinstance(texts, Tensor) or bool(texts)
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """Tokens of a command.
+
+    Args:
+        learn: (N,) ids to learn from, one vector a part; none where no text was given.
+        held_out: (M,) ids that are never learned from: the end of each part, or one other text.
+        weights: of the parts, where there are several.
+        measure: (K,) ids to measure on, or None.
+        about: what is measured on, for the protocol.
+        learned_name: of what is learned from.
+        bos: tokens that every sequence to learn from begins with.
+        separator: token that ends a document, where documents are kept apart.
+        largest: of all token ids.
+        notes: what a user should know about the texts, in lines.
+    """
+
+    learn: tuple[Tensor, ...] = ()
+    held_out: tuple[Tensor, ...] = ()
+    weights: tuple[float, ...] = ()
+    measure: Tensor | None = None
+    about: TextFacts = field(default_factory=TextFacts)
+    learned_name: str = ""
+    bos: tuple[int, ...] = ()
+    separator: int | None = None
+    largest: int = 0
+    notes: tuple[str, ...] = ()
+
+    def require_measurable(self) -> None:
+        """Pass if there are enough tokens to measure on, or none shall be.
+
+        Raises:
+            DataError: if there is one.
+        """
+        if self.measure is not None and len(self.measure) + len(self.about.bos) < 2:
+            raise DataError(
+                f"two tokens or more are needed to measure on, and there are {len(self.measure)}",
+                where=self.about.name,
+                hint="use a longer text, or name another one to measure on with --eval-data",
+            )
+
+    def require_learnable(self) -> None:
+        """Pass if there are enough tokens for the shortest of all sequences.
+
+        Raises:
+            DataError: if there are not, in one part.
+        """
+        fewest = min((len(part) for part in self.learn), default=0)
+        if fewest < 2:
+            raise DataError(
+                f"two tokens or more are needed to learn from, and there are {fewest}",
+                where=self.learned_name,
+            )
+
+    def batches(self, settings: LearnSettings) -> Batches:
+        """Cut the tokens to learn from into batches.
+
+        Raises:
+            DataError: if there are none, or one part is shorter than one sequence.
+        """
+        if not self.learn:
+            raise _no_text()
+        begun = partial(TokenBatches, bos=self.bos, separator=self.separator)
+        if not self.weights:
+            sizes = settings.seq_len, settings.batch_size
+            return begun(self.learn[0], *sizes, settings.seed, self.held_out[0])
+        parts = [
+            begun(tokens, settings.seq_len, 1, seed_for(settings.seed, f"part {index}"), held_out)
+            for index, (tokens, held_out) in enumerate(
+                zip(self.learn, [*self.held_out, *[None] * len(self.learn)], strict=False)
+            )
+        ]
+        return Mixture(parts, self.weights, settings.batch_size)
+
+
+def _no_text() -> DataError:
+    return DataError("text to learn from is needed", hint="name a text file with --data")
+
+
+def open_text(source: Source, chosen: TextChoice) -> Text:
+    """Read the text of a command; the demo brings its own.
+
+    Raises:
+        DataError: if a text cannot be used, there is no tokenizer for it, or it holds ids that the decoder
+            does not know.
+    """
+    settings = chosen.settings
+    parts = _parts(source, chosen)
+    name = ", ".join(part.name for part in parts)
+    other = None
+    if _named(settings.eval_data):
+        # What is measured on stays the text it is, however it is learned.
+        reading = replace(chosen.reading, between=LINE_BREAK)
+        other = read_text(settings.eval_data, source.tokenizer, reading)
+    read = [*parts, *([other] if other else [])]
+    of_parts, of_other = (
+        bos_tokens(settings.bos, source.tokenizer, given_ids=any(part.given_ids for part in texts))
+        for texts in (parts, [other] if other else parts)
+    )
+    largest = max((part.largest for part in read), default=0)
+    largest = max([largest, *of_parts, *of_other])
+    require_known(largest, vocabulary_of(source.config), source.name)
+    if not read:
+        return Text()
+    learn = tokens = tuple(part.tokens for part in parts)
+    if other is not None:
+        held_out, measure, about = (
+            (other.tokens,),
+            other.tokens,
+            TextFacts(other.name, None, of_other, other.unknown_share),
+        )
+    else:
+        learn, held_out = zip(*map(split_held_out, tokens), strict=True)
+        measure, about = _measured(held_out), TextFacts(name, HELD_OUT_SHARE, of_parts, _unknown_share(parts))
+    return Text(
+        learn=learn,
+        held_out=held_out,
+        weights=tuple(settings.data_weight or ()),
+        measure=measure,
+        about=about,
+        learned_name=name,
+        bos=of_parts,
+        separator=chosen.separator,
+        largest=largest,
+        notes=(
+            *chosen.repeated,
+            *(note for one in read for note in one.notes),
+            *_notes_on_bos(source, read, {of_parts, of_other}),
+        ),
+    )
+
+
+def _unknown_share(parts: Sequence[ReadText]) -> float | None:
+    """Return the largest share that the tokenizer does not know of one part."""
+    return max((part.unknown_share for part in parts if part.unknown_share is not None), default=None)
+
+
+def _notes_on_bos(source: Source, read: Sequence[ReadText], begins: set[tuple[int, ...]]) -> list[str]:
+    """Say what sequences begin with, and where ids of others are left as they are."""
+    tokenizer = source.tokenizer
+    notes = [
+        f"sequences begin with {tokenizer.decode(list(bos))!r} (token {' '.join(map(str, bos))})"
+        for bos in sorted(begins - {()})
+        if tokenizer is not None
+    ]
+    could_add = tokenizer is None or bool(tokens_in_front(tokenizer))
+    if () in begins and could_add and any(part.given_ids for part in read):
+        notes.append("token ids are taken as they are: no beginning-of-sequence token is added")
+    return notes
+
+
+def separator_of(source: Source) -> int:
+    """Return the token that ends a document.
+
+    Raises:
+        DataError: if nothing says which that is.
+    """
+    for known in (source.tokenizer, source.config):
+        token = getattr(known, "eos_token_id", None)
+        token = token[0] if isinstance(token, list) and token else token
+        if isinstance(token, int):
+            return token
+    raise DataError(
+        "to keep documents apart, a token that ends one is needed, and neither tokenizer nor config names it",
+        where=source.name,
+        hint="leave out --packing documents",
+    )
+
+
+def require_tokens(source: Source, text: Text, vocabulary_size: int) -> None:
+    """Pass if every token exists in the decoder.
+
+    Raises:
+        DataError: naming the largest token that does not exist.
+    """
+    require_known(text.largest, vocabulary_size, source.name)
+
+
+def require_known(largest: int, vocabulary_size: int | None, decoder: str) -> None:
+    """Pass if every token exists in the decoder, or nothing says which do.
+
+    Raises:
+        DataError: naming the largest token that does not exist.
+    """
+    if vocabulary_size is not None and largest >= vocabulary_size:
+        raise DataError(
+            f"token ids must be in [0, {vocabulary_size}) for this decoder, the text holds {largest}",
+            where=decoder,
+            hint="use the decoder's own tokenizer",
+        )
+
+
+def vocabulary_of(config: Any | None) -> int | None:
+    """Return how many tokens a transformers config names, or None."""
+    size = getattr(config, "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
+def split_held_out(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (N,) token ids without their last tenth, and that."""
+    first_held_out = len(tokens) - int(len(tokens) * HELD_OUT_SHARE)
+    return tokens[:first_held_out], tokens[first_held_out:]
+
+
+def _parts(source: Source, chosen: TextChoice) -> list[ReadText]:
+    """Return what is learned from: the texts joined, or each by itself where they have weights."""
+    data = chosen.settings.data
+    if isinstance(data, Tensor):
+        largest = largest_id(data, where="tokens") if len(data) else 0
+        return [ReadText(data, "tokens", largest, given_ids=True)]
+    if not _named(data):
+        return [_demo_text(source)] if source.origin == "demo" else []
+    if not chosen.settings.data_weight:
+        return [read_text(data, source.tokenizer, chosen.reading)]
+    return read_apart(data, source.tokenizer, chosen.reading)
+
+
+def _demo_text(source: Source) -> ReadText:
+    tokens = encode(generate_text(_DEMO_SEED, _DEMO_CHARACTERS), source.tokenizer)
+    return ReadText(tokens, "the demo's own text", int(tokens.max()))
+
+
+def _measured(held_out: Sequence[Tensor]) -> Tensor:
+    """Return what is measured on: the beginnings of all held-out ends."""
+    return joined_tokens([tokens[:_MOST_MEASURED] for tokens in held_out])

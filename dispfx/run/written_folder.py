@@ -1,0 +1,84 @@
+"""Compare what lies in an output folder: files and figures with the report, and forms with each other."""
+
+import math
+from functools import partial
+from pathlib import Path
+
+from dispfx.capturing.module_capture import module_logits
+from dispfx.deploy import exported
+from dispfx.deploy.checkpoint import PLAN_FILE
+from dispfx.deploy.digests import changed
+from dispfx.deploy.size import stored_size
+from dispfx.huggingface.model_loading import load_model
+from dispfx.plan.plan import Plan
+from dispfx.report import Report, load_report
+from dispfx.run.folders import open_folder, require_record
+from dispfx.run.onnx_folder import folder_onnx_lines, has_onnx
+from dispfx.run.writing import DENSE_FOLDER
+from dispfx.verification.equivalence import OF_REPORT, Verification, compare_decoders, shapes_up_to
+from dispfx.verification.graphs import exported_lines, tolerance_of
+from dispfx.words.preconditions import is_saved_again
+
+
+def verify(folder: str | Path, *, trust_remote_code: bool = False) -> list[Verification]:
+    """Compare a folder's files with the digests in its report, and every form with the checkpoint.
+
+    What the report tells of the folder's size and of the share that was removed is counted anew.  A file, a
+    figure or a form that differs gives a line that does not hold, and no error.  A folder saved again by
+    transformers has no report, and only its forms are compared.
+
+    Args:
+        trust_remote_code: whether code that comes with the folder may run.
+
+    Raises:
+        OutputError, DataError, PlanMismatchError: if the folder is not whole, or its report not of its plan.
+    """
+    opened = open_folder(folder, trust_remote_code=trust_remote_code)
+    lines, shapes = [], shapes_up_to()
+    if not is_saved_again(opened.path):
+        require_record(opened.path)
+        lines = _file_lines(opened.path)
+        shapes = _shapes(load_report(opened.path / "report.json"))
+    compared = partial(compare_decoders, vocabulary_size=opened.vocabulary_size, shapes=shapes)
+    if opened.program is not None:
+        tolerance = tolerance_of(opened.program)
+        lines += compared("gather-add = checkpoint", opened.decoder, opened.fast(), tolerance)
+        if (opened.path / exported.PROGRAM_FILE).is_file():
+            lines += exported_lines(opened.path, opened.decoder, opened.vocabulary_size, shapes)
+        if (opened.path / DENSE_FOLDER).is_dir():
+            ordinary = load_model(opened.path / DENSE_FOLDER, trust_remote_code=trust_remote_code)
+            dense = partial(module_logits, ordinary)
+            lines += compared("dense = checkpoint", partial(module_logits, opened.decoder), dense, tolerance)
+    if has_onnx(opened.path):
+        lines += folder_onnx_lines(opened, shapes)
+    return lines
+
+
+def _shapes(report: Report) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of every comparison, and the longest sequence that the compile compared."""
+    longest = max((line.shape[1] for line in report.verify if len(line.shape) == 2), default=0)
+    # The usual shapes are among those of the report, unless the decoder reads less.
+    return shapes_up_to(longest or None, longest)
+
+
+def _file_lines(folder: Path) -> list[Verification]:
+    """Return one line if all is as the report tells, or one for each file and figure that is not."""
+    report = load_report(folder / "report.json")
+    other = changed(folder, report.files)
+    if not other and report.files:
+        other = _other_figures(folder, report)
+    if other or not report.files:
+        return [Verification(f"{name}{OF_REPORT}", (), math.inf, math.inf, 0.0) for name in other]
+    return [Verification(f"files{OF_REPORT}", (), 0.0, 0.0, 0.0)]
+
+
+def _other_figures(folder: Path, report: Report) -> list[str]:
+    """Return which of the report's figures are not those of the folder's plan and weights, counted anew."""
+    parameters, size = stored_size(folder)
+    counted = {
+        "ratio.achieved": Plan.load(folder / PLAN_FILE).achieved,
+        "parameters.pruned": parameters,
+        "bytes.pruned": size,
+    }
+    told = (report.ratio.achieved, report.parameters.pruned, report.bytes.pruned)
+    return [name for name, figure in zip(counted, told, strict=True) if counted[name] != figure]

@@ -1,0 +1,83 @@
+"""Which code makes a decoder's class known to transformers: its own, a checkpoint's, or the user's."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from dispfx.errors import DataError
+from dispfx.files.json_text import read_json
+from dispfx.source.own_code import is_own_code
+
+# Classes of the last are code of a checkpoint, which transformers loads itself.
+_KNOWN = ("transformers", "dispfx", "transformers_modules")
+
+
+def code_of_class(model: nn.Module) -> str | None:
+    """Return the module that defines a decoder's class, or None where transformers finds it by itself."""
+    module = type(model).__module__
+    return None if module.partition(".")[0] in _KNOWN else module
+
+
+def unknown_class(model: nn.Module) -> str | None:
+    """Return why transformers would not build a decoder of this class from its config, or None.
+
+    None also where the decoder has no config of transformers, and so claims nothing.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "model_type") or is_own_code(model):
+        return None
+    own, kind = type(model), type(config)
+    if not isinstance(model, PreTrainedModel):
+        return f"{own.__name__} has a config of transformers and is no PreTrainedModel"
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"no class is registered with AutoModelForCausalLM for {kind.__name__}"
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    built = found if isinstance(found, tuple) else (found,)
+    return None if own in built else f"from its config it would build {built[0].__name__}, not {own.__name__}"
+
+
+def known_config(model: nn.Module) -> Any | None:
+    """Return the config that transformers would build a decoder of this class from, or None."""
+    config = getattr(model, "config", None)
+    return config if hasattr(config, "model_type") and unknown_class(model) is None else None
+
+
+def require_known_class(folder: Path, trust_remote_code: bool = False) -> None:
+    """Require that transformers knows the class of a checkpoint, or may run the code that comes with it.
+
+    Raises:
+        DataError: where the class is code of the folder, which may not run, or is registered by code that was
+            not imported.
+    """
+    try:
+        config = read_json(folder / "config.json")
+    except (OSError, ValueError):
+        return  # whoever reads it says what is wrong
+    if not isinstance(config, dict):
+        return
+    kind, files = config.get("model_type"), code_files(config.get("auto_map"))
+    unknown = isinstance(kind, str) and kind not in CONFIG_MAPPING
+    # Where transformers has a class of its own, a name without a file is a remainder.
+    own_code = bool(files) and (unknown or any((folder / file).is_file() for file in files))
+    if own_code and not trust_remote_code:
+        raise DataError(
+            f"the decoder's class is code that comes with the folder: {', '.join(files)}",
+            where=str(folder),
+            hint="read that code, then allow it: --trust-remote-code, or trust_remote_code=True in Python",
+        )
+    if unknown and not own_code:
+        raise DataError(
+            f"transformers must know the decoder's class, and no class is registered for {kind!r}",
+            where=str(folder),
+            hint="where code of your own registers it, import that in Python before dispfx.load; the "
+            "commands do not. Otherwise the decoder needs a newer transformers",
+        )
+
+
+def code_files(auto_map: Any) -> list[str]:
+    """Return the files that an `auto_map` names."""
+    references = auto_map.values() if isinstance(auto_map, dict) else ()
+    return sorted({f"{str(one).partition('.')[0]}.py" for one in references})

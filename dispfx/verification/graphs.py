@@ -1,0 +1,252 @@
+"""What every compile proves before an output folder exists.
+
+    captured = model     the graph computes what the module computes        (checked by the capture)
+    identity             with everything kept, the gated graph gives the captured graph's very bits
+    lowered = gated      smaller weights compute what the masks computed
+    lowered = zeroed     so does the user's own module with the removed weights set to zero: this one
+                         shares no graph, no gate and no index with the compiler.  Not where one selection
+                         holds for the whole stream: the module's norms would divide by the full width
+    removed is unread    with noise in place of the removed weights, the gated graph gives the same bits:
+                         however little a branch adds, nothing that is kept hangs on what is cut
+    gather-add = lowered
+    modules = lowered    the transformers model with smaller modules computes what the lowered graph computes
+    reloaded = modules   read back from disk; reloaded = lowered where there is a graph alone
+    dense = lowered      the full-size checkpoint with zeros, read back, where it was asked for
+    onnx = checkpoint    on ONNX Runtime's CPU provider
+    program.pt2 = checkpoint, where both are written
+
+    modules = zeroed     one token beyond the lengths for which the graph holds, where its arithmetic changes
+                         there and its config says that it reads on
+
+All but the first run at two batch sizes and lengths that were not traced.  Those that compare another form
+than a graph made by the compiler run at the longest sequence of the run too, where the capture was compared.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dispfx.capturing.module_capture import module_logits
+from dispfx.compiler.programs import gate, gated, lower
+from dispfx.deploy.exported import load_program
+from dispfx.ir.program import Program
+from dispfx.plan.plan import Plan
+from dispfx.verification.equivalence import SHAPES_BT, Verification, compare_decoders, shapes_up_to
+
+Shapes = Sequence[tuple[int, int]]
+# A product over fewer features adds the same numbers in another order.  In float32 that moved the logits
+# of tiny decoders by 1e-6 of the largest, and those of SmolLM2-135M, whose stream holds a few very large
+# features through 30 layers, by 2e-5.  A wrong index moves them by 1e-3 and more.  Half precision sums in
+# float32 and rounds each product's result to 11 or 8 bits: another order flips some of these roundings by
+# one step, 2⁻¹⁰ or 2⁻⁷ of a value at most and half of that on average.  Flips of independent sign add up as
+# a walk: a layer writes through about six products, so L layers move a value by √(6 L) · 2⁻⁸ in bfloat16,
+# which is 1.4e-2 for two layers and 5.4e-2 for thirty-two.
+TOLERANCES = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+
+
+def tolerance_of(program: Program) -> float:
+    """Return the relative error that summing in another order may cause in the program's dtype."""
+    return TOLERANCES.get(program.dtype, 1e-4)
+
+
+def captured_lines(program: Program) -> list[Verification]:
+    """Return what the capture measured against the module."""
+    return [
+        Verification("captured = model", shape, error.absolute, error.relative, error.allowed)
+        for shape, error in program.identity.items()
+    ]
+
+
+def compared_shapes(program: Program) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of every comparison, and the longest sequence that the capture was compared on."""
+    longest = max((shape[1] for shape in program.identity if len(shape) == 2), default=0)
+    return shapes_up_to(program.lengths.most, longest)
+
+
+def short_shapes(program: Program) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of every comparison, none of them long."""
+    return shapes_up_to(program.lengths.most)
+
+
+def identity_lines(program: Program) -> list[Verification]:
+    """Compare the gated graph with every mask one to the captured graph: equal bits."""
+    decoder = gate(program)
+    ones = [torch.ones(site.size, device=program.device) for site in program.sites]
+    return _compare("identity", program, program.graph_module, lambda ids: decoder(ids, ones), tolerance=0.0)
+
+
+def lowered_lines(
+    program: Program, plan: Plan, lowered: nn.Module, model: nn.Module | None
+) -> list[Verification]:
+    """Compare the lowered decoder with the gated one, the zeroed module, and its fast spelling."""
+    tolerance = tolerance_of(program)
+    hard = gated(program, plan)
+    lines = _compare("lowered = gated", program, hard, lowered, tolerance)
+    if model is not None and plan.select == "after-norm":
+        zeroed, shapes = zeroed_decoder(program, plan, model), compared_shapes(program)
+        lines += _compare("lowered = zeroed", program, zeroed, lowered, tolerance, shapes)
+    lines += unread_lines(program, plan, hard)
+    fast = lower(program, plan, write="gather-add")
+    return lines + _compare("gather-add = lowered", program, lowered, fast, tolerance)
+
+
+def module_lines(
+    program: Program, lowered: nn.Module, modules: nn.Module, *, shapes: Shapes | None = None
+) -> list[Verification]:
+    """Compare the decoder that is built from smaller modules with the lowered graph."""
+    logits = partial(module_logits, modules)
+    shapes = shapes or compared_shapes(program)
+    return _compare("modules = lowered", program, lowered, logits, tolerance_of(program), shapes)
+
+
+def beyond_lines(program: Program, plan: Plan, model: nn.Module, modules: nn.Module) -> list[Verification]:
+    """Compare smaller modules with the zeroed decoder one token beyond what the graph holds for."""
+    most, claimed = program.lengths.most, program.context
+    if most is None or program.lengths.limit or claimed is None or claimed <= most:
+        return []
+    if plan.select != "after-norm" or program.dense_statistics:
+        return []
+    zeroed = ZeroedDecoder(model, zeroed_tensors(program, plan))
+    logits = partial(module_logits, modules)
+    return _compare("modules = zeroed", program, zeroed, logits, tolerance_of(program), ((1, most + 1),))
+
+
+def dense_lines(program: Program, lowered: nn.Module, dense: nn.Module) -> list[Verification]:
+    """Compare a full-size checkpoint with zeros, read back from disk, with the lowered decoder."""
+    logits = partial(module_logits, dense)
+    shapes = compared_shapes(program)
+    return _compare("dense = lowered", program, lowered, logits, tolerance_of(program), shapes)
+
+
+def reloaded_lines(
+    name: str, program: Program, written: nn.Module, reloaded: nn.Module
+) -> list[Verification]:
+    """Compare what was read back from disk with what was written: equal bits."""
+    logits = [partial(module_logits, module) for module in (written, reloaded)]
+    shapes = compared_shapes(program)
+    return _compare(f"reloaded = {name}", program, *logits, tolerance=0.0, shapes=shapes)
+
+
+def exported_lines(
+    folder: Path, decoder: nn.Module, vocabulary_size: int, shapes: Shapes = SHAPES_BT
+) -> list[Verification]:
+    """Compare a folder's exported program, as read from disk, with the decoder of its checkpoint."""
+    parameter = next(decoder.parameters())
+    return compare_decoders(
+        "program.pt2 = checkpoint",
+        decoder,
+        load_program(folder),
+        TOLERANCES.get(parameter.dtype, 1e-5),
+        vocabulary_size=vocabulary_size,
+        shapes=shapes,
+        device=parameter.device,
+    )
+
+
+def zeroed_decoder(program: Program, plan: Plan, model: nn.Module) -> nn.Module:
+    """Return the user's module with zeros for what is removed.
+
+    A module that scales a weight by a statistic of all of it would scale what is left by another number.
+    There the captured graph takes its place, which holds the dense decoder's statistics.
+    """
+    tensors = zeroed_tensors(program, plan)
+    if not program.dense_statistics:
+        return ZeroedDecoder(model, tensors)
+    twin = program.clone()
+    twin.rebuild({**dict(program.tensors()), **tensors})
+    return twin.graph_module
+
+
+class ZeroedDecoder(nn.Module):
+    """The user's own module with other values for some of its parameters; the module is not changed."""
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]):
+        super().__init__()
+        self.tensors = dict(tensors)
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits (B, T, V) of token ids (B, T)."""
+        return module_logits(self.model, ids, self.tensors)
+
+
+def unread_lines(program: Program, plan: Plan, hard: nn.Module) -> list[Verification]:
+    """Compare the decoder gated by the plan with itself once its removed weights are noise: equal bits."""
+    twin = program.clone()
+    twin.rebuild({**dict(program.tensors()), **noisy_tensors(program, plan)})
+    return _compare("removed is unread", program, hard, gated(twin, plan), tolerance=0.0)
+
+
+def zeroed_tensors(program: Program, plan: Plan) -> dict[str, Tensor]:
+    """Return every tensor that the plan cuts, at full size with zeros where it is cut, by path."""
+    return _refilled(program, plan, torch.zeros_like)
+
+
+def noisy_tensors(program: Program, plan: Plan, seed: int = 0) -> dict[str, Tensor]:
+    """Return every tensor that the plan cuts, with noise of the tensor's own scale where it is cut."""
+    generator = torch.Generator(device=program.device).manual_seed(seed)
+
+    def noise(removed: Tensor) -> Tensor:
+        scale = removed.float().square().mean().sqrt()
+        drawn = torch.randn(removed.shape, generator=generator, device=removed.device)
+        return (drawn * scale).to(removed.dtype)
+
+    return _refilled(program, plan, noise)
+
+
+def _refilled(program: Program, plan: Plan, fill: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return every tensor that the plan cuts, with `fill` of what is cut in its place."""
+    tensors = dict(program.tensors())
+    filled: dict[str, Tensor] = {}
+    for site, kept in zip(program.sites, plan.for_sites(program.sites), strict=True):
+        removed = torch.ones(site.size, dtype=torch.bool)
+        removed[kept.long()] = False
+        for cut in site.slices:
+            tensor = filled.get(cut.parameter, tensors[cut.parameter].detach())
+            if cut.by_expert:
+                parts = zip(tensor, removed.chunk(site.experts), strict=True)
+                matrices = [_refilled_axis(part, cut.axis - 1, own, cut.labels, fill) for part, own in parts]
+                filled[cut.parameter] = torch.stack(matrices)
+            else:
+                filled[cut.parameter] = _refilled_axis(tensor, cut.axis, removed, cut.labels, fill)
+    return filled
+
+
+def _refilled_axis(
+    tensor: Tensor,
+    axis: int,
+    removed: Tensor,
+    labels: tuple[int, ...] | None,
+    fill: Callable[[Tensor], Tensor],
+) -> Tensor:
+    gone = _removed_positions(removed, labels).to(tensor.device)
+    return tensor.index_copy(axis, gone, fill(tensor.index_select(axis, gone))) if len(gone) else tensor
+
+
+def _removed_positions(removed: Tensor, labels: tuple[int, ...] | None) -> Tensor:
+    if labels is None:
+        return removed.nonzero().flatten()
+    follows = torch.tensor(labels)
+    return ((follows >= 0) & removed[follows.clamp_min(0)]).nonzero().flatten()
+
+
+def _compare(
+    name, program: Program, expected, actual, tolerance: float, shapes: Shapes | None = None
+) -> list[Verification]:
+    return compare_decoders(
+        name,
+        expected,
+        actual,
+        tolerance,
+        vocabulary_size=program.vocabulary_size,
+        shapes=shapes or short_shapes(program),
+        device=program.device,
+    )

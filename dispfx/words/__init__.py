@@ -1,0 +1,1 @@
+"""What a user writes: MODEL, texts, devices, choices; checked before anything slow is imported."""

@@ -1,0 +1,58 @@
+"""Which form of MODEL a word has.
+
+1. `demo` is the embedded decoder; a folder of that name is `./demo`.
+2. A name that ends in `.gguf` is a GGUF file; one that ends in `.json` is a config without weights.
+3. A folder that exists is a transformers checkpoint.
+4. `package.module:function` is a function that returns a module.
+5. `name` or `owner/name` is a hub id.
+
+A path that leads nowhere is refused here, before anything slow is imported.
+"""
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from dispfx.errors import SourceError
+from dispfx.words.python_code import suggestion_for
+
+Origin = Literal["demo", "folder", "gguf", "config", "hub", "function"]
+
+FORMS = "MODEL is `demo`, a folder, a .gguf file, a hub id, or package.module:function"
+
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FOLDER_HINT = "pass the folder that holds config.json and the weights"
+
+
+def origin_of(spec: str) -> Origin:
+    """Return the form of MODEL that `spec` has.
+
+    Raises:
+        SourceError: if it has none, or is a path that leads nowhere.
+    """
+    if spec == "demo":
+        return "demo"
+    path = Path(spec).expanduser()
+    if spec.endswith(".gguf"):
+        if not path.is_file():
+            raise SourceError("MODEL names a GGUF file and there is none", where=spec)
+        return "gguf"
+    if spec.endswith(".json") and path.is_file():
+        return "config"
+    if spec and path.is_dir():
+        return "folder"
+    if spec and path.exists():
+        raise SourceError(
+            "MODEL is a file; only .gguf files can be read by themselves",
+            where=spec,
+            hint=suggestion_for(spec) or _FOLDER_HINT,
+        )
+    if _FUNCTION.fullmatch(spec):
+        return "function"
+    if _HUB_ID.fullmatch(spec):
+        return "hub"
+    if "/" in spec or spec.startswith("~"):
+        hint = suggestion_for(spec) or _FOLDER_HINT
+        raise SourceError("MODEL names a folder and there is none", where=spec, hint=hint)
+    raise SourceError("MODEL has none of the known forms", where=spec, hint=suggestion_for(spec) or FORMS)

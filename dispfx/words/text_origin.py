@@ -1,0 +1,178 @@
+"""Which form of text a word of --data or --eval-data has.
+
+1. `datasets:NAME[:CONFIG[:SPLIT]]` is a data set that the `datasets` library loads: a hub id or a folder.
+   SPLIT is `train` by default, and CONFIG may be empty.
+2. A file is known by its name: `.safetensors` holds tokens, `.jsonl`, `.json` and `.jsonl.gz` JSON,
+   `.parquet` columns.  Every other file is UTF-8 text.
+
+Nothing here imports torch, so that a wrong word is answered at once.
+"""
+
+import filecmp
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path, PurePath
+from typing import Literal, get_args
+
+from dispfx.errors import DataError
+from dispfx.words.choices import require_choice
+from dispfx.words.preconditions import check_files
+
+Bos = Literal["auto", "on", "off"]
+TextForm = Literal["text", "json-lines", "parquet", "tokens", "dataset"]
+
+DATASET = "datasets:"
+TEXT_FIELD = "text"
+LINE_BREAK = "\n"
+# About 32 million tokens of English; the method's own recipe reads 20.5 million.
+TEXT_BYTES = 128 * 2**20
+
+_ENDINGS: dict[str, TextForm] = {
+    ".safetensors": "tokens",
+    ".jsonl": "json-lines",
+    ".json": "json-lines",
+    ".jsonl.gz": "json-lines",
+    ".parquet": "parquet",
+}
+# Of compressed files one kind is read.
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z")
+_LIBRARIES = {"parquet": "pyarrow", "dataset": "datasets"}
+_FORMS = f"{DATASET}NAME[:CONFIG[:SPLIT]], as in {DATASET}Salesforce/wikitext:wikitext-2-raw-v1:train"
+
+
+@dataclass(frozen=True)
+class TextOrigin:
+    """One text.
+
+    Args:
+        form: how it is read.
+        place: path of the file, or what `datasets` calls the data set.
+        config: of a data set, where it has several.
+        split: of a data set.
+    """
+
+    form: TextForm
+    place: str
+    config: str | None = None
+    split: str = "train"
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return Path(self.place).expanduser()
+
+    @property
+    def name(self) -> str:
+        """What a report calls it: without the folders that it lies in."""
+        if self.form != "dataset":
+            return PurePath(self.place).name
+        local = Path(self.place).expanduser().is_dir()
+        place = PurePath(self.place).name if local else self.place
+        return DATASET + ":".join([place, *([self.config] if self.config else []), self.split])
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How texts are read.
+
+    Args:
+        field: of JSON lines, parquet and data sets, that holds the text.
+        most_bytes: of all texts together; of longer ones, evenly spaced pieces are read.
+        between: what stands between two texts or records.
+        bos: whether every sequence begins with the beginning-of-sequence token: `auto` where the tokenizer
+            puts one in front of a text, `on` or `off`.
+        allow_unknown: read a text that is mostly unknown to the tokenizer, or no text at all.
+    """
+
+    field: str = TEXT_FIELD
+    most_bytes: int = TEXT_BYTES
+    between: str = LINE_BREAK
+    bos: Bos = "auto"
+    allow_unknown: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse to read nothing, and a choice that is none.
+
+        Raises:
+            DataError: if fewer than one byte may be read.
+            DispfxError: if there is no such choice of `bos`.
+        """
+        require_choice(get_args(Bos), self.bos, "--bos")
+        if self.most_bytes < 1:
+            raise DataError(f"one byte of text or more must be read, and {self.most_bytes} were asked")
+
+
+def text_origin(word: str | PurePath) -> TextOrigin:
+    """Return the form of text that a word has; whether it is there is not asked.
+
+    Raises:
+        DataError: if it is a malformed name of a data set, or a file that is compressed in a way that is
+            not read.
+    """
+    place = str(word)
+    if place.startswith(DATASET):
+        return _dataset(place)
+    ending = next((ending for ending in _ENDINGS if place.endswith(ending)), None)
+    if ending is None and place.endswith(_PACKED):
+        raise DataError(
+            "of compressed files only .jsonl.gz is read", where=place, hint="unpack it, and name the result"
+        )
+    return TextOrigin("text" if ending is None else _ENDINGS[ending], place)
+
+
+def check_texts(words: Sequence[str | PurePath], weights: Sequence[float] | None = None) -> None:
+    """Check what a user said about text, as far as that needs no reading.
+
+    Raises:
+        DataError: if a file is missing, a folder or empty, a library that reads it is not installed, or
+            there is not one weight a text.
+    """
+    for origin in map(text_origin, words):
+        if origin.form != "dataset":
+            check_files([origin.place], "text")
+        library = _LIBRARIES.get(origin.form)
+        if library is not None and find_spec(library) is None:
+            raise DataError(
+                f"{library} is needed to read this text, and it is not installed",
+                where=origin.place,
+                hint="pip install 'dispfx[data]'",
+            )
+    if weights and len(weights) != len(words):
+        raise DataError(
+            f"one --data-weight a --data is needed, and there are {len(weights)} for {len(words)}",
+            hint="give as many weights as texts, in the same order, or none",
+        )
+
+
+def same_text(one: TextOrigin, other: TextOrigin) -> bool:
+    """Whether both are the same data set, the same file, or files with the same bytes."""
+    if "dataset" in (one.form, other.form):
+        return one == other
+    try:
+        if one.path.samefile(other.path):
+            return True
+        sizes = {one.path.stat().st_size, other.path.stat().st_size}
+        return len(sizes) == 1 and max(sizes) <= TEXT_BYTES and filecmp.cmp(one.path, other.path, False)
+    except OSError:
+        return False  # whoever reads them says what is wrong
+
+
+def repeated_texts(data: Sequence[str | PurePath], eval_data: Sequence[str | PurePath]) -> list[str]:
+    """Return a line of warning for every text that is named where it was named before."""
+    learned, measured = list(map(text_origin, data)), list(map(text_origin, eval_data))
+    twice = [one for index, one in enumerate(learned) if any(same_text(one, o) for o in learned[:index])]
+    both = [one for one in measured if any(same_text(one, other) for other in learned)]
+    of_both = "--eval-data and --data both have {}: perplexity is measured on text that was learned from"
+    return [
+        *(f"--data has {one.name} twice: text that is held out is learned from too" for one in twice),
+        *(of_both.format(one.name) for one in both),
+    ]
+
+
+def _dataset(word: str) -> TextOrigin:
+    parts = word.removeprefix(DATASET).split(":")
+    if not parts[0] or len(parts) > 3 or (len(parts) == 3 and not parts[2]):
+        raise DataError("this is no name of a data set", where=word, hint=_FORMS)
+    name, config, split = [*parts, "", ""][:3]
+    return TextOrigin("dataset", name, config or None, split or "train")
