@@ -24,6 +24,7 @@ from dispfx.plan.budget import Budget, BudgetOf
 from dispfx.plan.plan import Plan
 from dispfx.run.mask_learning import learn
 from dispfx.run.readiness import Learning
+from dispfx.settings import ComputeSettings
 from dispfx.settings.learning_settings import (
     RECIPES,
     EstimatorName,

@@ -47,6 +47,7 @@ from dispfx.learning.trainer import follow_run, learn
 from dispfx.plan.budget import Budget
 from dispfx.run.learning_setup import prepared_loss
 from dispfx.run.mask_learning import batches_of
+from dispfx.settings import ComputeSettings
 from dispfx.settings.learning_settings import LearnSettings
 
 SHAPE = "llama-2-70b"

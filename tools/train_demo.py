@@ -5,7 +5,8 @@
 
 The text comes from `dispfx.demo.demo_text`: tokenizer, training and held-out text have seeds of their own,
 and no training text is used twice.  The length of a run is its number of steps, never a time.  One step in
-eight sees sequences of the whole context: a decoder that sees them only at the end forgets what it had learned.
+eight sees sequences of the whole context: a decoder that sees them only at the end forgets what it had
+learned.
 
 Shapes: B sequences, T tokens, V vocabulary.
 """

@@ -14,7 +14,7 @@ from transformers.utils.hub import HF_MODULES_CACHE
 import dispfx
 from dispfx.errors import DispfxError, OutputError
 from dispfx.report import load_report
-from tests.command_line import run
+from tests.command_line import run as run_command
 from tests.own_code import KINDS, write_own_code
 
 FLAG = "--trust-remote-code"
@@ -34,7 +34,7 @@ class Case:
 
 
 def run(*words: object) -> tuple[int, str]:
-    result = run(*words)
+    result = run_command(*words)
     return result.exit_code, result.output + result.stderr
 
 

@@ -12,7 +12,7 @@ from dispfx.analysis.lookups import longest_text, require_readable
 from dispfx.errors import DataError
 from dispfx.learning.text import TokenBatches
 from dispfx.run.fitting import settings_of
-from dispfx.run.opening import learn_settings
+from dispfx.settings import learn_settings
 from tests.captures import plain
 from tests.plain_decoders import FORMS, VOCABULARY, Decoder, build
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dispfx.compiler.stages import for_learning, run_stage
 from dispfx.estimate.cuda_memory import block_bytes, workspaces_bytes
 from dispfx.fast_decoder.decoder import TrainingDecoder
 from dispfx.fast_decoder.preparation import SHORT

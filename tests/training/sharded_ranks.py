@@ -27,6 +27,7 @@ from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
 from dispfx.plan.budget import Budget
 from dispfx.run.mask_learning import follow, learn
+from dispfx.settings import ComputeSettings
 from dispfx.settings.learning_settings import LearnSettings
 from tests.processes import join_all
 from tests.programs import program_of, token_ids

@@ -12,6 +12,7 @@ from dispfx.fast_decoder import bodies, preparation
 from dispfx.fast_decoder.comparison import Comparison
 from dispfx.fast_decoder.decoder import TrainingDecoder
 from dispfx.fast_decoder.preparation import PlainDecoder, _Preparation, prepare
+from dispfx.settings import ComputeSettings
 from tests.programs import token_ids
 from tests.training.gated import plain_and_fast
 

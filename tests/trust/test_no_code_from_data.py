@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.command_line import run
+from tests.command_line import run as run_command
 from tests.trust.runs import write_tokens
 
 MODEL = "tests.api.plain:build_decoder"
@@ -56,7 +56,7 @@ def poison(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path], P
 
 
 def run(*words: object) -> tuple[int, str]:
-    result = run(*words)
+    result = run_command(*words)
     return result.exit_code, result.output + result.stderr
 
 

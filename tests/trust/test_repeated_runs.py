@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dispfx.report import load_report
+from tests.command_line import run
 from tests.trust.runs import command, write_tokens
 
 
@@ -13,7 +14,7 @@ def test_a_run_is_repeated_from_its_report_to_the_same_bytes(tmp_path: Path):
     words = ["--trust-remote-code", "--quiet"]
     run(
         "compile",
-        "--from-report",
+        "--config",
         str(tmp_path / "first" / "report.json"),
         "--out",
         str(tmp_path / "2"),
