@@ -6,7 +6,7 @@
 Rules:
 1. The kernel reads rows that start at multiples of 16 bytes, so both widths of a stack of matrices must be
    multiples of 16 bytes; zeros up to there add nothing to a sum.
-2. Only products whose widths a selection has cut are looked at; aligned ones are left alone.
+2. Products whose widths the kernel takes are left alone, and so are those of another kernel.
 3. The parameters keep the shapes that the plan gives them.  The padded stack is a copy made at each run, so
    widths that `--align` has made multiples of eight are faster.
 """

@@ -130,6 +130,22 @@ def in_falling_runs(m: Experts, rows: Tensor, ids: Tensor) -> Tensor:
     return _unsorted(grouped_product((h + m.up_bias[number]).relu(), m.down, ends), order)
 
 
+def in_runs_turned_round(m: Experts, rows: Tensor, ids: Tensor) -> Tensor:
+    """A near miss: the second product takes the features of an expert in the opposite order."""
+    taken, number, order = _sorted(rows, ids)
+    ends = torch.histc(number.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+    h = grouped_product(taken, m.up, ends).relu()
+    return _unsorted(grouped_product(h.flip(-1), m.down, ends), order)
+
+
+def in_runs_scaled_alike(m: Experts, rows: Tensor, ids: Tensor) -> Tensor:
+    """A near miss: one vector `scale` (F,) for the features of all experts."""
+    taken, number, order = _sorted(rows, ids)
+    ends = torch.histc(number.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+    h = grouped_product(taken, m.up, ends).relu()
+    return _unsorted(grouped_product(h * m.scale, m.down, ends), order)  # type: ignore[operator]
+
+
 def merged(m: Experts, rows: Tensor, ids: Tensor) -> Tensor:
     """A near miss: one matrix for all tokens, the mean of those of all experts."""
     h = torch.mm(rows.repeat_interleave(CHOSEN, 0), m.up.mean(0)).relu()

@@ -152,6 +152,7 @@ def test_a_lowered_cached_decoder_keeps_the_size_of_its_cache(llama: Case):
 
 @pytest.mark.slow
 def test_latents_that_are_cached_are_cut_in_the_cache_too():
+    """Rule 5 of label_map."""
     case = captured("deepseek")
     kept = {site.name: list(range(site.size)) for site in case.plain.sites}
     latents = "model.layers.1.self_attn.kv_a_layernorm.weight:0"

@@ -36,6 +36,7 @@ def case(request) -> tuple[nn.Module, Program]:
 
 
 def test_one_site_holds_the_stream_and_all_others_are_inner(case):
+    """Rule 7 of find_sites."""
     _, program = case
     stream, *others = program.sites
     assert (stream.name, stream.kind, stream.size) == (STREAM, "stream", WIDTH)
@@ -56,6 +57,7 @@ def test_gates_of_ones_are_bit_identical_to_the_original(case):
 
 
 def test_lowered_equals_hard_gated_at_untraced_shapes(case):
+    """Rule 5 of insert_gates and rule 8 of lower_gates."""
     _, program = case
     for seed in range(3):
         plan = Plan.random(program, 0.4, seed)
@@ -102,7 +104,10 @@ def test_nothing_that_is_kept_hangs_on_what_is_cut(case):
 
 
 def test_norms_do_not_divide_by_the_full_width(case):
-    """Zeros in the removed places are another function, so the check with a zeroed module is left out."""
+    """Zeros in the removed places are another function, so the check with a zeroed module is left out.
+
+    Rule 3 of label_map.
+    """
     model, program = case
     plan = Plan.random(program, 0.5, seed=5)
     zeroed = copy.deepcopy(model)
@@ -199,6 +204,7 @@ class _SoftmaxOfTheStream(nn.Module):
 
 
 def test_what_is_no_norm_over_the_features_refuses_the_decoder_by_its_name():
+    """Rule 7 of find_sites."""
     torch.manual_seed(0)
     model = perturb(_SoftmaxOfTheStream())
 

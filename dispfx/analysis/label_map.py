@@ -4,6 +4,7 @@ Entry point: `close`.  Starting from labelled dimensions (position i of this dim
 `labels[i]` of the site), labels spread along the connections of `dispfx.analysis.links` in both directions
 until nothing changes.  The labelled axes of parameters are the site's slices.
 
+Rules:
 1. A link carries labels from either side to the other.
 2. A product that contracts a labelled dimension gets a gate on its activation, and the weight's
    axis is labelled; so a value that feeds two products gates both.  A constant that a weight is

@@ -5,7 +5,7 @@
     y = grouped(h, v_END, ends)
 
 Entry point: `by_expert`.  A closure (see `dispfx.analysis.label_map`) found for features that all experts
-share holds for features of each expert where:
+share holds for features of each expert under these rules:
 
 1. Every parameter that it cuts is a stack of matrices along axis 0, of one length.
 2. Every value that it labels has a dimension of which each position belongs to one expert: a view of a stack,

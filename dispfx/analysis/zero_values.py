@@ -9,6 +9,7 @@ zero, whatever they are multiplied with; a weight that is computed must be shown
 writes, or where a mean is taken, the gated value itself must be zero as soon as the parameters are; otherwise
 a mask says something else than smaller weights.
 
+Rules:
 1. A parameter is zero where it is cut; a buffer is cut with it and keeps its value.
 2. A product is zero where its weight is, unless something that is not is added.
 3. A pointwise operation is tried: zeros for what is zero, other numbers for all else.  So is an operation

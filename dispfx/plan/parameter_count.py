@@ -6,7 +6,7 @@
 projections and stacked experts need no case of their own.)  `ParameterCount.of_sites` reads the
 slices once; `count` is then a fixed handful of tensor operations, whatever the number of sites.
 
-How a position on an axis is counted:
+Rules of how a position on an axis is counted:
 
 1. A position that no slice labels is always kept.
 2. A position labelled by one feature is kept when that feature is.

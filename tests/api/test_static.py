@@ -66,6 +66,7 @@ def generated(programs: StaticPrograms, ids: Tensor, mask: Tensor | None = None)
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_prefill_and_32_steps_are_those_of_a_cache_that_grows(case: Case, padded: bool):
+    """Rule 3 of static_cache."""
     programs = static_programs(case.program, LENGTH, padded=padded)
     assert relative_error(generated(programs, case.ids), case.logits) <= ORDER_OF_SUMS
 
@@ -100,6 +101,7 @@ def test_a_second_text_forgets_the_first():
 
 
 def test_without_padding_causal_attention_has_no_mask():
+    """Rule 4 of static_cache."""
     programs = static_programs(case_of("llama").program, LENGTH)
     prefill = calls_of(programs.prefill, "scaled_dot_product_attention").splitlines()
     assert len(prefill) == 2 and all(

@@ -51,6 +51,7 @@ FUSED: dict[str, tuple[Callable[[Middle, Tensor], Tensor], Labels]] = {
 
 @pytest.mark.parametrize("name", sorted(FUSED))
 def test_fused_gate_and_up_are_cut_by_repeated_labels(name: str):
+    """Rule 1 of label_map."""
     middle, labels = FUSED[name]
     model = one_branch(lambda: Middle(middle, up=2 * N))
     program = dispfx.capture(model)
@@ -77,6 +78,7 @@ PLAIN: dict[str, tuple[Callable[[Middle, Tensor], Tensor], dict[str, Labels]]] =
 
 @pytest.mark.parametrize("name", sorted(PLAIN))
 def test_inner_features_are_followed_through(name: str):
+    """Rule 1 of label_map."""
     middle, more = PLAIN[name]
     model = one_branch(lambda: Middle(middle))
     program = dispfx.capture(model)
@@ -87,6 +89,7 @@ def test_inner_features_are_followed_through(name: str):
 
 
 def test_a_mean_carries_its_own_gate():
+    """Rule 3 of label_map."""
     program = dispfx.capture(one_branch(lambda: Middle(PLAIN["mean over the features"][0])))
     site = only(program, "inner")
     users = sorted(user for point in site.gates for user in point.users)
@@ -108,6 +111,7 @@ class Transposed(nn.Module):
 
 
 def test_transposed_weights_are_cut_on_their_other_axis():
+    """Rule 4 of label_map."""
     model = one_branch(Transposed)
     program = dispfx.capture(model)
     assert cuts(only(program, "read")) == {"up:0": None}
@@ -155,6 +159,7 @@ class OutputNorm(nn.Module):
 
 
 def test_a_norm_on_the_output_is_cut_with_the_write_and_divides_by_the_full_width():
+    """Rule 3 of label_map."""
     model = one_branch(OutputNorm)
     program = dispfx.capture(model)
     site = only(program, "write")
@@ -176,6 +181,7 @@ class SharedWeight(nn.Module):
 
 
 def test_a_weight_used_twice_belongs_to_one_site_that_cuts_both_producers():
+    """Rule 2 of label_map, and rule 4 of find_sites."""
     model = one_branch(SharedWeight)
     program = dispfx.capture(model)
     site = only(program, "inner")
@@ -195,6 +201,7 @@ class SharedOfHeld(SharedWeight):
 
 
 def test_a_producer_that_cannot_be_cut_is_selected_from():
+    """Rule 4 of label_map."""
     model = one_branch(SharedOfHeld)
     program = dispfx.capture(model)
     site = only(program, "inner")
@@ -217,6 +224,7 @@ class BesideItsNorm(nn.Module):
 
 
 def test_a_feature_that_a_product_sums_over_twice_is_one_feature():
+    """Rule 6 of label_map."""
     model = one_branch(BesideItsNorm)
     program = dispfx.capture(model)
     site = only(program, "inner")
@@ -238,6 +246,7 @@ class AllAlike(nn.Module):
 
 
 def test_where_every_feature_would_be_one_there_is_no_site():
+    """Rules 6 and 7 of label_map."""
     model = one_branch(AllAlike)
     program = dispfx.capture(model)
     assert "inner" not in {site.kind for site in program.sites}
@@ -258,6 +267,7 @@ class Beginning(nn.Module):
 
 
 def test_a_constant_that_a_weight_is_multiplied_with_is_gated_too():
+    """Rule 2 of label_map."""
     model = one_branch(Beginning)
     program = dispfx.capture(model)
     assert cuts(only(program, "read")) == {"up.weight:1": None} and not program.refused
@@ -281,6 +291,7 @@ class TwoLayersOneMLP(nn.Module):
 
 
 def test_layers_that_share_a_branch_share_its_sites():
+    """Rule 4 of find_sites."""
     torch.manual_seed(0)
     model = perturb(TwoLayersOneMLP())
     program = dispfx.capture(model)
@@ -301,6 +312,7 @@ class TwoReaders(nn.Module):
 
 
 def test_both_products_of_an_inner_value_are_cut():
+    """Rule 2 of label_map."""
     model = one_branch(TwoReaders)
     program = dispfx.capture(model)
     site = only(program, "inner")

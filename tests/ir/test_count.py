@@ -16,6 +16,7 @@ from tests.ir.site_strategies import decoder_sites, mixtures, site, sliced_count
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(mixtures(), st.sampled_from(["blocks", "total"]), st.integers(0, 2**31))
 def test_the_count_equals_the_elements_of_sliced_tensors(decoder, of, seed):
+    """Rules 1, 2 and 3 of parameter_count."""
     sites, shapes = decoder
     count = ParameterCount.of_sites(sites, shapes, of)
     generator = torch.Generator().manual_seed(seed)
@@ -178,6 +179,7 @@ def test_features_are_summed_as_one_vector_and_their_gradient_is_looked_up(sampl
 
 
 def test_a_fused_weight_counts_both_halves_of_every_feature():
+    """Rules 1 and 2 of parameter_count."""
     labels = (*range(3), *range(3), -1)
     sites = [site("inner", 3, Slice("fused", 0, labels), Slice("bias", 0, labels))]
     count = ParameterCount.of_sites(sites, {"fused": (7, 5), "bias": (7,)})
@@ -185,6 +187,7 @@ def test_a_fused_weight_counts_both_halves_of_every_feature():
 
 
 def test_two_sites_on_one_axis_keep_a_position_only_together():
+    """Rule 3 of parameter_count."""
     sites = [site("a", 2, Slice("w", 0, (0, 1, -1))), site("b", 1, Slice("w", 0, (-1, 0, 0)))]
     count = ParameterCount.of_sites(sites, {"w": (3, 2)})
     assert count.count_kept(torch.tensor([1, 1, 1])) == 6

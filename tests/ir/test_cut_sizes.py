@@ -43,6 +43,7 @@ MIDDLES: dict[str, tuple[Callable[[Middle, Tensor], Tensor], int]] = {
 
 @pytest.mark.parametrize("name", MIDDLES)
 def test_the_inner_features_are_cut_exactly(name: str):
+    """Rules 1, 2, 3 and 4."""
     middle, down = MIDDLES[name]
     model = one_branch(lambda: Middle(middle, down=down))
     program = dispfx.capture(model)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import dispfx
 from dispfx.errors import PassError
@@ -22,6 +23,8 @@ from tests.stacked_experts import (
     in_gathered_runs,
     in_runs,
     in_runs_of_unknown_numbers,
+    in_runs_scaled_alike,
+    in_runs_turned_round,
     in_wrongly_bounded_runs,
     merged,
 )
@@ -41,6 +44,7 @@ SHARED = {
     (by_two_routers, False): "two products take matrices of different experts",
     (in_wrongly_bounded_runs, True): "the bias is another expert's",
     (in_falling_runs, True): "the numbers are not sorted as the runs are",
+    (in_runs_turned_round, False): "the features are in another order behind the first product",
     (in_runs_of_unknown_numbers, True): "nothing says that the numbers are those of the runs",
 }
 
@@ -56,6 +60,7 @@ def inner_site(program: Program) -> Site:
 
 @pytest.mark.parametrize("case", OWN, ids=name)
 def test_every_expert_has_its_own_features(case):
+    """Rules 2 and 3 of stacked_experts."""
     model = decoder(case[0], bias=case[1])
     program = dispfx.capture(model)
     site = inner_site(program)
@@ -87,11 +92,22 @@ def test_a_removed_feature_of_one_expert_matters_to_its_tokens_alone(case):
 
 @pytest.mark.parametrize("case", SHARED, ids=name)
 def test_where_the_expert_is_not_known_all_share_one_selection(case):
+    """Rules 2, 3 and 4 of stacked_experts."""
     model = decoder(case[0], bias=case[1])
     program = dispfx.capture(model)
     site = inner_site(program)
     assert (site.size, site.experts) == (EACH, 1), SHARED[case]
     assert not any(cut.by_expert for cut in site.slices)
+    require_one_function(model, program)
+
+
+def test_a_vector_that_scales_the_features_of_all_experts_gives_all_one_selection():
+    """Rule 1 of stacked_experts."""
+    model = decoder(in_runs_scaled_alike)
+    model.get_submodule("mlp").register_parameter("scale", nn.Parameter(0.5 + torch.rand(EACH)))
+    program = dispfx.capture(model)
+    site = inner_site(program)
+    assert (site.size, site.experts) == (EACH, 1)
     require_one_function(model, program)
 
 
@@ -107,7 +123,7 @@ def test_reads_and_writes_are_shared_by_all_experts():
 
 
 def test_experts_may_keep_quite_different_features():
-    """Lowered stacks hold for every expert the rows of its own selection."""
+    """Lowered stacks hold for every expert the rows of its own selection. Rule 7 of lower_gates."""
     program = dispfx.capture(decoder(in_runs, bias=True))
     site = inner_site(program)
     own = [[0, 3], [6, 7], [1, 2], [4, 5]]
@@ -124,6 +140,7 @@ def test_experts_may_keep_quite_different_features():
 
 
 def test_experts_that_keep_unlike_numbers_cannot_be_lowered():
+    """Rule 7 of lower_gates."""
     program = dispfx.capture(decoder(gathered))
     site = inner_site(program)
     plan = plan_keeping(program, {site.name: list(range(1, EXPERTS * EACH))})

@@ -90,6 +90,7 @@ def rewritten(function: Callable[[Module, Tensor], Tensor]) -> tuple[bool, torch
 
 @pytest.mark.parametrize("function", [twice, normalised, by_positions, of_a_view_of_its_own, read_afterwards])
 def test_what_nobody_else_sees_is_computed_without_writing(function: Callable[[Module, Tensor], Tensor]):
+    """Rule 1."""
     done, module = rewritten(function)
     assert done and not any(map(mutates, module.graph.nodes))
     x = torch.randn(7, 5)
@@ -101,6 +102,7 @@ def test_what_nobody_else_sees_is_computed_without_writing(function: Callable[[M
     [written_after_a_view, of_an_input, of_a_view, of_a_part, of_another_type],
 )
 def test_what_something_else_sees_is_left_alone(function: Callable[[Module, Tensor], Tensor]):
+    """Rules 1, 2 and 3."""
     done, module = rewritten(function)
     assert not done and any(map(mutates, module.graph.nodes))
     x = torch.randn(7, 5)

@@ -64,6 +64,7 @@ NOT_ZERO: dict[str, tuple[Ending, str]] = {
 
 @pytest.mark.parametrize("name", ZERO)
 def test_a_branch_that_keeps_zeros_is_cut_where_it_writes(name: str):
+    """Rules 1, 2 and 3 of zero_values."""
     model = one_branch(lambda: Ended(ZERO[name]))
     program = dispfx.capture(model)
     assert not program.refused
@@ -74,6 +75,7 @@ def test_a_branch_that_keeps_zeros_is_cut_where_it_writes(name: str):
 
 @pytest.mark.parametrize("name", NOT_ZERO)
 def test_a_branch_that_makes_something_of_a_zero_is_refused_where_it_writes(name: str):
+    """Rule 3 of zero_values, and rule 5 of find_sites."""
     ending, operation = NOT_ZERO[name]
     model = one_branch(lambda: Ended(ending))
     program = dispfx.capture(model)

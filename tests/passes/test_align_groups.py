@@ -44,6 +44,7 @@ def lowered(program: Program, widths: dict[str, int]) -> Program:
 
 
 def test_odd_widths_get_zeros_behind_them(half: Program):
+    """Rules 1 and 3."""
     program = lowered(half, {"read": 21, "inner": 30, "write": 19})
     Pipeline([AlignGroups()]).run(program)
     assert calls_of(program, "_grouped_mm").count("\n") == 1
@@ -68,6 +69,7 @@ def test_the_padded_decoder_is_the_gated_one(half: Program):
 
 
 def test_widths_that_the_kernel_takes_are_left_alone(half: Program):
+    """Rule 2."""
     program = lowered(half, {"read": 24, "inner": 32, "write": 16})
     pipeline = Pipeline([AlignGroups(), AlignGroups()])
     pipeline.run(program)
@@ -81,6 +83,7 @@ def test_a_second_run_changes_nothing(half: Program):
 
 
 def test_products_of_another_kernel_are_left_alone():
+    """Rule 2."""
     program = lowered(dispfx.capture(mixture(torch.float32)), {"read": 21, "inner": 30, "write": 19})
     assert "grouped_mm_fallback" in str(program.graph)
     pipeline = Pipeline([AlignGroups()])

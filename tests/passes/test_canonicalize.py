@@ -39,6 +39,7 @@ def canonical(mlp) -> Program:
 
 
 def test_what_does_nothing_is_erased():
+    """Rule 2."""
     program = captured(Noisy)
     ids = token_ids(2, 9, vocabulary=VOCABULARY)
     before = program.graph_module(ids)
@@ -61,11 +62,13 @@ def test_what_does_nothing_is_erased():
 
 
 def test_views_are_spelled_as_reshapes():
+    """Rule 3."""
     program = canonical(lambda: Middle(lambda m, h: h.view(-1, INNER).relu().view(h.shape)))
     assert lines_of(program, "view") == "  view = reshape(linear, [-1, 24]): (?, 24) float32"
 
 
 def test_assertions_about_metadata_are_erased():
+    """Rule 1."""
     program = captured(Noisy)
     assert any("assert" in name for name in names_of(program))
     Pipeline([Canonicalize()]).run(program)
@@ -76,12 +79,16 @@ NEAR_MISSES = {
     "a cast that changes the dtype": (lambda m, h: h.double().relu().float(), ("to", "to_1")),
     "a slice of a part": (lambda m, h: torch.cat([h[..., :5], h[..., 5:]], -1), ("slice_1", "slice_2")),
     "a slice with a step": (lambda m, h: torch.cat([h[..., ::2], h[..., 1::2]], -1), ("slice_1", "slice_2")),
+    "an expand that a scan reads": (
+        lambda m, h: h + m.scale.expand(h.shape[0], h.shape[1], INNER).cumsum(1), ("expand", "cumsum"),
+    ),
     "a view of the bits": (lambda m, h: h * (h.view(torch.int32) > 0).float(), ("view", "to")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(NEAR_MISSES))
 def test_what_does_something_is_left_alone(name: str):
+    """Rules 2, 3 and 4."""
     middle, kept = NEAR_MISSES[name]
     program = captured(lambda: Middle(middle))
     ids = token_ids(2, 9, vocabulary=VOCABULARY)
@@ -124,6 +131,7 @@ class _Expanding(nn.Module):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_an_expand_that_a_pointwise_operation_does_by_itself_is_dropped(kept: bool):
+    """Rule 4."""
     program = capture(_Expanding(kept))
     ids = torch.randint(VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(0))
     before = program.graph_module(ids)
@@ -144,6 +152,7 @@ class _Rotating(nn.Module):
 
 
 def test_complex_views_read_contiguous_values_since_a_cut_neighbour_can_make_strides_odd():
+    """Rule 5."""
     program = capture(_Rotating())
     ids = torch.randint(VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(0))
     before = program.graph_module(ids)
@@ -170,6 +179,7 @@ class _Copying(nn.Module):
 
 
 def test_what_is_left_of_an_in_place_copy_lets_gradients_through():
+    """Rule 6."""
     program = capture(_Copying())
     ids = torch.randint(VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(0))
     before = program.graph_module(ids)
@@ -194,6 +204,7 @@ class Placed(nn.Module):
 
 
 def test_what_lends_only_its_shape_need_not_be_cut_with_it():
+    """Rule 7."""
     model = one_branch(Placed)
     ids = token_ids(2, 9, vocabulary=VOCABULARY)
     program = canonical(Placed)
@@ -205,3 +216,28 @@ def test_what_lends_only_its_shape_need_not_be_cut_with_it():
     pruned = dispfx.capture(model)
     assert not pruned.refused and "write" in {site.kind for site in pruned.sites}
     require_one_function(model, pruned)
+
+
+def test_a_parameter_is_read_by_one_node():
+    """Rule 8."""
+    program = captured(lambda: Middle(lambda m, h: h * m.scale + m.scale))
+    ids = token_ids(2, 9, vocabulary=VOCABULARY)
+    before, read = program.graph_module(ids), program.node("mlp_scale")
+    with program.graph.inserting_after(read):
+        again = program.graph.get_attr("mlp.scale")
+    again.meta = dict(read.meta)
+    program.node("add").replace_input_with(read, again)
+    Pipeline([Canonicalize()]).run(program)
+    assert [node.target for node in program.graph.nodes if node.op == "get_attr"].count("mlp.scale") == 1
+    assert torch.equal(program.graph_module(ids), before)
+
+
+def test_values_that_nobody_uses_are_erased_and_their_parameters_kept_apart():
+    """Rule 9."""
+    program = captured(lambda: Middle(lambda m, h: h * m.scale))
+    product = program.node("mul")
+    product.replace_all_uses_with(program.node("linear"))
+    assert "mlp.scale" in program.parameters and "mlp.scale" not in program.unused
+    Pipeline([Canonicalize()]).run(program)
+    assert not {"mul", "mlp_scale"} & names_of(program)
+    assert "mlp.scale" not in program.parameters and "mlp.scale" in program.unused

@@ -81,16 +81,20 @@ def simplified(program: Program, tokens: int = TOKENS) -> Program:
 
 @pytest.mark.parametrize("mask", [causal, additive, window(TOKENS), window(TOKENS + 40)])
 def test_a_causal_mask_is_dropped_and_nothing_changes(mask):
+    """Rules 1 and 3."""
     program = captured(mask)
     assert all(value is not None for value in masks_of(program))
     fast = simplified(program)
     assert masks_of(fast) == [None, None]
     ids = token_ids(2, TOKENS)
     assert relative_error(fast.graph_module(ids), program.graph_module(ids)) < 1e-6
+    assert fast.parameters.keys() == program.parameters.keys() and fast.sites == program.sites
+    assert all(tensor is program.parameters[path] for path, tensor in fast.parameters.items())
 
 
 @pytest.mark.parametrize("mask", [window(TOKENS - 1), biased, by_content, shifted])
 def test_every_other_mask_is_left_alone(mask):
+    """Rule 1."""
     program = captured(mask)
     fast = simplified(program)
     assert all(value is not None for value in masks_of(fast))
@@ -116,6 +120,25 @@ def test_a_window_is_kept_in_one_layer_while_the_other_goes():
     assert kept is not None and dropped is None
     ids = token_ids(2, TOKENS)
     assert relative_error(fast.graph_module(ids), program.graph_module(ids)) < 1e-6
+
+
+class Earlier(Masked):
+    """Attention that also sees one key before the first token, as a cache would give it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (self.query(x), self.key(F.pad(x, (0, 0, 1, 0))), self.value(F.pad(x, (0, 0, 1, 0))))
+        query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(query, key, value, F.pad(causal(x), (1, 0), value=True))
+        return self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+def test_a_mask_over_more_keys_than_queries_is_left_alone():
+    """Rule 2."""
+    torch.manual_seed(0)
+    decoder = Decoder(Form(), layers=1)
+    decoder.layers[0].attention = Earlier(causal)  # type: ignore[assignment]
+    (mask,) = masks_of(simplified(dispfx.capture(perturb(decoder))))
+    assert mask is not None
 
 
 class Grouped(Masked):

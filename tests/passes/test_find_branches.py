@@ -43,10 +43,12 @@ EXPECTED = {
 
 @pytest.mark.parametrize("form", sorted(EXPECTED))
 def test_leaves_of_every_arrangement_are_split_and_named(form: str):
+    """Rules 2 and 5."""
     assert text_of(found(build(FORMS[form], layers=1))) == EXPECTED[form]
 
 
 def test_the_cone_of_a_leaf_ends_at_the_stream():
+    """Rule 1."""
     program = found(build(FORMS["parallel-one-add"], layers=1))
     attention, mlp = program.leaves
     assert program.stream is not None
@@ -66,9 +68,28 @@ class Experts(nn.Module):
 
 
 def test_leaves_of_one_kind_under_one_addition_are_one_branch():
+    """Rule 4."""
     program = found(one_branch(Experts))
     assert [(leaf.branch, leaf.kind) for leaf in program.leaves] == [("mlp", "mlp")]
     assert program.leaves[0].user == "add_1" and program.leaves[0].top == "add"
+
+
+class Towards(nn.Module):
+    """Moves the stream a part of the way to what the branch computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = Middle(lambda m, h: F.gelu(h))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * (self.body(x) - x)
+
+
+def test_a_branch_that_is_mixed_with_the_stream_is_the_leaf_alone():
+    """Rule 2."""
+    model = one_branch(Towards)
+    assert text_of(found(model)) == "mlp.body (mlp): embedding → linear_1 → sub"
+    require_one_function(model, dispfx.capture(model))
 
 
 class Explicit(nn.Module):
@@ -115,14 +136,17 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_product_of_activations_is_attention_only_with_a_softmax_between(kind: str):
+    """Rule 3."""
     assert [leaf.kind for leaf in found(one_branch(KINDS[kind])).leaves] == [kind]
 
 
 def test_a_scan_over_time_is_a_mixer():
+    """Rule 3."""
     assert [leaf.kind for leaf in found(one_branch(Scan)).leaves] == ["mixer"]
 
 
 def test_a_softmax_that_scales_an_mlp_makes_it_no_attention():
+    """Rule 3."""
     assert [leaf.kind for leaf in found(one_branch(Router)).leaves] == ["mlp"]
 
 
@@ -142,6 +166,7 @@ class SameModule(nn.Module):
 
 
 def test_names_are_unique_where_layers_share_a_module():
+    """Rule 5."""
     torch.manual_seed(0)
     names = [leaf.branch for leaf in found(perturb(SameModule())).leaves]
     assert names == ["mlp.mlp.1", "mlp.mlp.2"]
@@ -168,6 +193,7 @@ def two_versions() -> nn.Module:
 
 
 def test_a_branch_that_reads_two_versions_of_the_stream_selects_from_what_its_product_reads():
+    """Rule 1."""
     program = found(two_versions())
     assert [leaf.branch for leaf in program.leaves] == ["first", "second"] and not program.refused
     assert program.leaves[1].entry == "add"

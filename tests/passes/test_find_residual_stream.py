@@ -50,6 +50,7 @@ def found(model: nn.Module):
 
 
 def test_the_stream_is_marked_from_the_embedding_to_the_last_write():
+    """Rule 3."""
     program = found(decoder(lambda m, x: m.norm(x + m.first(x))))
     assert lines_of(program, "embedding", "linear_1", "add", "linear_2") == (
         "* embedding = embedding(embedding_weight, input_ids): (B, T, 16) float32\n"
@@ -95,6 +96,7 @@ ARRANGEMENTS = {
 
 @pytest.mark.parametrize("name", sorted(ARRANGEMENTS))
 def test_writes_of_every_arrangement_are_found(name: str):
+    """Rules 1 and 3."""
     arrange, writes = ARRANGEMENTS[name]
     program = found(decoder(arrange))
     assert program.stream is not None
@@ -103,13 +105,14 @@ def test_writes_of_every_arrangement_are_found(name: str):
 
 
 def test_an_addition_without_a_product_is_no_write():
+    """Rule 1."""
     program = found(decoder(lambda m, x: (y := x + torch.tanh(x)) + m.first(y)))
     assert program.stream is not None and program.stream.writes == ("add_1",)
     assert "add" in program.stream.values, "what is below every branch is where the stream starts"
 
 
 def test_an_addition_inside_a_branch_is_no_write():
-    """A residual connection of a branch's own does not lie on every path from ids to logits."""
+    """A residual connection of a branch's own does not lie on every path from ids to logits. Rule 2."""
 
     def inside(m: Decoder, x: Tensor) -> Tensor:
         h = m.first.norm(x)
@@ -131,6 +134,8 @@ def test_a_second_run_changes_nothing_and_the_graph_is_not_touched(form: str):
 
 
 def test_a_stream_with_its_tokens_last_is_refused():
+    """Rule 5."""
+
     def channels_first(m: Decoder, x: Tensor) -> Tensor:
         x = x.transpose(1, 2)
         for branch in (m.first, m.second):

@@ -30,6 +30,7 @@ def text_of(program: Program) -> str:
 
 
 def test_the_five_sites_of_a_layer():
+    """Rules 1, 2 and 3."""
     assert text_of(found(build(FORMS["pre-norm"], layers=1))) == (
         "S1 attention.read 32 | attention.key.weight:1 attention.query.weight:1 attention.value.weight:1"
         " | mul_1→linear,linear_1,linear_2\n"
@@ -41,7 +42,7 @@ def test_the_five_sites_of_a_layer():
 
 
 def test_heads_are_no_site():
-    """The output projection of an attention contracts over heads, which stay."""
+    """The output projection of an attention contracts over heads, which stay. Rule 2."""
     program = found(build(FORMS["fused-qkv"], layers=1))
     assert not any(site.kind == "inner" and site.branch_kind == "attention" for site in program.sites)
     assert not program.refused, "heads stay by design, which is no refusal"
@@ -71,6 +72,7 @@ class Latent(nn.Module):
 
 
 def test_latents_of_an_attention_are_inner_sites():
+    """Rule 2."""
     model = one_branch(Latent)
     program = dispfx.capture(model)
     inner = {site.name: site.size for site in program.sites if site.kind == "inner"}
@@ -138,6 +140,7 @@ class HalfRefused(nn.Module):
 
 
 def test_a_refused_site_leaves_the_other_sites_of_its_branch():
+    """Rule 6."""
     torch.manual_seed(0)
     model = perturb(HalfRefused())
     program = dispfx.capture(model)

@@ -64,6 +64,7 @@ CHANGES: dict[str, Change] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_weight_scaled_by_a_statistic_is_cut_at_all_three_sites(name: str):
+    """Rule 1."""
     model = one_branch(lambda: ChangedMiddle(CHANGES[name]))
     program = dispfx.capture(model)
     assert not program.refused and [leaf.branch for leaf in program.leaves] == ["mlp"]
@@ -72,6 +73,7 @@ def test_a_weight_scaled_by_a_statistic_is_cut_at_all_three_sites(name: str):
 
 
 def test_what_is_kept_of_a_ternary_weight_keeps_its_values():
+    """Rule 3."""
     model = one_branch(lambda: ChangedMiddle(ternary))
     program = dispfx.capture(model)
     plan = Plan.random(program, 0.5, seed=0)
@@ -89,7 +91,10 @@ NOT_ZERO: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("name", NOT_ZERO)
 def test_a_weight_that_is_not_zero_with_its_parameter_refuses_by_name(name: str):
-    """The user's module with zeros there would compute something else than the smaller one."""
+    """The user's module with zeros there would compute something else than the smaller one.
+
+    Rules 2 and 4 of zero_values.
+    """
     change, reason = NOT_ZERO[name]
     model = one_branch(lambda: nn.Sequential(Middle(lambda m, h: h), ChangedMiddle(change)))
     refused = {one.name: one.reason for one in dispfx.capture(model).refused}
@@ -118,6 +123,7 @@ class Mixed(nn.Module):
 
 
 def test_a_sum_that_is_the_weight_itself_is_no_statistic():
+    """Rule 2."""
     model = one_branch(Mixed)
     program = dispfx.capture(model)
     assert not program.dense_statistics and not program.refused
@@ -125,6 +131,7 @@ def test_a_sum_that_is_the_weight_itself_is_no_statistic():
 
 
 def test_a_mean_of_activations_is_left_alone_and_a_second_run_changes_nothing():
+    """Rule 1."""
     program = dispfx.capture(one_branch(lambda: Middle(lambda m, h: h - h.mean(-1, True))))
     assert not program.dense_statistics
     program = dispfx.capture(one_branch(lambda: ChangedMiddle(ternary)))

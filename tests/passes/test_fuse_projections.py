@@ -38,6 +38,7 @@ def fused(program: Program) -> Program:
 
 
 def test_query_key_and_value_become_one_product_and_so_do_gate_and_up():
+    """Rule 1."""
     program = lowered(dispfx.capture(build(FORMS["pre-norm"], layers=1)))
     after = fused(program)
     assert [call.split(",")[1] for call in calls_of(after, "linear").splitlines()] == [
@@ -59,6 +60,7 @@ def test_query_key_and_value_become_one_product_and_so_do_gate_and_up():
 
 
 def test_weights_are_held_once():
+    """Rule 2."""
     before = lowered(dispfx.capture(build(FORMS["layer-norm-with-bias"], layers=1)))
     after = fused(before)
     weight = after.parameters["layers.0.attention.query_key_value.weight"]
@@ -120,6 +122,7 @@ def two(middle: Callable[[Two, Tensor], Tensor], biases: tuple[bool, bool] = (Fa
 
 @pytest.mark.parametrize("biases", [(True, True), (True, False), (False, True)])
 def test_biases_come_along_and_missing_ones_are_zeros(biases: tuple[bool, bool]):
+    """Rule 3."""
     program = two(lambda m, x: F.silu(m.first(x)) * m.second(x), biases)
     after = fused(program)
     bias = after.parameters["first_second.bias"]
@@ -143,12 +146,22 @@ def shared_weight(m: Two, x: Tensor) -> Tensor:
     ],
 )
 def test_what_is_no_pair_of_siblings_is_left_alone(middle: Callable[[Two, Tensor], Tensor], why: str):
+    """Rule 1."""
     program = two(middle)
     names = names_of(program)
     pipeline = Pipeline([FuseProjections()])
     pipeline.run(program)
     assert not pipeline.ran[0].result.changed, why
     assert names_of(program) == names
+
+
+def test_siblings_of_another_dtype_are_left_alone():
+    """Rule 4."""
+    program = two(lambda m, x: F.silu(m.first(x)) * m.second(x))
+    assert FuseProjections().run(program.clone()).changed
+    second = program.node("linear_1")
+    second.meta["val"] = second.meta["val"].to(torch.bfloat16)
+    assert not FuseProjections().run(program).changed
 
 
 def test_the_original_program_keeps_its_weights():

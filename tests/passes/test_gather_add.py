@@ -51,6 +51,7 @@ def test_a_scatter_becomes_a_gather_from_a_widened_projection(plain: Program):
 
 
 def test_the_inverse_points_pruned_features_at_the_first_zero(plain: Program):
+    """Rule 1."""
     program = Pipeline([GatherAdd()]).run(lowered(plain, WRITE))
     tensors = dict(program.tensors())
     expected = [WRITE.index(i) if i in WRITE else len(WRITE) for i in range(WIDTH)]
@@ -66,12 +67,14 @@ def test_the_inverse_points_pruned_features_at_the_first_zero(plain: Program):
 def test_there_is_always_a_zero_row_and_rows_are_a_multiple(
     plain: Program, kept: int, multiple: int, rows: int
 ):
+    """Rule 2."""
     program = lowered(plain, list(range(kept)))
     Pipeline([GatherAdd(row_multiple=multiple)]).run(program)
     assert program.shapes["mlp.down.weight"] == (rows, 24)
 
 
 def test_a_write_among_zeros_becomes_the_gather_alone():
+    """Rule 3."""
     program = lowered(dispfx.capture(build(FORMS["parallel-one-add"], layers=1)), WRITE)
     ids = token_ids(2, 9)
     before = program.graph_module(ids)
@@ -94,6 +97,7 @@ class Twice(nn.Module):
 
 
 def test_what_is_no_projection_is_padded_by_one_column():
+    """Rule 2."""
     program = lowered(dispfx.capture(one_branch(Twice)), WRITE)
     ids = token_ids(2, 9, vocabulary=VOCABULARY)
     before = program.graph_module(ids)
@@ -119,6 +123,7 @@ class Shared(nn.Module):
 
 
 def test_a_projection_that_others_use_is_left_alone():
+    """Rule 2."""
     torch.manual_seed(0)
     program = lowered(dispfx.capture(Shared()), WRITE)
     ids = token_ids(2, 9, vocabulary=VOCABULARY)

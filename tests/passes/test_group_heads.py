@@ -77,10 +77,12 @@ def test_repeated_keys_and_values_are_read_once():
 
 
 def test_heads_repeated_in_another_order_are_left_alone():
+    """Rule 2."""
     unchanged(lowered(Attention(order="cycles")))
 
 
 def test_keys_and_values_repeated_unequally_are_left_alone():
+    """Rule 1."""
     unchanged(lowered(Attention(key_heads=2, value_heads=1)))
 
 
@@ -94,6 +96,7 @@ def test_heads_repeated_once_are_read_as_they_are():
 
 
 def test_a_second_run_changes_nothing():
+    """Rule 3."""
     pipeline = Pipeline([GroupHeads(), GroupHeads()])
     pipeline.run(lowered(Attention()))
     assert [ran.result.changed for ran in pipeline.ran] == [True, False]

@@ -41,6 +41,7 @@ def gated(program: Program) -> Program:
 
 
 def test_a_gate_stands_on_every_edge_of_a_site(plain: Program):
+    """Rule 1."""
     assert lines_of(plain, "linear", "linear_1", "add") == (
         "  linear = linear(embedding, mlp_up_weight, mlp_up_bias): (B, T, 24) float32\n"
         "  linear_1 = linear(gelu, mlp_down_weight, mlp_down_bias): (B, T, 16) float32\n"
@@ -65,13 +66,14 @@ def test_a_gate_stands_on_every_edge_of_a_site(plain: Program):
 
 
 def test_other_users_keep_the_plain_value(plain: Program):
-    """The residual addition takes the embedding itself, not what the branch reads of it."""
+    """The residual addition takes the embedding itself, not what the branch reads of it. Rule 2."""
     program = gated(plain)
     assert program.node("add").args[0] is program.node("embedding")
     assert {user.name for user in program.node("embedding").users} == {"gate_0_0", "add"}
 
 
 def test_a_mask_is_gathered_where_positions_share_features(joined: Program):
+    """Rule 3."""
     program = gated(joined)
     site = next(site for site in program.sites if site.kind == "inner")
     labelled = [point for point in site.gates if point.labels is not None]
@@ -87,6 +89,7 @@ def numbers_of(site: Site) -> str:
 
 
 def test_a_gate_of_experts_takes_the_expert_of_each_position():
+    """Rule 4."""
     program = gated(dispfx.capture(decoder(in_runs)))
     (site,) = [site for site in program.sites if site.experts > 1]
     index = program.sites.index(site)
@@ -99,6 +102,7 @@ def test_a_gate_of_experts_takes_the_expert_of_each_position():
 
 
 def test_the_expert_of_a_position_is_counted_from_the_ends_of_the_runs():
+    """Rule 4."""
     program = gated(dispfx.capture(decoder(in_runs_of_unknown_numbers)))
     text = calls_of(program, "searchsorted")
     ends = numbers_of(next(site for site in program.sites if site.experts > 1))

@@ -39,6 +39,7 @@ def lowered(way) -> Program:
 
 @pytest.mark.parametrize("way", [lambda x: x, lambda x: 30.0 * torch.tanh(x / 30.0)])
 def test_the_head_reads_the_last_token(way):
+    """Rule 1."""
     program = lowered(way)
     ids = token_ids(2, 9, vocabulary=VOCABULARY)
     before = program.graph_module(ids)
@@ -52,6 +53,7 @@ def test_the_head_reads_the_last_token(way):
 
 @pytest.mark.parametrize("way", [lambda x: x - x.mean(1, keepdim=True), lambda x: x.cumsum(1)])
 def test_logits_that_mix_tokens_are_left_alone(way):
+    """Rule 1."""
     program = lowered(way)
     names = names_of(program)
     pipeline = Pipeline([LastLogits()])
@@ -60,6 +62,7 @@ def test_logits_that_mix_tokens_are_left_alone(way):
 
 
 def test_a_second_run_changes_nothing():
+    """Rule 2."""
     pipeline = Pipeline([LastLogits(), LastLogits()])
     pipeline.run(lowered(lambda x: x))
     assert [ran.result.changed for ran in pipeline.ran] == [True, False]

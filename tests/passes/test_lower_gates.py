@@ -47,6 +47,7 @@ def require_equal_to_gated(program: Program, small: Program, **kept: list[int]) 
 
 
 def test_a_read_selects_columns_and_a_write_adds_rows(plain: Program):
+    """Rules 2, 3 and 4."""
     program = lowered(plain, read=READ, inner=INSIDE, write=WRITE)
     assert calls_of(program, "index_select") == (
         "index_select(embedding, 2, dispfx_index_mlp_read): (B, T, 4) float32"
@@ -67,6 +68,7 @@ def test_a_read_selects_columns_and_a_write_adds_rows(plain: Program):
 
 
 def test_weights_are_cut_along_both_axes(plain: Program):
+    """Rule 5."""
     program = lowered(plain, read=READ, inner=INSIDE, write=WRITE)
     dense, small = plain.parameters, program.parameters
     assert torch.equal(small["mlp.up.weight"], dense["mlp.up.weight"][INSIDE][:, READ])
@@ -77,6 +79,7 @@ def test_weights_are_cut_along_both_axes(plain: Program):
 
 
 def test_a_whole_site_lowers_to_nothing_beside_a_narrow_one(plain: Program):
+    """Rule 1."""
     program = lowered(plain, inner=INSIDE)
     assert not calls_of(program, "index_select") and not calls_of(program, "index_add")
     assert lines_of(program, "linear", "add") == (
@@ -87,6 +90,7 @@ def test_a_whole_site_lowers_to_nothing_beside_a_narrow_one(plain: Program):
 
 
 def test_a_write_that_is_summed_first_is_put_among_zeros():
+    """Rule 4."""
     program = dispfx.capture(build(FORMS["parallel-one-add"], layers=1))
     small = lowered(program, write=WRITE)
     assert calls_of(small, "new_zeros").count("32]): (B, T, 32) float32") == 2
@@ -99,6 +103,32 @@ def test_a_write_that_is_summed_first_is_put_among_zeros():
     )
     ids = token_ids(2, 9)
     assert relative_error(small.graph_module(ids), gated(ids)) <= 1e-6
+
+
+class TwoInner(nn.Module):
+    """One weight whose rows belong to two inner sites."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * INNER)
+        self.first, self.second = nn.Linear(INNER, WIDTH), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = F.gelu(self.up(x)).chunk(2, -1)
+        return self.first(one) + self.second(other)
+
+
+def test_a_position_stays_if_every_site_that_labels_it_keeps_its_feature():
+    """Rule 5."""
+    program = dispfx.capture(one_branch(TwoInner))
+    one, other = (site.name for site in program.sites if site.kind == "inner")
+    plan = plan_keeping(program, {one: [0, 2], other: [1]})
+    lowered, gated = dispfx.lower(program, plan), dispfx.gated(program, plan)
+    assert torch.equal(
+        lowered.get_parameter("mlp.up.weight"), program.parameters["mlp.up.weight"][[0, 2, INNER + 1]]
+    )
+    ids = token_ids(2, 9, vocabulary=VOCABULARY)
+    assert relative_error(lowered(ids), gated(ids)) <= 1e-6
 
 
 class ScaledAdd(nn.Module):
@@ -159,6 +189,7 @@ REWRITTEN: dict[str, tuple[Callable[[Middle, Tensor], Tensor], int, tuple[str, s
 
 @pytest.mark.parametrize("name", sorted(REWRITTEN))
 def test_sizes_in_the_graph_are_counted_anew(name: str):
+    """Rule 6, and rules 1 and 2 of cut_sizes."""
     middle, up, (operation, expected) = REWRITTEN[name]
     program = middle_program(middle, up)
     small = lowered(program, inner=INSIDE)
@@ -167,12 +198,16 @@ def test_sizes_in_the_graph_are_counted_anew(name: str):
 
 
 def test_a_mean_divides_by_the_full_size():
+    """Rule 4 of cut_sizes."""
     program = middle_program(REWRITTEN["mean"][0])
     assert "div(mean, 24)" in calls_of(lowered(program, inner=INSIDE), "div")
 
 
 def test_a_slice_whose_kept_features_lie_unevenly_is_selected_by_index():
-    """Every second feature is used: with some of them gone, what is left has no common step."""
+    """Every second feature is used: with some of them gone, what is left has no common step.
+
+    Rule 2 of cut_sizes.
+    """
     program = middle_program(lambda m, h: h[..., ::2], up=2 * INNER)
     small = lowered(program, inner=[0, 1, 5])
     require_equal_to_gated(program, small, inner=[0, 1, 5])

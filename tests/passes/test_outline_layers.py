@@ -2,17 +2,30 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dispfx
 from dispfx.compiler.programs import lower_program
 from dispfx.fast_decoder.layered import LayeredDecoder
+from dispfx.ir.ops import aten, packet
 from dispfx.ir.outline import Outline
 from dispfx.ir.program import Program
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.passes.outline_layers import OutlineLayers
 from dispfx.pipeline import Pipeline
-from tests.plain_decoders import FORMS, VOCABULARY, WIDTH, Decoder, Form, Layer, build, perturb
+from tests.plain_decoders import (
+    FORMS,
+    HEADS,
+    VOCABULARY,
+    WIDTH,
+    Attention,
+    Decoder,
+    Form,
+    Layer,
+    build,
+    perturb,
+)
 from tests.programs import program_of, token_ids
 
 
@@ -63,6 +76,7 @@ class Alternating(Decoder):
 
 
 def test_layers_of_several_kinds_have_one_body_a_kind():
+    """Rule 5."""
     torch.manual_seed(0)
     program = outlined(dispfx.capture(perturb(Alternating())))
     outline = outline_of(program)
@@ -88,6 +102,7 @@ class PostNorm(nn.Module):
 
 
 def test_norms_of_the_stream_itself_belong_to_the_layer_before():
+    """Rule 1."""
     torch.manual_seed(0)
     outline = outline_of(outlined(dispfx.capture(perturb(PostNorm()))))
     assert (len(outline.layers), len(outline.kinds)) == (3, 1)
@@ -111,6 +126,7 @@ class SharedInput(Decoder):
 
 
 def test_what_depends_on_tokens_alone_is_computed_once_in_the_prologue():
+    """Rule 2."""
     torch.manual_seed(0)
     program = Pipeline([OutlineLayers("canonical")]).run(dispfx.capture(perturb(SharedInput())))
     outline = outline_of(program)
@@ -121,8 +137,59 @@ def test_what_depends_on_tokens_alone_is_computed_once_in_the_prologue():
     assert torch.equal(LayeredDecoder(program)(ids), program.graph_module(ids))
 
 
+class SharedScale(Decoder):
+    """Every layer reads the stream scaled by one number that is computed from a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(Form(), layers=3)
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, scale = self.embedding(ids), self.scale.exp()
+        for layer in self.layers:
+            x = layer(x * scale)
+        return self.head(self.norm(x))
+
+
+def test_what_depends_on_tensors_alone_is_computed_in_every_part_that_uses_it():
+    """Rule 3."""
+    torch.manual_seed(0)
+    program = Pipeline([OutlineLayers("canonical")]).run(dispfx.capture(perturb(SharedScale())))
+    outline = outline_of(program)
+    assert sum("exp" in node.name.split("_") for node in program.graph.nodes) == 1
+    for layer in outline.layers[1:]:
+        assert "scale" in layer.tensors
+        assert sum("exp" in node.name.split("_") for node in layer.body.graph.nodes) == 1
+    ids = token_ids(2, 9)
+    assert torch.equal(LayeredDecoder(program)(ids), program.graph_module(ids))
+
+
+class Viewed(Attention):
+    """Attention that spells the sizes of its heads out, which a graph reads off the token ids."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        parts = (self.query(x), self.key(x), self.value(x))
+        query, key, value = (part.view(batch, tokens, HEADS, -1).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, WIDTH))
+
+
+def test_a_part_reads_sizes_off_its_own_values_and_takes_no_number():
+    """Rule 4."""
+    decoder = build(Form(), layers=3)
+    for layer in decoder.layers:
+        layer.attention = Viewed(Form())  # type: ignore[assignment]
+    outline = outline_of(outlined(dispfx.capture(perturb(decoder))))
+    inside = [node for body in outline.kinds for node in body.graph.nodes]
+    assert any(packet(node) is aten.sym_size for node in inside)
+    given = [node.meta["val"] for node in inside if node.op == "placeholder"]
+    assert given and all(isinstance(value, Tensor) for value in given)
+
+
 @pytest.mark.parametrize("write", ["index-add", "gather-add"])
 def test_a_lowered_decoder_has_a_body_for_every_shape_of_layer(write):
+    """Rule 5."""
     program = program_of("pre-norm", layers=3)
     full = lower_program(program, dispfx.Plan.random(program, 0.0, seed=0), write=write)
     cut = lower_program(program, dispfx.Plan.random(program, 0.4, seed=0), write=write)
@@ -145,6 +212,7 @@ class Crossing(Decoder):
 
 
 def test_layers_that_a_value_passes_over_are_one_part():
+    """Rule 1."""
     torch.manual_seed(0)
     decoder = perturb(Crossing(Form(), layers=3))
     program = dispfx.capture(decoder)

@@ -73,6 +73,7 @@ STREAMS = {
 
 @pytest.mark.parametrize("name", sorted(STREAMS))
 def test_a_decoder_without_one_residual_stream_is_refused_whole(name: str):
+    """Rule 4 of find_residual_stream."""
     arrange, reason = STREAMS[name]
     with pytest.raises(UnsupportedGraphError, match=reason) as error:
         dispfx.capture(decoder(arrange))
@@ -108,6 +109,7 @@ INNER_SITES: dict[str, tuple[Callable[[Middle, Tensor], Tensor], int, str]] = {
 
 @pytest.mark.parametrize("name", sorted(INNER_SITES))
 def test_an_inner_site_is_refused_where_its_features_do_not_stay_apart(name: str):
+    """Rule 7 of label_map."""
     middle, down, reason = INNER_SITES[name]
     model = one_branch(lambda: Middle(middle, down=down))
     program = dispfx.capture(model)
@@ -185,6 +187,7 @@ class StreamInside(nn.Module):
 
 
 def test_a_write_that_is_bound_to_the_stream_is_refused():
+    """Rule 7 of label_map."""
     program = dispfx.capture(one_branch(StreamInside))
     assert [(refusal.name.split(".")[-1], refusal.reason) for refusal in program.refused] == [
         ("write", "the features reach the residual stream itself")

@@ -47,6 +47,7 @@ def mask_of(program: Program) -> fx.Node:
 
 
 def test_keys_and_values_are_written_to_their_places():
+    """Rules 1, 2 and 3."""
     program = Pipeline([StaticCache(LENGTH)]).run(lowered("llama"))
     keys, values = calls_of(program, "index_copy_").splitlines()[:2]
     shape = r": \(B, 2, 24, 8\) float32"
@@ -117,6 +118,7 @@ def test_a_mask_that_depends_on_tokens_is_not_causal():
 
 
 def test_the_number_of_cached_tokens_in_another_place_is_refused():
+    """Rule 2."""
     program = lowered("llama")
     (total,) = (
         node
@@ -131,6 +133,7 @@ def test_the_number_of_cached_tokens_in_another_place_is_refused():
 
 
 def test_a_cache_in_another_order_is_refused():
+    """Rule 1."""
     program = lowered("llama")
     cat = next(iter(twin for past, twins in program.caches.items() for twin in twins if "cat" in twin.name))
     cat.update_arg(0, list(reversed(cat.args[0])))  # type: ignore[call-overload]

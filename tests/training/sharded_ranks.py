@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dispfx.api import capture
 from dispfx.compiler.stages import for_learning
 from dispfx.distributed.ranks import Ranks, joined
 from dispfx.errors import DispfxError
@@ -29,6 +30,7 @@ from dispfx.plan.budget import Budget
 from dispfx.run.mask_learning import follow, learn
 from dispfx.settings import ComputeSettings
 from dispfx.settings.learning_settings import LearnSettings
+from tests.plain_decoders import Form, build
 from tests.processes import join_all
 from tests.programs import program_of, token_ids
 
@@ -67,9 +69,28 @@ def _run(rank: int, port: int, folder: Path, work: Work) -> None:
         (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
 
+ONE_NUMBER = "one number"
+
+
+class Scaled(nn.Module):
+    """A branch times a weight of one number."""
+
+    def __init__(self, branch: nn.Module):
+        super().__init__()
+        self.branch, self.scale = branch, nn.Parameter(torch.tensor(0.75))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.branch(x) * self.scale
+
+
 def decoder_of(form: str) -> Program:
     """Return the program of a decoder with the same weights on every rank."""
-    return program_of(form, layers=LAYERS)
+    if form != ONE_NUMBER:
+        return program_of(form, layers=LAYERS)
+    decoder = build(Form(), layers=LAYERS)
+    for layer in decoder.layers:
+        layer.mlp = Scaled(layer.mlp)  # type: ignore[arg-type]
+    return capture(decoder)
 
 
 def text_of(settings: LearnSettings) -> TokenBatches:
@@ -202,7 +223,8 @@ class _GatheredNumbers:
                 self._weights.setdefault(id(tensor), tensor)
         from torch.distributed.tensor import DTensor
 
-        whole = [tensor for tensor in self._weights.values() if not isinstance(tensor, DTensor)]
+        # A weight of one number is on every rank all the time.
+        whole = [one for one in self._weights.values() if one.dim() and not isinstance(one, DTensor)]
         return sum(tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in whole)
 
 

@@ -18,12 +18,13 @@ from dispfx.run.mask_learning import learn
 from tests.captures import plain
 from tests.programs import program_of
 from tests.training.gated import plain_and_fast
-from tests.training.sharded_ranks import IN_PARTS, changed, look, plan_of, run_ranks, text_of
+from tests.training.sharded_ranks import IN_PARTS, ONE_NUMBER, changed, look, plan_of, run_ranks, text_of
 
 INFORMED = changed(start="sensitivity", samples=4, held_out_every=3)
 LOOKS: dict[str, dict[str, Any]] = {
     "checkpointed": {"form": "pre-norm", "checkpointing": True},
     "kept": {"form": "parallel-one-add", "checkpointing": False},
+    "a weight of one number": {"form": ONE_NUMBER, "checkpointing": False},
     "tied": {"form": "tied-embeddings", "checkpointing": True},
 }
 
@@ -55,6 +56,7 @@ def seen(tmp_path_factory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", [*LOOKS, "compiled"])
 def test_loss_and_gradients_have_the_bits_of_whole_weights_on_every_rank(seen, name):
+    """Rule 2, by a decoder with weights of one number."""
     for rank in seen:
         assert rank[name]["same_loss"] and rank[name]["same_gradient"] and rank[name]["mask_changes"]
 
@@ -66,6 +68,7 @@ def test_the_whole_graph_can_be_computed_too_and_agrees(seen, name):
 
 @pytest.mark.parametrize("name", list(LOOKS))
 def test_a_rank_holds_half_of_the_weights_and_two_layers_at_most(seen, name):
+    """Rule 1."""
     for rank in seen:
         found = rank[name]
         # Rows that do not divide are on one rank.
@@ -104,6 +107,7 @@ def test_scores_are_not_learned_in_parts():
 
 
 def test_a_weight_that_two_layers_read_is_refused_by_its_name():
+    """Rule 3."""
     _, fast = plain_and_fast()
     outline = fast.outline
     assert outline is not None

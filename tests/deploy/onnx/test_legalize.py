@@ -32,6 +32,7 @@ def in_layers(found: Exported) -> collections.Counter[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_pruned_layer_is_products_norms_attention_and_four_gathers(dtype: torch.dtype):
+    """Rule 3 of onnx.attention, and rule 1 of mask."""
     found = exported("llama", dtype)
 
     counted = in_layers(found)
@@ -65,6 +66,7 @@ def test_half_precision_computes_what_the_program_computes(name: str):
 
 
 def test_attention_groups_heads_keeps_the_cache_and_knows_that_it_is_causal():
+    """Rules 1 and 2 of onnx.attention, and rule 3 of mask."""
     nodes = exported("llama").nodes("Attention")
 
     assert len(nodes) == 2
@@ -80,6 +82,7 @@ def test_attention_groups_heads_keeps_the_cache_and_knows_that_it_is_causal():
 
 
 def test_all_layers_share_one_mask_in_the_type_of_the_scores():
+    """Rule 5 of mask."""
     masks = {node.inputs[3] for node in exported("llama", torch.float16).nodes("Attention")}
 
     assert len(masks) == 1
@@ -91,6 +94,7 @@ def test_all_layers_share_one_mask_in_the_type_of_the_scores():
 
 @pytest.mark.slow
 def test_a_window_stays_in_the_mask():
+    """Rule 4 of mask."""
     found = exported("gemma3", flavor=Flavor(padding=False))
 
     sliding, full = (node.inputs[3] for node in found.nodes("Attention"))
@@ -99,6 +103,7 @@ def test_a_window_stays_in_the_mask():
 
 
 def test_without_padding_there_is_no_mask():
+    """Rule 4 of mask."""
     found = exported("llama", flavor=Flavor(padding=False))
 
     assert all(node.inputs[3] is None for node in found.nodes("Attention"))
@@ -139,6 +144,7 @@ def test_names_and_free_sizes_are_those_that_clients_expect():
 
 @pytest.mark.slow
 def test_a_branch_behind_a_norm_is_written_without_a_pad():
+    """Rule 1 of onnx.zeros."""
     found = exported("gemma3")
 
     assert "Pad" not in found.operators()
