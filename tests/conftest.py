@@ -13,10 +13,18 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import pytest
 import torch
 
+from tests.quick_run import is_left_out
+
 torch.set_num_threads(1)
 # A shell starts what it runs in the background with Ctrl-C ignored, and tests send it to themselves.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what `tools/test --quick` leaves out (see `tests.quick_run`)."""
+    if is_left_out(item.path):
+        item.add_marker("full")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -59,6 +59,8 @@ NOT_RUN = {
     "git clone … && cd dispfx": "fetches the repository",
     "./tools/demo": "`.ci/run` runs it on every change, beside the tests",
     "./tools/test": "it is what runs the tests",
+    "./tools/test --quick": "it runs the tests, too",
+    "./tools/campaigns": "takes hours; the same programs run at a small size in tests/trust",
     "tools/setup && . .venv/bin/activate": "`.ci/run` begins with it, on a fresh clone",
     "pip install '.[peft,lm-eval]'": _PACKAGES,
     "pip install '.[peft]'": _PACKAGES,

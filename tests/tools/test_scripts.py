@@ -35,10 +35,16 @@ def bare(tmp_path: Path) -> tuple[Path, Path]:
     return tools / "setup", commands
 
 
-@pytest.mark.parametrize("name", ["setup", "demo", "test", "reference"])
+@pytest.mark.parametrize("name", ["setup", "demo", "test", "reference", "campaigns"])
 def test_every_script_has_help_that_does_nothing_else(name: str):
     done = run(CHECKOUT / "tools" / name, "--help")
     assert done.returncode == 0 and done.stdout.startswith(f"usage: tools/{name}")
+
+
+@pytest.mark.parametrize("words", [["fuzz"], ["kills", "--out"], ["--kills", "3"]])
+def test_a_campaign_that_there_is_not_is_refused_with_those_that_there_are(words: list[str]):
+    done = run(CHECKOUT / "tools" / "campaigns", *words)
+    assert done.returncode == 2 and "[kills | disks | inputs]" in done.stderr
 
 
 def test_setup_without_a_python_says_what_is_needed(bare: tuple[Path, Path]):

@@ -31,10 +31,14 @@ def main() -> int:
     )
     parser.add_argument("--sizes", type=int, nargs="*", default=[], help="bytes of the largest file")
     parser.add_argument("--file-systems", type=int, nargs="*", default=[], help="bytes of a file system")
+    parser.add_argument("--out", type=Path, help="file for the record, as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         record = fill(Path(folder), {FileLimit: args.sizes, FileSystem: args.file_systems})
-    print(json.dumps(record, indent=1))
+    text = json.dumps(record, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n", encoding="utf-8")
     return int(bool(record["faults"]))
 
 

@@ -1,0 +1,32 @@
+"""Which files `tools/test --quick` leaves out because their tests together take too long.
+
+It takes every test that is not marked `slow` or `long`, of every file that is not named here.  What is named
+compiles whole folders, starts processes, or captures dozens of decoders.  `tests/tools/test_quick_run.py`
+checks that every room keeps tests.
+"""
+
+from pathlib import Path
+
+# By folder: names of test files without "test_" and ".py".
+LEFT_OUT = {
+    "tests": "cached_capture choices constant_branch experts foreign_decoders installed invariants packaging "
+    "wrapped_decoders zoo_smoke",
+    "api": "bench commands compilation finetuning length_checks onnx_folder own_passes preflight "
+    "preview static tasks",
+    "cli": "app config_file evaluating interrupting lost_rank making measuring orphaned_ranks tuning using",
+    "deploy": "checkpoint folder generate reload",
+    "docs": "guide other_pages readme",
+    "huggingface": "adapters behaviour classes copies dense heads lm_eval loading ordinary own_code "
+    "registering saved_again state_dicts",
+    "learning": "ranks",
+    "measure": "cuda_memory logits_by_rows",
+    "onnx": "full_sequence legalize tidying twin",
+    "tools": "build learning_profile measure_memory reproduce train_small",
+    "training": "decoder preparation replay shards",
+    "trust": "interrupted_runs other_loaders repeated_runs several_decoders",
+}
+
+
+def is_left_out(file: Path) -> bool:
+    """Whether the quick run leaves a file out."""
+    return file.stem.removeprefix("test_") in LEFT_OUT.get(file.parent.name, "").split()
