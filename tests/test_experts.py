@@ -208,7 +208,9 @@ def test_a_plan_with_one_selection_for_all_experts_is_applied_as_such(tmp_path: 
     assert b'experts":' not in (tmp_path / "old.safetensors").read_bytes()
     report = api.apply(model, tmp_path / "old.safetensors", out=tmp_path / "out", export="none")
     assert all(line.holds for line in report.verify)
-    for site in (site for site in program.sites if site.experts > 1):
+    own_features = [site for site in program.sites if site.experts > 1]
+    assert own_features
+    for site in own_features:
         kept = (
             Plan.load(tmp_path / "out" / "plan.safetensors").kept[site.name].view(site.experts, -1)
             % site.each

@@ -44,6 +44,7 @@ def test_one_site_holds_the_stream_and_all_others_are_inner(case):
     cut = {piece.parameter for piece in stream.slices}
     assert {"embedding.weight", "positions", "norm.weight", "layers.0.attention_norm.weight"} <= cut
     assert ("head.weight" in cut) or "head.weight" in program.ties
+    assert program.branches
     assert all(branch.reads == branch.writes == (STREAM,) for branch in program.branches)
 
 

@@ -46,7 +46,8 @@ def test_noise_stands_where_the_plan_cuts_and_nowhere_else(faint: Program):
 @pytest.mark.parametrize("name", ["layers.0.mlp.read", "layers.0.mlp.inner", "layers.0.mlp.write"])
 def test_a_forgotten_gate_shows_even_on_a_branch_that_adds_next_to_nothing(faint: Program, name: str):
     plan = Plan.random(faint, 0.3, seed=1)
-    assert all(line.holds for line in unread_lines(faint, plan, dispfx.gated(faint, plan)))
+    whole = unread_lines(faint, plan, dispfx.gated(faint, plan))
+    assert whole and all(line.holds for line in whole)
     broken = without_gate(faint, name)
     hard = dispfx.gated(broken, plan)
     ids = token_ids(2, 9)

@@ -93,7 +93,9 @@ def test_the_tokenizer_adds_no_tokens_of_its_own(tokenizer: Any):
 
 @pytest.mark.parametrize("skill", SKILLS)
 def test_prompt_and_answer_are_split_as_the_whole_line_is(tokenizer: Any, skill: str):
-    for line in draw_lines(skill, FRESH_SEED, 50):
+    lines = draw_lines(skill, FRESH_SEED, 50)
+    assert len(lines) == 50
+    for line in lines:
         ids_BT, _ = encode_lines(tokenizer, [line])
         assert ids_BT[0].tolist() == tokenizer.encode(line.prompt + line.answer, add_special_tokens=False)
 

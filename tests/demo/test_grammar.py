@@ -114,7 +114,9 @@ def test_copying_and_recall_make_up_most_of_the_text():
 
 @pytest.mark.parametrize("skill", SKILLS)
 def test_prompt_answer_and_tail_make_a_whole_line(skill: str):
-    for line in draw_lines(skill, 4, 100):
+    lines = draw_lines(skill, 4, 100)
+    assert len(lines) == 100
+    for line in lines:
         assert line.text.endswith(" .\n") and line.text.count("\n") == 1
         assert line.answer.startswith(" ") and not line.prompt.endswith(" ")
 

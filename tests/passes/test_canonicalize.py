@@ -79,6 +79,9 @@ NEAR_MISSES = {
     "a cast that changes the dtype": (lambda m, h: h.double().relu().float(), ("to", "to_1")),
     "a slice of a part": (lambda m, h: torch.cat([h[..., :5], h[..., 5:]], -1), ("slice_1", "slice_2")),
     "a slice with a step": (lambda m, h: torch.cat([h[..., ::2], h[..., 1::2]], -1), ("slice_1", "slice_2")),
+    "an expand that alone gives the shape": (
+        lambda m, h: h.cumsum(1) * m.scale.expand(h.shape[0], h.shape[1], INNER).relu(), ("expand", "relu"),
+    ),
     "an expand that a scan reads": (
         lambda m, h: h + m.scale.expand(h.shape[0], h.shape[1], INNER).cumsum(1), ("expand", "cumsum"),
     ),

@@ -53,7 +53,7 @@ def test_the_cone_of_a_leaf_ends_at_the_stream():
     attention, mlp = program.leaves
     assert program.stream is not None
     assert not (attention.nodes | mlp.nodes) & set(program.stream.values)
-    assert not attention.nodes & mlp.nodes
+    assert attention.nodes and mlp.nodes and not attention.nodes & mlp.nodes
 
 
 class Experts(nn.Module):

@@ -191,4 +191,5 @@ def test_scaled_rotary_positions_hold_beyond_the_original_context(rope: dict):
     assert program.lengths == Lengths()
     for tokens in (32, 33, 64):
         compare_at(model, program, tokens)
+    assert program.identity
     assert all(math.isclose(found.relative, 0.0) for found in program.identity.values())
