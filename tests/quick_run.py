@@ -9,8 +9,8 @@ from pathlib import Path
 
 # By folder: names of test files without "test_" and ".py".
 LEFT_OUT = {
-    "tests": "cached_capture choices constant_branch experts foreign_decoders installed invariants packaging "
-    "wrapped_decoders zoo_smoke",
+    "tests": "cached_capture choices constant_branch experts foreign_decoders installed invariants "
+    "meta_capture packaging stream_selection width wrapped_decoders zoo_smoke",
     "api": "bench commands compilation finetuning length_checks onnx_folder own_passes preflight "
     "preview static tasks",
     "cli": "app config_file evaluating interrupting lost_rank making measuring orphaned_ranks tuning using",
@@ -21,9 +21,9 @@ LEFT_OUT = {
     "learning": "ranks",
     "measure": "cuda_memory logits_by_rows",
     "onnx": "full_sequence legalize tidying twin",
-    "tools": "build learning_profile measure_memory reproduce train_small",
+    "tools": "build decoder_shapes learning_profile measure_memory reproduce train_small",
     "training": "decoder preparation replay shards",
-    "trust": "interrupted_runs other_loaders repeated_runs several_decoders",
+    "trust": "interrupted_runs no_code_from_data other_loaders repeated_runs several_decoders",
 }
 
 
