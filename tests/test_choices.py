@@ -9,11 +9,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 import dispfx.api
-from dispfx.api import learn_settings, tune_settings
-from dispfx.cli import options
-from dispfx.cli.app import app
+from dispfx.api import learn_settings
 from dispfx.compiler.programs import WriteSpelling, analyse, lower
-from dispfx.errors import DispfxError
+from dispfx.errors import DispfxError, UnknownSettingError
 from dispfx.ir.sites import Select
 from dispfx.learning.estimators import ESTIMATORS, estimator
 from dispfx.learning.hypernetwork import HYPERNETWORKS, build_hypernetwork, hypernetwork_parameters
@@ -23,8 +21,8 @@ from dispfx.passes.static_cache import StaticCache
 from dispfx.plan.budget import Budget, BudgetOf
 from dispfx.plan.plan import Plan
 from dispfx.run.mask_learning import learn
-from dispfx.run.readiness import Learning
-from dispfx.settings import ComputeSettings
+from dispfx.run.readiness import ALIGNMENT
+from dispfx.settings import BudgetSettings, ComputeSettings, RunSettings
 from dispfx.settings.learning_settings import (
     RECIPES,
     EstimatorName,
@@ -35,16 +33,39 @@ from dispfx.settings.learning_settings import (
 )
 from dispfx.words.choices import check_choices, choice, require_fields
 from dispfx.words.preconditions import SELECTIONS
+from dispfx.words.text_origin import Bos
 from tests.api.plain import build_decoder
+from tests.command_line import NAMED
 
 ROOT = Path(dispfx.__file__).parents[1]
 # Who may take any keyword, and where it goes.
 TAKES_ANY = {
-    "dispfx/api/finetuning.py:tune_settings": "checked against the fields of TuneSettings",
-    "dispfx/run/opening.py:learn_settings": "checked against the fields of LearnSettings",
-    "dispfx/compiler/programs.py:learn": "checked against the fields of LearnSettings",
+    **{
+        f"dispfx/api/{place}": "checked against the settings of its tree"
+        for place in (
+            "bench.py:bench",
+            "commands.py:agree",
+            "commands.py:evaluate",
+            "commands.py:export",
+            "commands.py:generate",
+            "commands.py:inspect",
+            "compilation.py:apply",
+            "compilation.py:compile",
+            "compilation.py:learn_plan",
+            "compilation.py:run_settings",
+            "finetuning.py:finetune",
+            "programs.py:learn",
+            "tasks.py:score_tasks",
+        )
+    },
+    "dispfx/settings/field.py:required": "handed on whole to the constructor of Setting",
+    "dispfx/settings/field.py:setting": "handed on whole to the constructor of Setting",
+    "dispfx/settings/learning_settings.py:learn_settings": "checked against the fields of LearnSettings",
+    "dispfx/settings/tree.py:changed": "checked against the settings of the tree",
+    "dispfx/settings/tree.py:of": "checked against the settings of the tree",
+    "dispfx/settings/trees.py:changed": "checked against the settings of the tree",
+    "dispfx/cli/verb.py:command": "bound to the signature of the verb by cyclopts",
     "dispfx/capturing/graph_export.py:traced": "handed on whole to torch.export",
-    "dispfx/cli/faults.py:run": "handed on whole to the verb",
     "dispfx/deploy/checkpoint.py:_without_weights": "handed on whole to transformers",
     "dispfx/huggingface/model_loading.py:load_model": "handed on whole to transformers",
     "dispfx/huggingface/guards.py:guarded": "handed on whole to the function of transformers that it guards",
@@ -110,18 +131,27 @@ def test_a_misspelt_keyword_of_a_public_function_is_an_error(name: str):
         function(*needed, aling=16)
 
 
-@pytest.mark.parametrize("function", [learn_settings, tune_settings])
+@pytest.mark.parametrize(
+    "function",
+    [
+        learn_settings,
+        dispfx.api.finetune,
+        dispfx.api.inspect,
+        RunSettings.of(model="demo", ratio=0.3).changed,
+    ],
+)
 def test_a_misspelt_setting_is_told_the_closest_one(function: Callable[..., Any]):
-    with pytest.raises(DispfxError, match="has no field 'stesp'") as error:
-        function("demo", stesp=3)
+    words = () if inspect.ismethod(function) else ("demo",)
+    with pytest.raises(UnknownSettingError, match="there is no setting 'stesp'") as error:
+        function(*words, stesp=3)
     assert error.value.hint == "did you mean steps?"
 
 
 def test_a_misspelt_setting_is_told_before_anything_is_learned():
     program = analyse(build_decoder())
-    with pytest.raises(DispfxError, match="no field 'stesp'"):
+    with pytest.raises(DispfxError, match="no setting 'stesp'"):
         learn(program, None, 0.3, stesp=3)  # type: ignore[arg-type]
-    with pytest.raises(DispfxError, match="no field 'stesp'"):
+    with pytest.raises(DispfxError, match="no setting 'stesp'"):
         learn(program, None, 0.3, settings=LearnSettings(), stesp=3)  # type: ignore[arg-type]
 
 
@@ -154,14 +184,14 @@ UNKNOWN: dict[str, Callable[[], Any]] = {
     "select": lambda: dispfx.api.capture(build_decoder(), select="before-norms"),  # type: ignore[arg-type]
     "experts": lambda: dispfx.api.capture(build_decoder(), experts="batchd"),  # type: ignore[arg-type]
     "spelling of writes": lambda: lower(*plan_and_program(), write="gather_add"),  # type: ignore[arg-type]
-    "target": lambda: Learning(0.3, target="gpu"),
-    "export": lambda: Learning(0.3, export="onx"),
-    "counted, of a run": lambda: Learning(0.3, ratio_of="block"),  # type: ignore[arg-type]
+    "target": lambda: BudgetSettings(0.3, target="gpu"),  # type: ignore[arg-type]
+    "export": lambda: RunSettings.of(model="demo", ratio=0.3, export="onx"),
+    "counted, of a run": lambda: BudgetSettings(0.3, ratio_of="block"),  # type: ignore[arg-type]
     "reads of a cache": lambda: StaticCache(8, "masks"),  # type: ignore[arg-type]
     "select, of the pass": lambda: FindSites(select="before"),  # type: ignore[arg-type]
     "dtype": lambda: dispfx.api.inspect("demo", dtype="float8"),
     "runtime of bench": lambda: dispfx.api.bench("there-is-none", runtime="onx"),  # type: ignore[arg-type]
-    "mode of bench": lambda: dispfx.api.bench("there-is-none", modes=["eagr"]),  # type: ignore[list-item]
+    "mode of bench": lambda: dispfx.api.bench("there-is-none", mode="eagr"),  # type: ignore[list-item]
     "runtime of generate": lambda: dispfx.api.generate("demo", "a", runtime="onx"),  # type: ignore[arg-type]
     "recipe": lambda: learn_settings("demo", recipe="papers"),
 }
@@ -191,16 +221,27 @@ def literals(function: Callable[..., Any]) -> dict[str, set[str]]:
     return found
 
 
+def choices_of(verb: str) -> dict[str, set[str]]:
+    """Return the names that each option of a verb with a fixed set of names may have."""
+    parameters = NAMED[verb].signature().parameters
+    hints = {name: one.annotation.__origin__ for name, one in parameters.items()}
+    parts = [(name, part) for name, hint in hints.items() for part in (hint, *get_args(hint))]
+    return {name: set(get_args(part)) for name, part in parts if get_origin(part) is Literal}
+
+
 def test_the_command_line_offers_the_names_that_the_compiler_knows():
-    verbs = {command.name: command.callback for command in app.registered_commands if command.callback}
-    compile_, settings = literals(verbs["compile"]), literals(LearnSettings)
+    compile_, settings = choices_of("compile"), literals(LearnSettings)
     shared = compile_.keys() & settings.keys()
     assert {"method", "estimator", "hypernetwork", "start", "schedule"} <= shared
     assert {name: compile_[name] for name in shared} == {name: settings[name] for name in shared}
     assert compile_["ratio_of"] == set(get_args(BudgetOf)) and compile_["select"] == set(get_args(Select))
-    assert literals(verbs["export"])["write"] == set(get_args(WriteSpelling))
+    assert choices_of("export")["write"] == set(get_args(WriteSpelling))
     assert compile_["checkpointing"] == literals(ComputeSettings)["checkpointing"]
-    assert set(get_args(options.DtypeName)) == {"float32", "bfloat16", "float16"}
+    assert compile_["dtype"] == {"float32", "bfloat16", "float16"}
+    assert compile_["target"] == set(ALIGNMENT) and compile_["export"] == {"none", "onnx", "pt2", "dense"}
+    assert {verb: choices_of(verb)["bos"] for verb in ("compile", "eval", "generate")} == {
+        verb: set(get_args(Bos)) for verb in ("compile", "eval", "generate")
+    }
 
 
 def test_every_known_name_is_let_pass():

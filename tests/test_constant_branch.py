@@ -15,6 +15,7 @@ import dispfx
 from dispfx import api
 from dispfx.settings.learning_settings import LearnSettings
 from tests.command_line import run
+from tests.learning_options import options_of
 from tests.plain_decoders import perturb
 
 WIDTH, INNER, VOCABULARY = 24, 40, 59
@@ -82,7 +83,7 @@ def test_it_compiles_with_every_verification_and_names_what_stays(tmp_path: Path
         0.3,
         data=tokens,
         out=tmp_path / "out",
-        settings=LearnSettings(steps=3, seq_len=16),
+        **options_of(LearnSettings(steps=3, seq_len=16)),
         align=1,
     )
     assert all(line.holds for line in report.verify)

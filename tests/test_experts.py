@@ -18,6 +18,7 @@ from dispfx.plan.plan import Plan
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source.experts import experts_as, has_choice_of_experts
 from dispfx.verification.graphs import ZeroedDecoder, zeroed_tensors
+from tests.learning_options import options_of
 from tests.plain_decoders import perturb
 from tests.programs import relative_error, token_ids
 
@@ -170,7 +171,7 @@ def test_a_mixture_compiles_from_text_to_a_verified_folder(tmp_path: Path, name:
         0.3,
         data=tokens,
         out=tmp_path / "out",
-        settings=LearnSettings(steps=3, seq_len=16),
+        **options_of(LearnSettings(steps=3, seq_len=16)),
         export="onnx",
         align=1,
     )

@@ -15,6 +15,7 @@ from dispfx.errors import SourceError
 from dispfx.plan.plan import Plan
 from tests.api.conftest import RATIO, SETTINGS, random_tokens
 from tests.api.plain import build_decoder
+from tests.learning_options import options_of
 
 NAME = "layers.0.mlp.up.weight"
 
@@ -27,11 +28,11 @@ def decoder_with(value: float, name: str = NAME) -> nn.Module:
 
 
 def compiled(model: nn.Module, out: Path) -> Any:
-    return dispfx.compile(model, RATIO, out=out, data=random_tokens(), settings=SETTINGS)
+    return dispfx.compile(model, RATIO, out=out, data=random_tokens(), **options_of(SETTINGS))
 
 
 def learned(model: nn.Module, out: Path) -> Any:
-    return dispfx.api.learn_plan(model, RATIO, out=out, data=random_tokens(), settings=SETTINGS)
+    return dispfx.api.learn_plan(model, RATIO, out=out, data=random_tokens(), **options_of(SETTINGS))
 
 
 def applied(model: nn.Module, out: Path) -> Any:
@@ -44,7 +45,9 @@ RUNS: dict[str, Callable[[nn.Module, Path], Any]] = {
     "learn": learned,
     "apply": applied,
     "preview": lambda model, out: dispfx.api.preview(
-        model, RATIO, out=out, data=random_tokens(), settings=SETTINGS
+        dispfx.api.RunSettings.of(
+            model=model, ratio=RATIO, out=out, data=random_tokens(), **options_of(SETTINGS)
+        )
     ),
     "inspect": lambda model, out: dispfx.api.inspect(model),
     "capture": lambda model, out: dispfx.capture(model),

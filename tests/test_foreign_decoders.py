@@ -13,6 +13,7 @@ from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source import load_source
 from tests import foreign_decoders
 from tests.foreign_decoders import LAYERS, VOCABULARY
+from tests.learning_options import options_of
 from tests.programs import relative_error, token_ids
 
 NAMES = ("nano", "lit", "lit_in_sequence", "lit_with_one_norm", "x")
@@ -53,7 +54,7 @@ def test_it_compiles_from_its_name_to_a_verified_folder(name: str, tmp_path: Pat
         0.3,
         data=tokens,
         out=tmp_path / "out",
-        settings=LearnSettings(steps=3, seq_len=16),
+        **options_of(LearnSettings(steps=3, seq_len=16)),
         align=1,
     )
     assert all(line.holds for line in report.verify) and not report.refused

@@ -44,7 +44,7 @@ from dispfx.fast_decoder.decoder import TrainingDecoder
 from dispfx.ir.program import Program
 from dispfx.learning.records import StepRecord
 from dispfx.learning.text import TokenBatches
-from dispfx.learning.trainer import learn
+from dispfx.learning.trainer import LearningTask, Watch, learn
 from dispfx.plan.budget import Budget
 from dispfx.run.learning_setup import prepared_loss
 from dispfx.run.mask_learning import batches_of
@@ -317,16 +317,16 @@ def _learn(
     settings: LearnSettings,
     on_step: Callable[[StepRecord], None],
 ) -> None:
-    learn(
-        gated,
-        program.sites,
-        program.shapes,
-        text,
-        Budget(0.3, "blocks", 8),
-        settings,
-        on_step=on_step,
+    task = LearningTask(
+        gated=gated,
+        sites=program.sites,
+        shapes=program.shapes,
+        text=text,
+        budget=Budget(0.3, "blocks", 8),
+        settings=settings,
         device=program.device,
     )
+    learn(task, Watch(on_step=on_step))
 
 
 def _decoder_milliseconds(decode: Callable[[], None]) -> float:

@@ -36,19 +36,20 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dispfx.compiler.programs import capture
 from dispfx.compiler.stages import for_learning, run_stage
-from dispfx.distributed.ranks import ALONE, Ranks, joined, local_device
+from dispfx.distributed.ranks import ALONE, Ranks, joined
 from dispfx.estimate.run_estimate import estimate
 from dispfx.fast_decoder.preparation import PreparedLoss, prepare
 from dispfx.fast_decoder.shards import Sharding
 from dispfx.ir.placing import placed
 from dispfx.ir.program import Program
 from dispfx.learning.text import TokenBatches
-from dispfx.learning.trainer import follow_run, learn
+from dispfx.learning.trainer import LearningTask, Watch, follow_run, learn
 from dispfx.plan.budget import Budget
 from dispfx.run.learning_setup import prepared_loss
 from dispfx.run.mask_learning import batches_of
 from dispfx.settings import ComputeSettings
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.words.chosen_device import local_device
 
 SHAPE = "llama-2-70b"
 ALL_LAYERS = LAYERS[SHAPE]
@@ -235,30 +236,29 @@ def _measure(
     ranks: Ranks,
 ) -> None:
     """Set the time of a step, the peak of memory and the rate of useful operations."""
-    budget, sites, shapes = Budget(0.3, "blocks", 8), program.sites, program.shapes
+    task = LearningTask(
+        gated=prepared,
+        sites=program.sites,
+        shapes=program.shapes,
+        text=text,
+        budget=Budget(0.3, "blocks", 8),
+        settings=settings,
+        device=device,
+        ranks=ranks,
+    )
     ends: list[float] = []
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     if ranks.leads:
-        learn(
-            prepared,
-            sites,
-            shapes,
-            text,
-            budget,
-            settings,
-            on_step=lambda record: ends.append(time.perf_counter()),
-            device=device,
-            ranks=ranks,
-        )
+        learn(task, Watch(on_step=lambda record: ends.append(time.perf_counter())))
         row.milliseconds = 1e3 * statistics.median(
             after - before for before, after in pairwise(ends[_WARM_UPS - 1 :])
         )
         work = estimate(program, settings).work.total
         row.tflops_a_card = work / ranks.size / row.milliseconds / 1e9
     else:
-        follow_run(prepared, sites, shapes, text, budget, settings, ranks=ranks, device=device)
+        follow_run(task)
     if device.type == "cuda":
         # What a CUDA graph uses is reserved and not allocated.
         graph = any("CUDA graph" in note and "no CUDA" not in note for note in row.notes)

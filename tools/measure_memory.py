@@ -89,19 +89,21 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def measure(model: str, batch: int, tokens: int, device: str, dtype: str) -> dict[str, Any]:
+def measure(model: str, batch: int, tokens: int, device: str, dtype: Any) -> dict[str, Any]:
     """Learn for two steps, and return bytes as estimated and as they were."""
     import torch
 
     from dispfx.api import capture, learn
     from dispfx.estimate.run_estimate import estimate
-    from dispfx.run.opening import Opening, learn_settings
+    from dispfx.run.opening import open_model
     from dispfx.run.preflight import bytes_beside_weights
-    from dispfx.settings import ComputeSettings
+    from dispfx.settings import ComputeSettings, ModelSettings, learn_settings
 
     torch.set_num_threads(1)
-    opening = Opening(model, device=device, dtype=dtype)
-    decoder = _random(model, device, dtype) if model in RANDOM else opening.open().model
+    if model in RANDOM:
+        decoder = _random(model, device, dtype)
+    else:
+        decoder = open_model(ModelSettings(model, device=device, dtype=dtype)).model
     program = capture(decoder)
     settings = learn_settings(model, batch_size=batch, seq_len=tokens, steps=2)
     text = torch.randint(program.vocabulary_size or 100, (4 * batch * tokens,))

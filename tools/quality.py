@@ -29,13 +29,13 @@ from dispfx.demo.demo_text import generate_text
 from dispfx.errors import DispfxError
 from dispfx.ir.program import Program
 from dispfx.learning.records import MetricsLog
+from dispfx.learning.trainer import Watch
 from dispfx.quality.measuring import measure
 from dispfx.quality.perplexity import TextFacts
 from dispfx.run.fitting import fitted_settings
 from dispfx.run.mask_learning import batches_of, learn
-from dispfx.run.opening import learn_settings
 from dispfx.run.writing import device_name, versions
-from dispfx.settings import ComputeSettings
+from dispfx.settings import ComputeSettings, learn_settings
 from dispfx.settings.learning_settings import RECIPES, LearnSettings, Method
 from dispfx.source import Source, encode, load_source, read_tokens
 
@@ -91,9 +91,8 @@ class Quality:
                     ratio,
                     align=self.args.align,
                     settings=settings,
-                    on_step=metrics.append,
                     compute=ComputeSettings(compile=self.args.compile),
-                    note=notes.append,
+                    watch=Watch(on_step=metrics.append, note=notes.append),
                 )
             plan.save(self.args.out / f"plan{len(self.rows)}.safetensors")
             row |= {"ratio": ratio, "achieved": plan.achieved, "steps": settings.steps, "seed": settings.seed}

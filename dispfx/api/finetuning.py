@@ -101,7 +101,7 @@ def finetune(
     """
     asked = FinetuneSettings.given(folder, changes)
     folder, output, settings = asked.model.model, asked.output, asked.tuning
-    path, merge, resume = Path(output.out).expanduser(), output.merge, output.resume
+    path, merge, resume = output.path, output.merge, output.resume
     stages = Stages(observer or NullObserver())
     if resume and (path / RECORD_FILE).is_file():
         stages.observer.note(f"{path} is complete; there is nothing to do")
@@ -116,8 +116,7 @@ def finetune(
         folder, device=asked.model.device or "cpu", trust_remote_code=asked.model.trust_remote_code
     )
     _require_modules(opened)
-    if settings.seq_len is None:
-        settings = replace(settings, seq_len=min(_SEQ_LEN, longest_context(opened.config)))
+    settings = fitted_tuning(settings, opened)
     with stages("open"):
         model = _decoder(opened, asked.model.dtype)
         fingerprint = _fingerprint(opened.path, next(model.parameters()).dtype)
@@ -162,6 +161,13 @@ def finetune(
         write_record(partial_folder, told, log)
     remove_state(state)
     return told
+
+
+def fitted_tuning(settings: TuneSettings, opened: Opened) -> TuneSettings:
+    """Return the settings with sequences that a decoder reads, where nobody chose their length."""
+    if settings.seq_len is not None:
+        return settings
+    return replace(settings, seq_len=min(_SEQ_LEN, longest_context(opened.config)))
 
 
 def _require_modules(opened: Opened) -> None:

@@ -8,16 +8,14 @@
    run: neither code of a checkpoint, nor a function that MODEL names.
 """
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from dispfx.errors import DataError, DispfxError, UsageError
 from dispfx.files.json_text import read_json
-from dispfx.settings.field import section_fields
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.settings.stored import stored_sections
 from dispfx.settings.tree import is_of_a_program
 from dispfx.settings.trees import RunSettings
 from dispfx.words.model_origin import origin_of
@@ -44,12 +42,8 @@ def configured(given: Mapping[str, Any]) -> RunSettings:
     flat = _kept(stored, chosen)
     _require_named(flat | chosen, " with this --config")
     needed = {name: chosen[name] for name in _NEEDED if name in chosen}
-    try:
-        learning = {**stored["learning"], "adaptable": tuple(stored["learning"].get("adaptable", ()))}
-        found = RunSettings.of(**needed, **flat).fitted(LearnSettings(**learning))
-    except (TypeError, ValueError) as error:
-        raise DataError(f"the settings cannot be used: {error}", where=str(path)) from error
-    return found.changed(**chosen)
+    learning = LearnSettings(**{name: _tuple(value) for name, value in stored["learning"].items()})
+    return RunSettings.of(**needed, **flat).fitted(learning).changed(**chosen)
 
 
 def _kept(stored: Mapping[str, dict[str, Any]], chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,42 +60,22 @@ def _kept(stored: Mapping[str, dict[str, Any]], chosen: Mapping[str, Any]) -> di
         if is_of_a_program(value):
             word = _NEEDED.get(name, one.option)
             raise UsageError(f"{word} is needed with this --config: its run was given an object in Python")
-        kept[name] = value
+        kept[name] = _tuple(value)
     return kept
 
 
 def _stored(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the sections of a file of settings, with values of the types that the settings have."""
+    """Return the sections of a file of settings."""
     try:
         plain = read_json(path)
     except (OSError, ValueError) as error:
         raise DataError(f"the settings cannot be read: {error}", where=str(path)) from error
     found = plain.get("settings", plain) if isinstance(plain, dict) else None
-    known = RunSettings.sections()
-    if (
-        not isinstance(found, dict)
-        or set(found) != set(known)
-        or not all(isinstance(section, dict) for section in found.values())
-    ):
-        raise DataError(
-            f"a file of settings has the sections {', '.join(known)}",
-            where=str(path),
-            hint="pass the report.json of a run that learned",
-        )
-    return {name: _typed(name, section, path) for name, section in found.items()}
-
-
-def _typed(section: str, values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the values of a section as its fields have them; names that are no setting are refused."""
-    kind: Any = RunSettings.sections()[section]
-    known = {one.name: one for one in section_fields(kind)}
-    names = {one.name for one in fields(kind)}
-    for name, value in values.items():
-        if name not in names:
-            raise DataError(f"{section} has no setting {name!r}", where=str(path))
-        if name in known and not known[name].takes(value) and not is_of_a_program(value):
-            raise DataError(f"{section}.{name} cannot be {json.dumps(value)[:40]}", where=str(path))
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    try:
+        return stored_sections(found, strict=True)
+    except ValueError as error:
+        hint = "pass the report.json of a run that learned"
+        raise DataError(f"these are no settings: {error}", where=str(path), hint=hint) from error
 
 
 def _require_named(given: Mapping[str, Any], where: str, names: Iterable[str] = tuple(_NEEDED)) -> None:
@@ -127,3 +101,7 @@ def _is_function(model: Any) -> bool:
         return isinstance(model, str) and origin_of(model) == "function"
     except DispfxError:
         return False  # whatever it is, the run will say so
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -87,7 +87,7 @@ def _check_to_learn(settings: RunSettings) -> None:
     check_shard(compute.shard, compute.launch)
 
 
-def _check(settings: RunSettings) -> None:
+def _check(settings: RunSettings | ApplySettings) -> None:
     origin_of(settings.model.model)
     check_texts(settings.text.data or [], settings.text.data_weight)
     check_texts(settings.text.eval_data or [])
@@ -96,7 +96,7 @@ def _check(settings: RunSettings) -> None:
 
 
 def _placed(settings: RunSettings) -> tuple[str, RunSettings]:
-    """Return where masks are learned, and settings that say where this process keeps its weights."""
+    """Return where masks are learned, and the settings with the device of this process's part."""
     learns_on = local_device(settings.model.device) or "cpu"
     return learns_on, settings.changed(shard_on=learns_on) if settings.compute.shard else settings
 
@@ -117,7 +117,7 @@ def command_line() -> str:
     return shlex.join(["dispfx", *sys.argv[1:]])
 
 
-def _show_folder(screen: Screen, report: "Report", settings: RunSettings) -> None:
+def _show_folder(screen: Screen, report: "Report", settings: RunSettings | ApplySettings) -> None:
     from dispfx.report import to_plain
 
     screen.print_json(to_plain(report))

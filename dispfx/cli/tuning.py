@@ -14,9 +14,8 @@ def finetune(settings: FinetuneSettings, screen: Screen) -> None:
     check_folder(settings.model.model)
     check_texts(text.data)
     check_texts(text.eval_data or [])
-    assert output.out is not None, "the verb requires --out"
     if not output.resume:
-        refuse_existing(output.out)
+        refuse_existing(output.path)
     from dispfx import api
     from dispfx.report import to_plain
     from dispfx.report.tuning_record import tuning_lines

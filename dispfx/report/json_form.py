@@ -19,6 +19,7 @@ from dispfx.errors import DataError, DispfxError
 from dispfx.files.atomic import replacing
 from dispfx.files.json_text import parse_json
 from dispfx.report.schema import Report
+from dispfx.settings.stored import stored_sections
 
 Shape = typing.TypeVar("Shape")
 
@@ -55,7 +56,10 @@ def from_json(text: str, where: str = "report.json") -> Report:
         DataError: if the text is no JSON, or a field is missing or of another type.
     """
     try:
-        return _read(Report, parse_json(text), "")
+        report = _read(Report, parse_json(text), "")
+        if report.settings is None:
+            return report
+        return dataclasses.replace(report, settings=stored_sections(report.settings, strict=False))
     except ValueError as error:
         raise DataError(f"this is no report: {error}", where=where, hint="pass a report.json") from error
 

@@ -187,7 +187,7 @@ class Report:
     skills: Mapping[str, SkillChange] = field(default_factory=dict)
     tuned: Tuning | None = None
     files: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, Mapping[str, Any]] | None = None
+    settings: Mapping[str, Any] | None = None
     onnx_without_cache: str | None = None
     ungated: tuple[UngatedWeights, ...] = ()
     lengths: Lengths | None = None

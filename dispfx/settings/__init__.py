@@ -5,6 +5,7 @@
     learning_settings  how masks are learned; recipes
     verb_settings      sections of single verbs
     tree               sections under one root: flat names ⇄ sections
+    stored             `RunSettings` as a report has them, checked
     trees              `RunSettings` and the trees of the other verbs
 
 Nothing here imports torch.

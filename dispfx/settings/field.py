@@ -108,6 +108,13 @@ class Field:
             return self.facts.takes
         return next(kind for kind in _members(self.kind) if kind is not type(None))
 
+    @property
+    def kind_name(self) -> str:
+        """Type of a value in words."""
+        if self.facts.repeats is not None:
+            return f"a list of {self.facts.repeats.__name__}"
+        return " or ".join(self.choices) if self.choices else self.typed.__name__
+
     def takes(self, value: Any) -> bool:
         """Whether a value from a JSON file has the type of the setting; ranges are checked elsewhere."""
         members = _members(self.kind)

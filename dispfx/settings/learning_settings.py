@@ -78,8 +78,6 @@ class LearnSettings:
     Args:
         adaptable: names of settings left at their default.  These may be adapted to the model; explicit ones
             never are.
-        log_every: steps between two records.
-        held_out_every: steps between two measurements of the held-out loss; 0 never measures.
     """
 
     method: Method = setting("learned", "Learn the masks, or score features once.", default="learned")
@@ -147,8 +145,13 @@ class LearnSettings:
     max_bad_steps: int = setting(
         10, "Steps in a row without a finite loss and gradient that end the run.", least=1, per_run=True
     )
-    log_every: int = 1
-    held_out_every: int = 0
+    log_every: int = setting(1, "Steps between two records.", least=1, on_command_line=False)
+    held_out_every: int = setting(
+        0,
+        "Steps between two measurements of the held-out loss; 0 never measures.",
+        least=0,
+        on_command_line=False,
+    )
 
     def __post_init__(self) -> None:
         """Refuse values with which no run makes sense.
@@ -157,8 +160,6 @@ class LearnSettings:
             DispfxError: naming the setting, what it may be and what was given.
         """
         check_section(self)
-        if self.log_every < 1 or self.held_out_every < 0:
-            raise DispfxError("log_every must be at least 1 and held_out_every at least 0")
         if self.batch_size % self.samples:
             raise DispfxError(
                 f"samples must be a divisor of batch_size ({self.batch_size}), {self.samples} was given",

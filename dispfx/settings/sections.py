@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dispfx.errors import BudgetError, DataError
+from dispfx.errors import BudgetError, DataError, OutputError
 from dispfx.settings.field import check_section, required, setting
 from dispfx.words.chosen_device import check_device
 from dispfx.words.text_origin import TEXT_BYTES, TEXT_FIELD
@@ -112,6 +112,8 @@ class BudgetSettings:
 
     def __post_init__(self) -> None:
         check_section(self)
+        if isinstance(self.skip, str):
+            object.__setattr__(self, "skip", (self.skip,))
 
 
 @dataclass(frozen=True)
@@ -185,8 +187,13 @@ class OutputSettings:
 
     @property
     def path(self) -> Path:
-        """The folder or file to write, with ~ expanded."""
-        assert self.out is not None, "the verb requires --out"
+        """The folder or file to write, with ~ expanded.
+
+        Raises:
+            OutputError: if none was named.
+        """
+        if self.out is None:
+            raise OutputError("a place to write is needed", hint="name one with --out")
         return Path(self.out).expanduser()
 
     @property

@@ -89,13 +89,7 @@ class Tree:
 
     def plain(self) -> dict[str, dict[str, Any]]:
         """Return every value by section and name, ready for JSON."""
-        return {
-            name: {
-                one.name: _plain(getattr(getattr(self, name), one.name))
-                for one in fields(typing.cast(Any, kind))
-            }
-            for name, kind in self.sections().items()
-        }
+        return {name: plain_section(getattr(self, name)) for name in self.sections()}
 
     @classmethod
     def _section(cls, name: str, kind: type, flat: Mapping[str, Any]) -> Any:
@@ -121,6 +115,11 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value):
         return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
     return {_OBJECT: type(value).__qualname__}
+
+
+def plain_section(section: Any) -> dict[str, Any]:
+    """Return every value of a section by its name, ready for JSON."""
+    return {one.name: _plain(getattr(section, one.name)) for one in fields(section)}
 
 
 def is_of_a_program(plain: Any) -> bool:

@@ -77,7 +77,7 @@ class RunSettings(Tree):
 
     @property
     def placed_model(self) -> ModelSettings:
-        """The decoder as this process opens it: on its own card, or on the CPU if no device may hold all."""
+        """The decoder as this process opens it; on the CPU if no device may hold all of it."""
         device = local_device(self.model.device) if self.compute.shard_on is None else "cpu"
         return replace(self.model, device=device)
 

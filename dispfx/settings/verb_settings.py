@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from dispfx.errors import OutputError
 from dispfx.settings.field import check_section, required, setting
 
 Runtime = Literal["torch", "onnx"]
@@ -80,6 +81,17 @@ class TuneOutputSettings:
 
     def __post_init__(self) -> None:
         check_section(self)
+
+    @property
+    def path(self) -> Path:
+        """The folder to write, with ~ expanded.
+
+        Raises:
+            OutputError: if none was named.
+        """
+        if self.out is None:
+            raise OutputError("a place to write is needed", hint="name one with --out")
+        return Path(self.out).expanduser()
 
 
 @dataclass(frozen=True, eq=False)

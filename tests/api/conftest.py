@@ -8,12 +8,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import dispfx
+import dispfx.api
 from dispfx.ir.program import Program
 from dispfx.learning.records import StepRecord
 from dispfx.report import NullObserver, Report
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.verification.equivalence import Verification
+from tests.learning_options import options_of
 from tests.plain_decoders import VOCABULARY
 from tests.source.conftest import decoder_folder as decoder_folder
 
@@ -82,14 +83,8 @@ class Compiled:
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> Compiled:
     path, watcher = tmp_path_factory.mktemp("plain") / "out", Watcher()
-    report = dispfx.compile(
-        MODEL,
-        RATIO,
-        out=path,
-        data=tokens,
-        settings=SETTINGS,
-        align=1,
-        observer=watcher,
-        command="the command",
+    settings = dispfx.api.RunSettings.of(
+        model=MODEL, ratio=RATIO, out=path, data=tokens, align=1, **options_of(SETTINGS)
     )
+    report = dispfx.api.run_compile(settings, watcher, command="the command")
     return Compiled(path, report, watcher)

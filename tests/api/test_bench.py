@@ -22,7 +22,9 @@ from dispfx.ir.cached_inputs import CachedShape
 from dispfx.ir.ops import is_grouped
 from dispfx.plan.plan import Plan
 from dispfx.quality.measuring import measure
-from dispfx.run.opening import Opening
+from dispfx.quality.perplexity import TextFacts
+from dispfx.run.opening import open_model
+from dispfx.settings import ModelSettings
 from tests.api.conftest import Compiled
 from tests.captures import plain
 from tests.tiny_transformers import tiny_transformer
@@ -41,7 +43,7 @@ def _short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def pruned_folder(tmp_path_factory: pytest.TempPathFactory, decoder_folder: Path) -> Path:
     """A transformers decoder, pruned at random and written."""
-    model = Opening(str(decoder_folder)).open().model
+    model = open_model(ModelSettings(str(decoder_folder))).model
     plan = Plan.random(dispfx.capture(model), 0.4, seed=0)
     out = tmp_path_factory.mktemp("bench") / "out"
     dispfx.api.apply(str(decoder_folder), plan, out=out, export="none")
@@ -53,10 +55,10 @@ def test_every_step_is_timed_dense_and_pruned(pruned_folder: Path, decoder_folde
     benched = bench(
         pruned_folder,
         dense=str(decoder_folder),
-        batches=(1, 3),
-        prompts=(5,),
-        pasts=(4, 9),
-        modes=("eager",),
+        batch=(1, 3),
+        prompt=(5,),
+        past=(4, 9),
+        mode="eager",
         on_row=seen.append,
     )
     assert list(benched.rows) == seen
@@ -71,7 +73,7 @@ def test_every_step_is_timed_dense_and_pruned(pruned_folder: Path, decoder_folde
 
 
 def test_without_a_dense_model_its_class_is_timed_with_random_weights(pruned_folder: Path):
-    benched = bench(pruned_folder, batches=(1,), prompts=(4,), pasts=(3,), modes=("eager",))
+    benched = bench(pruned_folder, batch=(1,), prompt=(4,), past=(3,), mode="eager")
     assert len(benched.rows) == 2 and all(row.speedup for row in benched.rows)
     assert benched.facts["dense"] == "the same class with random weights"
 
@@ -91,7 +93,7 @@ def test_a_mixture_gathers_weights_for_a_single_token_and_sorts_many(tmp_path: P
 
     monkeypatch.setattr(bench_room, "compare", watched)
     steps: dict[str, Any] = {"batches": (1, 2), "prompts": (6,), "pasts": (3,), "modes": ("eager",)}
-    rows = bench(out, **steps, alignments=(4,)).rows
+    rows = bench(out, **steps, align=(4,)).rows
     assert all(row.speedup for row in rows) and len({row.name for row in rows}) == 2
     assert grouped == {
         (1, 6, 0): (True, True), (2, 6, 0): (True, True), (1, 1, 3): (False, False), (2, 1, 3): (True, True),
@@ -111,11 +113,11 @@ def test_alignments_are_timed_and_measured_on_the_plan(
     benched = bench(
         pruned_folder,
         dense=str(decoder_folder),
-        batches=(1,),
-        prompts=(4, 6),
-        pasts=(3,),
-        modes=("eager",),
-        alignments=(1, 8),
+        batch=(1,),
+        prompt=(4, 6),
+        past=(3,),
+        mode="eager",
+        align=(1, 8),
         eval_data=str(text),
         eval_windows=1,
     )
@@ -128,19 +130,19 @@ def test_alignments_are_timed_and_measured_on_the_plan(
     found = dict(each.rsplit(" ", 1) for each in benched.facts["perplexity of the plan"].split(", "))
     assert set(found) == {"as it is", "× 1", "× 8"} and found["as it is"] == found["× 1"]
     with pytest.raises(DataError, match="use --runtime torch"):
-        bench(pruned_folder, alignments=(8,), runtime="onnx")
+        bench(pruned_folder, align=(8,), runtime="onnx")
     short = tmp_path / "short.safetensors"
     save_file({"tokens": torch.randint(61, (20,))}, short)
     with pytest.raises(DataError, match="which features come or go"):
-        bench(pruned_folder, dense=str(decoder_folder), alignments=(8,), eval_data=str(short))
+        bench(pruned_folder, dense=str(decoder_folder), align=(8,), eval_data=str(short))
     with pytest.raises(DataError, match="--align is not given"):
         bench(pruned_folder, dense=str(decoder_folder), eval_data=str(text))
     with pytest.raises(DataError, match="--dense MODEL"):
-        bench(pruned_folder, alignments=(8,), eval_data=str(text))
+        bench(pruned_folder, align=(8,), eval_data=str(text))
 
 
 def test_branches_that_were_skipped_stay_whole_at_an_alignment(decoder_folder: Path, tmp_path: Path):
-    model = Opening(str(decoder_folder)).open().model
+    model = open_model(ModelSettings(str(decoder_folder))).model
     program = dispfx.capture(model)
     skipped = program.branches[0].name
     plan = Plan.random(dispfx.capture(model, skip=[skipped]), 0.3, seed=0)
@@ -151,7 +153,11 @@ def test_branches_that_were_skipped_stay_whole_at_an_alignment(decoder_folder: P
     assert all(torch.equal(kept, plan.kept[name]) for name, kept in same.kept.items())
     assert set(coarse.kept) == set(plan.kept) and not any(name.startswith(skipped) for name in coarse.kept)
     without_cache = measure(
-        dispfx.lower(only_planned(program, plan), plan), on.tokens, context=16, device="cpu", text=""
+        dispfx.lower(only_planned(program, plan), plan),
+        on.tokens,
+        context=16,
+        device="cpu",
+        text=TextFacts("", None),
     )
     assert whole == pytest.approx(without_cache.value, rel=1e-5)
 
@@ -188,8 +194,8 @@ def test_the_dense_decoder_is_captured_once_and_one_plan_is_measured_and_timed(
     monkeypatch.setattr(bench_room, "compare", watched)
     words: dict[str, Any] = {"eval_data": str(text), "eval_windows": 1} if with_text else {}
     bench(
-        pruned_folder, dense=str(decoder_folder), batches=(1,), prompts=(4,), pasts=(3,), modes=("eager",),
-        alignments=(1, 8), **words,
+        pruned_folder, dense=str(decoder_folder), batch=(1,), prompt=(4,), past=(3,), mode="eager",
+        align=(1, 8), **words,
     )  # fmt: skip
     assert len(captured) == 2, "the folder's shape and the dense decoder"
     assert len(made) == 1 and timed == 2 * [plan.achieved for plan in made[0]]
@@ -208,36 +214,36 @@ def test_a_plan_is_made_again_at_an_alignment_from_what_it_keeps():
 
 def test_a_dense_model_of_other_shapes_is_refused(pruned_folder: Path):
     with pytest.raises(PlanMismatchError, match="shapes"):
-        bench(pruned_folder, dense=tiny_transformer("llama"), batches=(1,), prompts=(4,), pasts=(3,))
+        bench(pruned_folder, dense=tiny_transformer("llama"), batch=(1,), prompt=(4,), past=(3,))
 
 
 def test_a_plan_is_not_measured_on_other_weights(pruned_folder: Path, decoder_folder: Path, tmp_path: Path):
     """Speed depends on shapes alone, and perplexity does not."""
     text = tmp_path / "tokens.safetensors"
     save_file({"tokens": torch.randint(61, (300,))}, text)
-    other: Any = Opening(str(decoder_folder)).open().model
+    other: Any = open_model(ModelSettings(str(decoder_folder))).model
     with torch.no_grad():
         for tensor in other.parameters():
             tensor.mul_(1.5)
     with pytest.raises(PlanMismatchError, match="fingerprint"):
-        bench(pruned_folder, dense=other, alignments=(8,), eval_data=str(text))
+        bench(pruned_folder, dense=other, align=(8,), eval_data=str(text))
 
 
 def test_a_length_that_the_decoder_cannot_read_is_refused(pruned_folder: Path):
     with pytest.raises(DataError, match="2049 tokens"):
-        bench(pruned_folder, prompts=(2049,))
+        bench(pruned_folder, prompt=(2049,))
     with pytest.raises(DataError, match="2049 tokens"):
-        bench(pruned_folder, pasts=(2048,))
+        bench(pruned_folder, past=(2048,))
 
 
 @pytest.mark.slow
 def test_onnx_models_of_both_decoders_are_timed(pruned_folder: Path):
     seen: list[SpeedRow] = []
-    benched = bench(pruned_folder, batches=(1,), prompts=(4,), pasts=(3,), runtime="onnx", on_row=seen.append)
+    benched = bench(pruned_folder, batch=(1,), prompt=(4,), past=(3,), runtime="onnx", on_row=seen.append)
     assert list(benched.rows) == seen and [tuple(row.shape) for row in seen] == [(1, 4, 0), (1, 1, 3)]
     assert all(row.speedup and row.speedup > 0 and row.note == "" for row in seen)
 
 
 def test_a_folder_with_a_graph_alone_is_refused(compiled: Compiled):
     with pytest.raises(OutputError, match="holds a graph alone"):
-        bench(compiled.path, batches=(1,), prompts=(4,), pasts=(3,))
+        bench(compiled.path, batch=(1,), prompt=(4,), past=(3,))

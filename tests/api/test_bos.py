@@ -1,5 +1,6 @@
 """The beginning-of-sequence token: where a tokenizer adds it, so do learning, measuring and generating."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from dispfx.plan.plan import Plan
 from dispfx.quality.perplexity import TextFacts, perplexity
 from dispfx.report import load_report
 from dispfx.run.run_text import TextChoice, open_text
+from dispfx.settings import TextSettings
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source import load_source
-from dispfx.words.text_origin import Reading
 from tests.api.conftest import Watcher
+from tests.learning_options import options_of
 from tests.source.byte_tokenizer import byte_tokenizer
 
 BOS = 256
@@ -51,9 +53,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compiled(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watcher]:
     out, watcher = tmp_path_factory.mktemp("compiled") / "out", Watcher()
     dispfx.compile(
-        str(folder), 0.2, out=out, data=folder / "text.txt", settings=SETTINGS, align=1, observer=watcher
+        str(folder), 0.2, folder / "text.txt", out, **options_of(SETTINGS), align=1, observer=watcher
     )
     return out, watcher
+
+
+def texts(data: Any, **others: Any) -> TextChoice:
+    return TextChoice(TextSettings(data, **others))
 
 
 def ids_of(text: str) -> Tensor:
@@ -62,29 +68,29 @@ def ids_of(text: str) -> Tensor:
 
 def test_every_sequence_to_learn_from_begins_with_it(folder: Path):
     source = load_source(str(folder))
-    text = open_text(source, TextChoice(folder / "text.txt"))
+    text = open_text(source, texts(folder / "text.txt"))
     batches = text.batches(SETTINGS)
     for ids_BT in [*(batches.batch(index) for index in range(8)), *batches.held_out_batches(8)]:
         assert ids_BT.shape[1] == 16 and ids_BT[:, 0].tolist() == [BOS] * len(ids_BT)
         assert not bool((ids_BT[:, 1:] == BOS).any())
-    weighted = TextChoice([folder / "text.txt"] * 2, weights=[1, 2])
+    weighted = texts([folder / "text.txt"] * 2, data_weight=[1, 2])
     assert open_text(source, weighted).batches(SETTINGS).batch(0)[:, 0].tolist() == [BOS] * 2
-    assert open_text(source, TextChoice(folder / "text.txt", reading=Reading(bos="off"))).bos == ()
+    assert open_text(source, texts(folder / "text.txt", bos="off")).bos == ()
 
 
 def test_every_process_of_a_run_cuts_the_same_sequences(folder: Path):
     source = load_source(str(folder))
-    one, two = (open_text(source, TextChoice(folder / "text.txt")).batches(SETTINGS) for _ in range(2))
+    one, two = (open_text(source, texts(folder / "text.txt")).batches(SETTINGS) for _ in range(2))
     assert one.digest == two.digest and one.digest.endswith(f"each sequence after token {BOS}")
     assert torch.equal(one.batch(3), two.batch(3))
 
 
 def test_documents_that_are_kept_apart_begin_with_it(folder: Path):
     source = load_source(str(folder))
-    chosen = TextChoice(folder / "text.txt").of_documents(source, ord("\n"))
+    chosen = texts(folder / "text.txt").of_documents(source, ord("\n"))
     newline = int(ids_of("\n")[0])
     ids_T = (
-        open_text(source, TextChoice(folder / "text.txt", separator=newline))
+        open_text(source, replace(texts(folder / "text.txt"), separator=newline))
         .batches(LearnSettings(seq_len=64, batch_size=1))
         .batch(0)[0]
     )
@@ -97,8 +103,8 @@ def test_report_and_plan_say_what_sequences_began_with(compiled: tuple[Path, Wat
     out, watcher = compiled
     report = load_report(out / "report.json")
     assert report.perplexity is not None and report.settings is not None
-    assert report.perplexity.protocol.bos == report.settings.bos_tokens == (BOS,)
-    assert report.settings.bos == "auto"
+    assert report.perplexity.protocol.bos == (BOS,)
+    assert report.settings["text"]["bos"] == "auto"
     # Every window of 64 tokens begins with it, and every token of the held-out text is predicted.
     assert report.perplexity.protocol.tokens == len(TEXT) // 10
     assert Plan.load(out / "plan.safetensors").bos == (BOS,)
@@ -118,7 +124,7 @@ def test_perplexity_is_that_of_windows_which_begin_with_it(folder: Path, compile
         by_hand = perplexity(decoder, ids_of(TEXT), context=32, text=TextFacts("text.txt", None, (BOS,)))
         assert measured["auto"].value == by_hand.value
     alike = [
-        api.agree(compiled[0], str(folder), eval_data=folder / "text.txt", context=32, bos=bos)
+        api.agree(compiled[0], dense=str(folder), eval_data=folder / "text.txt", context=32, bos=bos)
         for bos in ("auto", "off")
     ]
     assert alike[0].tokens == len(TEXT) and alike[0].kl_nats != alike[1].kl_nats
@@ -130,7 +136,7 @@ def test_a_tokenizer_that_adds_none_changes_no_number(decoder_folder: Path, fold
         for bos in ("auto", "off")
     ]
     assert found[0] == found[1] and found[0].protocol["bos"] == ()
-    text = open_text(load_source(str(decoder_folder)), TextChoice(folder / "text.txt"))
+    text = open_text(load_source(str(decoder_folder)), texts(folder / "text.txt"))
     assert text.bos == () and text.notes == () and "after" not in text.batches(SETTINGS).digest
 
 
@@ -138,18 +144,17 @@ def test_on_without_such_a_token_is_refused_by_every_command(
     decoder_folder: Path, folder: Path, tmp_path: Path
 ):
     text = folder / "text.txt"
-    on: dict[str, Any] = {"bos": "on"}
     calls: list[Any] = [
-        lambda: dispfx.compile(str(decoder_folder), 0.2, out=tmp_path / "a", data=text, **on),
-        lambda: api.learn_plan(str(decoder_folder), 0.2, out=tmp_path / "b", data=text, **on),
-        lambda: api.evaluate(str(decoder_folder), eval_data=text, **on),
-        lambda: api.generate(str(decoder_folder), "some", **on),
+        lambda: dispfx.compile(str(decoder_folder), 0.2, text, tmp_path / "a", bos="on"),
+        lambda: api.learn_plan(str(decoder_folder), 0.2, text, tmp_path / "b", bos="on"),
+        lambda: api.evaluate(str(decoder_folder), eval_data=text, bos="on"),
+        lambda: api.generate(str(decoder_folder), "some", bos="on"),
     ]
     for call in calls:
         with pytest.raises(DataError, match="the tokenizer has no bos_token") as refusal:
             call()
         assert refusal.value.exit_code == 2
-    with pytest.raises(DispfxError, match="--bos must be auto or on or off, and 'yes' was given"):
+    with pytest.raises(DispfxError, match="bos must be auto or on or off, and 'yes' was given"):
         api.evaluate(str(decoder_folder), eval_data=text, bos="yes")  # type: ignore[arg-type]
 
 
@@ -157,12 +162,12 @@ def test_token_ids_are_taken_as_they_are_and_a_line_says_so(folder: Path, tmp_pa
     source, ids = load_source(str(folder)), ids_of(TEXT).to(torch.int32)
     save_file({"tokens": ids}, tmp_path / "a.safetensors")
     for data in (tmp_path / "a.safetensors", ids, [folder / "text.txt", tmp_path / "a.safetensors"]):
-        text = open_text(source, TextChoice(data))
+        text = open_text(source, texts(data))
         assert text.bos == text.about.bos == ()
         assert text.notes == ("token ids are taken as they are: no beginning-of-sequence token is added",)
-    text = open_text(source, TextChoice(ids, folder / "text.txt"))
+    text = open_text(source, texts(ids, eval_data=folder / "text.txt"))
     assert text.bos == () and text.about.bos == (BOS,) and len(text.notes) == 2
-    asked = open_text(source, TextChoice(ids, reading=Reading(bos="on")))
+    asked = open_text(source, texts(ids, bos="on"))
     assert asked.bos == asked.about.bos == (BOS,)
 
 
@@ -172,7 +177,9 @@ def test_a_run_with_another_choice_is_not_resumed(folder: Path, tmp_path: Path):
             if record.step == 1:
                 raise KeyboardInterrupt
 
-    common: dict[str, Any] = dict(out=tmp_path / "p.safetensors", data=folder / "text.txt", settings=SETTINGS)
+    common: dict[str, Any] = dict(
+        out=tmp_path / "p.safetensors", data=folder / "text.txt", **options_of(SETTINGS)
+    )
     with pytest.raises(KeyboardInterrupt):
         api.learn_plan(str(folder), 0.2, **common, bos="off", observer=Stopping())
     with pytest.raises(DataError, match=f"and is .*, each sequence after token {BOS}"):
@@ -207,7 +214,7 @@ def test_a_merged_or_tuned_decoder_learns_from_the_same_sequences(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dispfx.api.finetuning.train", stopped)
-    settings = api.tune_settings(str(compiled[0]), steps=1, seq_len=16, batch_size=2)
+    settings: dict[str, Any] = {"steps": 1, "seq_len": 16, "batch_size": 2}
     with pytest.raises(KeyboardInterrupt):
-        api.finetune(compiled[0], data=folder / "text.txt", out=tmp_path / "t", settings=settings)
+        api.finetune(compiled[0], data=folder / "text.txt", out=tmp_path / "t", **settings)
     assert seen[0][:, 0].tolist() == [BOS] * 2

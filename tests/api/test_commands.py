@@ -19,6 +19,7 @@ from dispfx.report import Report
 from dispfx.verification.equivalence import Verification, require
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Compiled, Watcher, random_tokens
 from tests.api.plain import build_decoder
+from tests.learning_options import options_of
 from tests.programs import token_ids
 
 
@@ -47,12 +48,12 @@ def test_inspect_says_what_can_be_pruned_in_any_model():
 
 def test_learn_plan_writes_the_plan_alone(tmp_path: Path, tokens: Path, compiled: Compiled):
     path, watcher = tmp_path / "plan.safetensors", Watcher()
-    plan = learn_plan(MODEL, RATIO, out=path, data=tokens, settings=SETTINGS, align=1, observer=watcher)
+    plan = learn_plan(MODEL, RATIO, out=path, data=tokens, **options_of(SETTINGS), align=1, observer=watcher)
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.safetensors"]
     assert plan == Plan.load(path) == Plan.load(compiled.path / "plan.safetensors")
     assert watcher.stages == ["open", "capture", "check lengths", "learn"]
     with pytest.raises(OutputError, match="must not exist yet"):
-        learn_plan(MODEL, RATIO, out=path, data=tokens, settings=SETTINGS)
+        learn_plan(MODEL, RATIO, out=path, data=tokens, **options_of(SETTINGS))
     # As a run leaves it that is killed between its last two steps.
     (tmp_path / f"{path.name}.state").mkdir()
     again = learn_plan(MODEL, RATIO, out=path, data=tokens, resume=True, observer=watcher)
@@ -64,7 +65,7 @@ def test_sites_that_would_keep_nothing_keep_one_feature_and_a_line_says_so(tmp_p
     watcher = Watcher()
     settings = replace(SETTINGS, method="random")
     plan = learn_plan(
-        MODEL, 0.97, out=tmp_path / "p", data=tokens, settings=settings, align=1, observer=watcher
+        MODEL, 0.97, out=tmp_path / "p", data=tokens, **options_of(settings), align=1, observer=watcher
     )
     assert plan.emptied and all(len(selection.kept) >= 1 for selection in plan.selections)
     told = f"{len(plan.emptied)} of {len(plan.selections)} sites keep the least that a site may, 1 of their "
@@ -153,8 +154,8 @@ def test_evaluate_takes_a_model_and_an_output_folder(demo: tuple[Path, Report], 
     text = tmp_path / "text.txt"
     text.write_text("the cats see the dog . " * 40)
     dense, pruned = (
-        evaluate("demo", eval_data=text, windows=1),
-        evaluate(str(demo[0]), eval_data=text, windows=1),
+        evaluate("demo", eval_data=text, eval_windows=1),
+        evaluate(str(demo[0]), eval_data=text, eval_windows=1),
     )
     assert demo[1].perplexity is not None
     assert dense.value == pytest.approx(demo[1].perplexity.dense, rel=1e-5)
@@ -174,9 +175,9 @@ def test_a_folder_of_a_plain_module_is_measured_in_the_windows_of_its_report(
 ):
     measured = compiled.report.perplexity
     assert measured is not None
-    found = evaluate(str(compiled.path), eval_data=tokens, windows=1)
+    found = evaluate(str(compiled.path), eval_data=tokens, eval_windows=1)
     assert found.protocol["context"] == measured.protocol.context < 2048
-    compared = agree(compiled.path, MODEL, eval_data=tokens, windows=1).tokens
+    compared = agree(compiled.path, dense=MODEL, eval_data=tokens, eval_windows=1).tokens
     assert measured.protocol.context - 1 <= compared <= measured.protocol.context
 
 
@@ -225,7 +226,7 @@ def test_the_module_of_the_user_is_never_changed(tmp_path: Path, compiled: Compi
     model = build_decoder().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     apply(model, compiled.path / "plan.safetensors", out=tmp_path / "out")
-    evaluate(model, eval_data=_stored(tmp_path), context=16, windows=1)
+    evaluate(model, eval_data=_stored(tmp_path), context=16, eval_windows=1)
     assert model.training and all(parameter.requires_grad for parameter in model.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert isinstance(model, nn.Module)
@@ -245,6 +246,11 @@ def test_a_folder_where_the_state_would_be_is_left_alone_with_all_that_is_in_it(
     mine.write_text("mine")
     with pytest.raises(OutputError, match="this is something else") as error:
         learn_plan(
-            MODEL, RATIO, out=tmp_path / "plan.safetensors", data=tokens, settings=SETTINGS, resume=resume
+            MODEL,
+            RATIO,
+            out=tmp_path / "plan.safetensors",
+            data=tokens,
+            **options_of(SETTINGS),
+            resume=resume,
         )
     assert mine.read_text() == "mine" and "remove" not in str(error.value)

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,18 @@ from dispfx.errors import (
 )
 from dispfx.plan.plan import Plan
 from dispfx.report import load_report
+from dispfx.settings import RunSettings
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.verification.equivalence import Verification
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Compiled, Watcher, random_tokens
 from tests.api.plain import another_decoder, build_decoder
+from tests.learning_options import options_of
 from tests.plain_decoders import FORMS, VOCABULARY, build
 from tests.programs import token_ids
 
 
 def compile_(out: Path, tokens: Path, **changes):
-    words = {"data": tokens, "settings": SETTINGS, "align": 1} | changes
+    words = {"data": tokens, **options_of(SETTINGS), "align": 1} | changes
     return dispfx.compile(words.pop("model", MODEL), words.pop("ratio", RATIO), out=out, **words)
 
 
@@ -48,7 +50,7 @@ def test_a_folder_is_whole_and_nothing_is_left_beside_it(compiled: Compiled):
 
 
 def test_features_that_are_scored_once_give_a_whole_folder_too(tmp_path: Path, tokens: Path):
-    report = compile_(tmp_path / "out", tokens, settings=replace(SETTINGS, method="magnitude"))
+    report = compile_(tmp_path / "out", tokens, **options_of(replace(SETTINGS, method="magnitude")))
     assert abs(report.ratio.achieved - RATIO) <= 0.001
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -86,10 +88,12 @@ def test_the_report_has_every_setting_as_the_run_had_it(tmp_path: Path, tokens: 
     model = build(
         FORMS["pre-norm"]
     )  # its table of positions has 64 places, and the recipe has sequences of 2048
-    told = compile_(tmp_path / "out", tokens, model=model, settings=chosen).settings
-    assert told is not None and (told.align, told.select, told.data_bytes) == (1, "after-norm", 2**27)
-    assert told.learning == replace(chosen, seq_len=64)
-    assert (told.learning.samples, told.learning.lr, told.learning.weight_decay) == (3, 3e-3, 1.0)
+    told = compile_(tmp_path / "out", tokens, model=model, **options_of(chosen)).settings
+    assert told is not None
+    budget, learning = told["budget"], told["learning"]
+    assert (budget["align"], budget["select"], told["text"]["data_bytes"]) == (1, "after-norm", 2**27)
+    assert learning == asdict(replace(chosen, seq_len=64)) | {"adaptable": list(chosen.adaptable)}
+    assert (learning["samples"], learning["lr"], learning["weight_decay"]) == (3, 3e-3, 1.0)
     assert load_report(tmp_path / "out" / "report.json").settings == told
 
 
@@ -305,7 +309,7 @@ REFUSED = {
     "no text": ({"data": None}, DataError, "text to learn from is needed"),
     "a text shorter than a sequence": ({"data": random_tokens(12)}, DataError, "16"),
     "sequences longer than it reads": (
-        {"settings": replace(SETTINGS, seq_len=65)},
+        {"seq_len": 65},
         DataError,
         "the decoder's table of positions ends after 64",
     ),
@@ -316,7 +320,7 @@ REFUSED = {
     "an unknown export": (
         {"export": "tensorrt"},
         DispfxError,
-        "--export must be none or onnx or pt2 or dense",
+        "export must be none or onnx or pt2 or dense",
     ),
 }
 
@@ -336,13 +340,13 @@ def test_text_that_is_missing_is_said_before_a_decoder_is_opened(
     tmp_path: Path, settings: LearnSettings, monkeypatch: pytest.MonkeyPatch
 ):
     """Also where nobody chose the length of a sequence, which the graph of a module without a config says."""
-    monkeypatch.setattr("dispfx.run.opening.Opening.open", lambda opening: pytest.fail("it was opened"))
-    runs: tuple[Any, ...] = (dispfx.compile, dispfx.api.learn_plan, dispfx.api.preview)
+    monkeypatch.setattr("dispfx.run.readiness.open_model", lambda settings: pytest.fail("it was opened"))
+    runs: tuple[Any, ...] = (dispfx.api.run_compile, dispfx.api.run_learn, dispfx.api.preview)
     for model in (MODEL, build_decoder()):
-        watcher = Watcher()
+        watcher, common = Watcher(), {"model": model, "ratio": RATIO, "out": tmp_path / "out"}
         for run in runs:
             with pytest.raises(DataError, match="text to learn from is needed"):
-                run(model, RATIO, out=tmp_path / "out", settings=settings, observer=watcher)
+                run(RunSettings.of(**options_of(settings), **common), watcher)
         assert watcher.stages == [] and list(tmp_path.iterdir()) == []
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +15,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import dispfx
-from dispfx.api import apply, evaluate, finetune, tune_settings, verify
+from dispfx.api import apply, evaluate, finetune, verify
+from dispfx.api.finetuning import fitted_tuning
 from dispfx.capturing.module_capture import module_logits
 from dispfx.demo import DECODER_FOLDER
 from dispfx.demo.demo_text import generate_text
 from dispfx.errors import DataError, DispfxError, OutputError
 from dispfx.huggingface.adapter_training import Keeping, TuneStep, train
-from dispfx.huggingface.adapters import TuneSettings
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.learning.text import TokenBatches
 from dispfx.report import Tuning, load_report
+from dispfx.run.folders import open_folder
+from dispfx.settings.verb_settings import TuneSettings
 from tests.api.conftest import MODEL, Watcher
 from tests.programs import token_ids
 from tests.pruned_modules import writers
@@ -63,7 +65,7 @@ def merged(
     pruned: Path, text: Path, other: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Tuning]:
     out = tmp_path_factory.mktemp("merged") / "tuned"
-    told = finetune(pruned, data=str(text), out=out, merge=True, settings=SETTINGS, eval_data=str(other))
+    told = finetune(pruned, data=str(text), out=out, merge=True, **asdict(SETTINGS), eval_data=str(other))
     return out, told
 
 
@@ -73,7 +75,7 @@ def test_adapters_are_written_for_peft_and_lower_perplexity(pruned: Path, text: 
 
     watcher = Watcher()
     told = finetune(
-        pruned, data=str(text), out=tmp_path / "out", settings=SETTINGS, eval_windows=2, observer=watcher
+        pruned, data=str(text), out=tmp_path / "out", **asdict(SETTINGS), eval_windows=2, observer=watcher
     )
     assert told.after < told.before and told.protocol.held_out_share == 0.1
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
@@ -140,7 +142,7 @@ def test_the_perplexity_told_is_that_of_the_folder_read_back(
 def test_the_same_seed_gives_the_same_bits(pruned: Path, text: Path, tmp_path: Path):
     adapters = []
     for name in ("first", "second"):
-        finetune(pruned, data=str(text), out=tmp_path / name, settings=SETTINGS, eval_windows=1)
+        finetune(pruned, data=str(text), out=tmp_path / name, **asdict(SETTINGS), eval_windows=1)
         adapters.append(load_file(tmp_path / name / "adapter_model.safetensors"))
     assert all(torch.equal(tensor, adapters[1][name]) for name, tensor in adapters[0].items())
 
@@ -159,7 +161,7 @@ class Stopped(Watcher):
 
 
 def test_a_run_that_was_stopped_twice_goes_on_to_the_same_bits(pruned: Path, text: Path, tmp_path: Path):
-    words: dict[str, Any] = {"data": str(text), "settings": SETTINGS, "eval_windows": 1}
+    words: dict[str, Any] = {"data": str(text), **asdict(SETTINGS), "eval_windows": 1}
     whole = finetune(pruned, out=tmp_path / "whole", **words)
     out, state = tmp_path / "out", tmp_path / "out.state"
     for stop, told in ((2, "no state in"), (5, "going on at step 2")):
@@ -254,20 +256,20 @@ def test_a_state_of_another_decoder_or_other_settings_is_refused(
 ):
     words: dict[str, Any] = {"data": str(text), "out": tmp_path / "out", "eval_windows": 1, "resume": True}
     with pytest.raises(KeyboardInterrupt):
-        finetune(pruned, settings=SETTINGS, observer=Stopped(1), **words)
+        finetune(pruned, **asdict(SETTINGS), observer=Stopped(1), **words)
     with pytest.raises(DispfxError, match="another decoder: its fingerprint differ"):
-        finetune(merged[0], settings=SETTINGS, **words)
+        finetune(merged[0], **asdict(SETTINGS), **words)
     with pytest.raises(DataError, match="rank was 4 and is 2"):
-        finetune(pruned, settings=replace(SETTINGS, rank=2), **words)
+        finetune(pruned, **asdict(replace(SETTINGS, rank=2)), **words)
     with pytest.raises(DispfxError, match="save_every must be at least 1"):
-        finetune(pruned, settings=SETTINGS, save_every=0, **words)
+        finetune(pruned, **asdict(SETTINGS), save_every=0, **words)
     assert saved_step(tmp_path / "out.state") == 1 and not (tmp_path / "out").exists()
 
 
 def test_a_merged_folder_can_be_tuned_again(
     merged: tuple[Path, Tuning], text: Path, other: Path, tmp_path: Path
 ):
-    told = finetune(merged[0], data=str(text), out=tmp_path / "out", settings=SETTINGS, eval_data=str(other))
+    told = finetune(merged[0], data=str(text), out=tmp_path / "out", **asdict(SETTINGS), eval_data=str(other))
     assert told.before == pytest.approx(merged[1].after, rel=1e-6)
 
 
@@ -278,15 +280,15 @@ def test_too_short_a_text_a_loss_without_bounds_and_a_graph_leave_nothing(
     short.write_text("copy abc = abc\n" * 3)
     out = tmp_path / "out"
     with pytest.raises(DataError, match="one sequence needs 48 tokens"):
-        finetune(pruned, data=str(short), out=out, settings=SETTINGS)
+        finetune(pruned, data=str(short), out=out, **asdict(SETTINGS))
     wild = TuneSettings(rank=4, lr=1e30, steps=4, batch_size=2, seq_len=16)
     with pytest.raises(DispfxError, match="the loss of step"):
-        finetune(pruned, data=str(text), out=out, settings=wild, eval_windows=1)
+        finetune(pruned, data=str(text), out=out, **asdict(wild), eval_windows=1)
     model = dispfx.capture(_module())
     plan = dispfx.Plan.random(model, 0.3, 0)
     apply(MODEL, plan, out=tmp_path / "graph")
     with pytest.raises(OutputError, match="this one holds a graph"):
-        finetune(tmp_path / "graph", data=str(text), out=out, settings=SETTINGS)
+        finetune(tmp_path / "graph", data=str(text), out=out, **asdict(SETTINGS))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["graph", "short.txt"]
 
 
@@ -297,8 +299,10 @@ def _module() -> Any:
 
 
 def test_settings_that_make_no_run_are_refused_and_sequences_fit_the_decoder(pruned: Path):
+    wrong: dict[str, Any]
     for wrong in ({"rank": 0}, {"steps": 0}, {"seq_len": 1}, {"lr": 0.0}, {"alpha": float("nan")}):
         with pytest.raises(DispfxError, match=next(iter(wrong))):
-            tune_settings(pruned, **wrong)
-    assert tune_settings(pruned, rank=2) == TuneSettings(rank=2, seq_len=512)
-    assert tune_settings(pruned, seq_len=4096).seq_len == 4096
+            finetune(pruned, data="absent", out="absent", **wrong)
+    opened = open_folder(pruned)
+    assert fitted_tuning(TuneSettings(rank=2), opened) == TuneSettings(rank=2, seq_len=512)
+    assert fitted_tuning(TuneSettings(seq_len=4096), opened).seq_len == 4096

@@ -8,8 +8,7 @@ import pytest
 from dispfx.compiler.programs import analyse, capture
 from dispfx.ir.program import Program
 from dispfx.run.fitting import fitted_settings, settings_among, settings_for, settings_of
-from dispfx.run.opening import learn_settings
-from dispfx.settings.learning_settings import RECIPES
+from dispfx.settings.learning_settings import RECIPES, learn_settings
 from dispfx.source.experts import Experts
 from tests.captures import plain
 from tests.plain_decoders import FORMS, build

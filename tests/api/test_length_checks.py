@@ -16,6 +16,7 @@ from dispfx.plan.plan import Plan
 from dispfx.report import load_report
 from dispfx.settings.learning_settings import LearnSettings
 from tests.api.conftest import SETTINGS, Watcher, random_tokens
+from tests.learning_options import options_of
 from tests.lengths_decoders import long_texts
 from tests.programs import relative_error, token_ids
 
@@ -25,7 +26,7 @@ LONGER = replace(SETTINGS, seq_len=32)
 
 
 def compile_(out: Path, tokens: Path, settings: LearnSettings, **words):
-    return dispfx.compile(MODEL, 0.3, out=out, data=tokens, settings=settings, align=1, **words)
+    return dispfx.compile(MODEL, 0.3, out=out, data=tokens, align=1, **options_of(settings), **words)
 
 
 @pytest.fixture(scope="module")

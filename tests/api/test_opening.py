@@ -6,8 +6,7 @@ import pytest
 
 from dispfx.errors import DispfxError
 from dispfx.run.fitting import fitted_settings
-from dispfx.run.opening import changed_settings, learn_settings
-from dispfx.settings.learning_settings import RECIPES, LearnSettings
+from dispfx.settings.learning_settings import RECIPES, LearnSettings, changed_settings, learn_settings
 
 
 def test_the_recipe_of_the_paper_is_what_the_settings_say():
@@ -34,7 +33,7 @@ def test_every_sequence_has_a_mask_whatever_batch_was_asked(batch):
 
 
 def test_samples_that_do_not_divide_the_batch_are_refused_where_they_were_asked():
-    with pytest.raises(DispfxError, match=r"samples must be a divisor of batch_size \(4\), and 3 was given"):
+    with pytest.raises(DispfxError, match=r"samples must be a divisor of batch_size \(4\), 3 was given"):
         learn_settings("a-model", recipe="informed", samples=3, batch_size=4)
 
 

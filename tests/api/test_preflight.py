@@ -12,8 +12,7 @@ from dispfx.errors import DispfxError
 from dispfx.estimate.free_memory import free_bytes
 from dispfx.estimate.resident import resident_bytes
 from dispfx.run import preflight
-from dispfx.run.opening import Opening
-from dispfx.settings import ComputeSettings
+from dispfx.settings import ComputeSettings, ModelSettings
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source.stored import loaded_bytes
 from tests.captures import plain
@@ -127,14 +126,14 @@ def test_weights_that_do_not_fit_are_refused_with_what_is_missing(free: Any):
     size = loaded_bytes("demo", None)
     assert size is not None
     free(int(0.86 * size))
-    preflight.require_room_for_weights(Opening("demo"))
+    preflight.require_room_for_weights(ModelSettings("demo"))
     free(int(0.8 * size))
     with pytest.raises(DispfxError, match=r"0\.7 MB are missing") as refusal:
-        preflight.require_room_for_weights(Opening("demo"))
+        preflight.require_room_for_weights(ModelSettings("demo"))
     assert refusal.value.exit_code == 2 and "--dtype bfloat16" in str(refusal.value)
     with pytest.raises(DispfxError):
         free(int(1.2 * size))
-        preflight.require_room_for_weights(Opening("demo"), copies=1.7)
+        preflight.require_room_for_weights(ModelSettings("demo"), copies=1.7)
 
 
 def test_learning_that_does_not_fit_is_refused_with_what_would_help(free: Any):

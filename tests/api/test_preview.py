@@ -1,23 +1,26 @@
 """--dry-run: what a compile would do, found without doing it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dispfx.api import preview
+from dispfx.api import RunSettings, preview
 from dispfx.errors import BudgetError, DataError, OutputError
 from dispfx.report.run_preview import preview_lines, preview_plain
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Compiled, Watcher
+from tests.learning_options import options_of
+
+
+def run_of(**others: Any) -> RunSettings:
+    return RunSettings.of(**{"model": MODEL, "ratio": RATIO, **options_of(SETTINGS), **others})
 
 
 def test_a_preview_writes_nothing_and_tells_what_the_compile_did(
     compiled: Compiled, tokens: Path, tmp_path: Path
 ):
     watcher = Watcher()
-    found = preview(
-        MODEL, RATIO, out=tmp_path / "out", data=tokens, settings=SETTINGS, align=1,
-        observer=watcher,
-    )  # fmt: skip
+    found = preview(run_of(out=tmp_path / "out", data=tokens, align=1), watcher)
     assert list(tmp_path.iterdir()) == []
     report = compiled.report
     assert found.parameters == report.parameters.dense
@@ -33,18 +36,24 @@ def test_a_ratio_out_of_reach_a_missing_text_and_an_unfinished_run_are_refused_a
     compiled: Compiled, tokens: Path, tmp_path: Path
 ):
     with pytest.raises(BudgetError, match="can give up at most"):
-        preview(MODEL, 0.999, out=tmp_path / "out", data=tokens, settings=SETTINGS)
+        preview(
+            RunSettings.of(
+                model=MODEL, ratio=0.999, out=tmp_path / "out", data=tokens, **options_of(SETTINGS)
+            )
+        )
     with pytest.raises(DataError, match="text to learn from"):
-        preview(MODEL, RATIO, out=tmp_path / "out", settings=SETTINGS)
+        preview(run_of(out=tmp_path / "out"))
     with pytest.raises(OutputError, match="must not exist"):
-        preview(MODEL, RATIO, out=compiled.path, data=tokens, settings=SETTINGS)
+        preview(RunSettings.of(model=MODEL, out=compiled.path, data=tokens, **options_of(SETTINGS)))
     (tmp_path / "out.state").mkdir()
     with pytest.raises(OutputError, match="unfinished"):
-        preview(MODEL, RATIO, out=tmp_path / "out", data=tokens, settings=SETTINGS)
+        preview(RunSettings.of(model=MODEL, out=tmp_path / "out", data=tokens, **options_of(SETTINGS)))
 
 
 def test_people_and_programs_are_told_the_same(tokens: Path, tmp_path: Path):
-    found = preview(MODEL, RATIO, out=tmp_path / "out", data=tokens, settings=SETTINGS, align=1)
+    found = preview(
+        RunSettings.of(model=MODEL, out=tmp_path / "out", data=tokens, **options_of(SETTINGS), align=1)
+    )
     plain, lines = preview_plain(found), preview_lines(found, "a plan")
     assert plain["dry_run"] is True and plain["ratio"]["requested"] == RATIO
     assert plain["parameters"] == {"dense": found.parameters, "pruned": found.parameters_left}

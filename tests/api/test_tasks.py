@@ -29,7 +29,9 @@ def tasks(tmp_path: Path) -> Path:
 
 def test_the_papers_five_tasks_by_their_own_metrics_and_their_average(tasks: Path):
     watcher = Watcher()
-    found = score_tasks("demo", list(PAPER_METRICS), folder=tasks, batch_size=3, limit=4, observer=watcher)
+    found = score_tasks(
+        "demo", tasks=list(PAPER_METRICS), task_folder=tasks, batch_size=3, limit=4, observer=watcher
+    )
     assert {score.task: score.metric for score in found.scores} == dict(PAPER_METRICS)
     assert found.average == pytest.approx(sum(score.value for score in found.scores) / 5)
     first = found.scores[0]
@@ -41,7 +43,9 @@ def test_the_papers_five_tasks_by_their_own_metrics_and_their_average(tasks: Pat
 
 
 def test_examples_help_the_demo_to_copy(tasks: Path):
-    alone, helped = (score_tasks("demo", ["mine"], folder=tasks, shots=shots).scores[0] for shots in (0, 2))
+    alone, helped = (
+        score_tasks("demo", tasks=["mine"], task_folder=tasks, shots=shots).scores[0] for shots in (0, 2)
+    )
     assert (alone.shots, helped.shots) == (0, 2)
     assert helped.value == 1.0, "the demo copies words once it sees how lines look"
 
@@ -56,7 +60,7 @@ def test_a_pruned_folder_scores_what_the_dense_decoder_with_zeros_scores(tasks: 
     apply(dense, plan, out=tmp_path / "pruned", export="dense")
     scores = [
         score_tasks(
-            str(folder), ["mine"], folder=tasks, shots=2, tokenizer=str(DECODER_FOLDER)
+            str(folder), tasks=["mine"], task_folder=tasks, shots=2, tokenizer=str(DECODER_FOLDER)
         ).scores[0].metrics
         for folder in (_with_tokenizer(tmp_path / "pruned"), tmp_path / "pruned" / "dense")
     ]  # fmt: skip
@@ -74,7 +78,7 @@ def _with_tokenizer(folder: Path) -> Path:
 
 def test_an_unknown_task_is_refused_with_its_likeliest_name(tasks: Path):
     with pytest.raises(DataError, match="no task 'mein'") as caught:
-        score_tasks("demo", ["mein"], folder=tasks)
+        score_tasks("demo", tasks=["mein"], task_folder=tasks)
     assert "mine" in str(caught.value.hint)
 
 
@@ -84,7 +88,7 @@ def test_data_that_cannot_be_reached_is_the_inputs_fault_and_says_what_to_do(
     file = tasks / "mine.yaml"
     file.write_text(file.read_text().replace("dataset_path: json", "dataset_path: nobody/nothing"))
     with pytest.raises(DataError, match="no question can be made of the task mine") as caught:
-        score_tasks("demo", ["mine"], folder=tasks)
+        score_tasks("demo", tasks=["mine"], task_folder=tasks)
     assert "--task-folder" in str(caught.value.hint)
 
 
@@ -92,19 +96,19 @@ def test_a_template_without_its_column_is_the_inputs_fault(tasks: Path):
     file = tasks / "mine.yaml"
     file.write_text(file.read_text().replace("copy {{word}}", "copy {{verb}}"))
     with pytest.raises(DataError, match="'verb' is undefined") as caught:
-        score_tasks("demo", ["mine"], folder=tasks)
+        score_tasks("demo", tasks=["mine"], task_folder=tasks)
     assert "templates" in str(caught.value.hint)
 
 
 def test_a_module_of_ones_own_has_no_tasks(tasks: Path):
     with pytest.raises(DataError, match="a decoder that transformers knows"):
-        score_tasks(MODEL, ["mine"], folder=tasks)
+        score_tasks(MODEL, tasks=["mine"], task_folder=tasks)
 
 
 def test_without_the_harness_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
     with pytest.raises(DataError, match="which cannot be imported") as caught:
-        score_tasks("demo", ["piqa"])
+        score_tasks("demo", tasks=["piqa"])
     assert caught.value.hint == "pip install 'dispfx[lm-eval]'"
 
 
@@ -119,8 +123,8 @@ def test_a_question_begins_as_the_tokenizer_begins_a_text_unless_told_otherwise(
         plain(self, *arguments, **options)
 
     monkeypatch.setattr(HFLM, "__init__", spied)
-    score_tasks("demo", ["mine"], folder=tasks, limit=1)
-    score_tasks("demo", ["mine"], folder=tasks, limit=1, bos="off")
+    score_tasks("demo", tasks=["mine"], task_folder=tasks, limit=1)
+    score_tasks("demo", tasks=["mine"], task_folder=tasks, limit=1, bos="off")
     assert asked == [None, False]
     with pytest.raises(DataError, match="this one adds none"):
-        score_tasks("demo", ["mine"], folder=tasks, limit=1, bos="on")
+        score_tasks("demo", tasks=["mine"], task_folder=tasks, limit=1, bos="on")

@@ -16,11 +16,12 @@ from dispfx.learning.text import TokenBatches
 from dispfx.quality.perplexity import TextFacts
 from dispfx.run import run_text as command_text
 from dispfx.run.run_text import TextChoice, open_text
+from dispfx.settings import TextSettings
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source import Source
-from dispfx.words.text_origin import Reading
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Watcher, random_tokens
 from tests.api.plain import build_decoder
+from tests.learning_options import options_of
 from tests.source.byte_tokenizer import byte_tokenizer
 
 CHOSEN = LearnSettings(steps=1, seq_len=4, batch_size=2)
@@ -30,6 +31,10 @@ CHOSEN = LearnSettings(steps=1, seq_len=4, batch_size=2)
 def source() -> Source:
     """A decoder that reads bytes; it is never run here."""
     return Source(torch.nn.Identity(), byte_tokenizer(), None, "bytes", "function")
+
+
+def texts(data: Any, **others: Any) -> TextChoice:
+    return TextChoice(TextSettings(data, **others))
 
 
 def stored(path: Path, tokens: Tensor) -> Path:
@@ -42,7 +47,7 @@ def test_texts_without_weights_are_joined_and_their_last_tenth_is_held_out(sourc
         stored(tmp_path / "a.safetensors", torch.arange(60)),
         stored(tmp_path / "b.safetensors", torch.arange(40)),
     )
-    text = open_text(source, TextChoice([a, b]))
+    text = open_text(source, texts([a, b]))
     assert [len(part) for part in text.learn] == [90] and text.measure is not None
     assert text.measure.tolist() == list(range(30, 40))
     assert text.about == TextFacts("a.safetensors, b.safetensors", 0.1)
@@ -54,7 +59,7 @@ def test_texts_without_weights_are_joined_and_their_last_tenth_is_held_out(sourc
 def test_with_weights_the_last_tenth_of_each_text_is_held_out(source: Source, tmp_path: Path):
     a = stored(tmp_path / "a.safetensors", torch.arange(60))
     b = stored(tmp_path / "b.safetensors", torch.arange(100, 140))
-    text = open_text(source, TextChoice([a, b], weights=[2, 1]))
+    text = open_text(source, texts([a, b], data_weight=[2, 1]))
     assert [len(part) for part in text.learn] == [54, 36]
     assert text.measure is not None
     assert text.measure.tolist() == [*range(54, 60), *range(136, 140)]
@@ -71,7 +76,7 @@ def test_with_another_text_to_measure_on_everything_is_learned_from(source: Sour
         stored(tmp_path / "b.safetensors", torch.arange(40)),
     )
     (tmp_path / "test.jsonl").write_text('{"body": "some text"}\n')
-    chosen = TextChoice([a, b], tmp_path / "test.jsonl", [1, 1], Reading("body"))
+    chosen = texts([a, b], eval_data=tmp_path / "test.jsonl", data_weight=[1, 1], data_field="body")
     text = open_text(source, chosen)
     assert [len(part) for part in text.learn] == [60, 40] and text.about.held_out_share is None
     assert text.about.name == "test.jsonl" and text.learned_name == "a.safetensors, b.safetensors"
@@ -82,7 +87,7 @@ def test_with_another_text_to_measure_on_everything_is_learned_from(source: Sour
 
 def test_perplexity_is_measured_on_the_start_of_a_very_long_end(source: Source, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(command_text, "_MOST_MEASURED", 7)
-    text = open_text(source, TextChoice(stored(tmp_path / "a.safetensors", torch.arange(100) % 50)))
+    text = open_text(source, texts(stored(tmp_path / "a.safetensors", torch.arange(100) % 50)))
     assert text.measure is not None and text.measure.tolist() == list(range(40, 47))
     assert [len(tokens) for tokens in text.held_out] == [10]
 
@@ -90,7 +95,7 @@ def test_perplexity_is_measured_on_the_start_of_a_very_long_end(source: Source, 
 def test_compile_learns_from_texts_with_weights_and_says_so(tmp_path: Path):
     paths = [stored(tmp_path / f"{name}.safetensors", random_tokens(300, seed=ord(name))) for name in "ab"]
     report = dispfx.compile(
-        MODEL, RATIO, out=tmp_path / "out", data=paths, data_weights=[3, 1], settings=SETTINGS, align=1
+        MODEL, RATIO, out=tmp_path / "out", data=paths, data_weight=[3, 1], **options_of(SETTINGS), align=1
     )
     assert report.perplexity is not None
     protocol = report.perplexity.protocol
@@ -117,7 +122,9 @@ def test_ids_beyond_the_vocabulary_are_refused_before_anything_runs(decoder_fold
     for model, words in ((str(decoder_folder), "[0, 256)"), (MODEL, "[0, 61)")):
         watcher = Watcher()
         with pytest.raises(DataError, match="token ids must be in") as refusal:
-            dispfx.compile(model, 0.3, out=tmp_path / "out", data=tokens, settings=SETTINGS, observer=watcher)
+            dispfx.compile(
+                model, 0.3, out=tmp_path / "out", data=tokens, **options_of(SETTINGS), observer=watcher
+            )
         assert words in str(refusal.value) and refusal.value.exit_code == 2
         # What a config says is known before the capture.
         assert watcher.stages == ([] if model != MODEL else ["open", "capture"])
@@ -173,17 +180,20 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, data, weights, reas
     (tmp_path / "a").write_text("text")
     words = [tmp_path / name for name in data] if isinstance(data, list) else data
     with pytest.raises(DataError, match=reason):
-        TextChoice(words, weights=weights).check()
+        texts(words, data_weight=weights).check()
 
 
 def test_the_learned_batches_of_two_runs_are_one_and_the_same(source: Source, tmp_path: Path):
     (tmp_path / "a.txt").write_text("a text of several words\n" * 50)
     (tmp_path / "b.txt").write_text("another text of words\n" * 50)
-    chosen = TextChoice([tmp_path / "a.txt", tmp_path / "b.txt"], weights=[1, 3])
+    chosen = texts([tmp_path / "a.txt", tmp_path / "b.txt"], data_weight=[1, 3])
     one, two = (open_text(source, chosen).batches(CHOSEN) for _ in range(2))
     assert one.digest == two.digest
     assert all(torch.equal(one.batch(step), two.batch(step)) for step in range(40))
-    assert open_text(source, TextChoice(chosen.data, weights=[3, 1])).batches(CHOSEN).digest != one.digest
+    assert (
+        open_text(source, texts(chosen.settings.data, data_weight=[3, 1])).batches(CHOSEN).digest
+        != one.digest
+    )
 
 
 def test_a_decoder_in_memory_takes_a_mixture(tmp_path: Path):
@@ -197,10 +207,10 @@ def test_a_decoder_in_memory_takes_a_mixture(tmp_path: Path):
 def test_a_file_that_is_learned_from_and_measured_on_is_told(source: Source, tmp_path: Path):
     a = stored(tmp_path / "a.safetensors", torch.arange(60))
     b = stored(tmp_path / "b.safetensors", torch.arange(40))
-    assert open_text(source, TextChoice(a, b)).notes == ()
-    (both,) = open_text(source, TextChoice([b, a], a)).notes
+    assert open_text(source, texts(a, eval_data=b)).notes == ()
+    (both,) = open_text(source, texts([b, a], eval_data=a)).notes
     assert "--eval-data and --data both have a.safetensors" in both
-    (twice,) = open_text(source, TextChoice([a, b, a])).notes
+    (twice,) = open_text(source, texts([a, b, a])).notes
     assert "--data has a.safetensors twice" in twice
 
 

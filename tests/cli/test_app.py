@@ -73,16 +73,27 @@ def test_the_version_is_that_of_the_package(dispfx):
     assert result.exit_code == 0 and result.stdout == f"dispfx {__version__}\n"
 
 
-def test_wrong_words_are_answered_without_importing_torch():
-    code = (
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--help"], 0),
+        (["compile", "--help"], 0),
+        (["--version"], 0),
+        (["nonsense"], 2),
+        (["compile", "demo", "--ratio", "7", "--out", "absent"], 2),
+        (["compile", "demo", "--config", "absent.json", "--out", "absent"], 2),
+    ],
+)
+def test_help_and_wrong_words_are_answered_without_importing_torch(words: list[str], code: int):
+    script = (
         "import sys\n"
         "from dispfx.cli import main\n"
-        "sys.argv = ['dispfx', 'compile', 'demo', '--ratio', '7', '--out', 'absent']\n"
-        "try:\n    main()\nexcept SystemExit as stop:\n    assert stop.code == 2, stop.code\n"
-        "slow = {'torch', 'transformers', 'onnx', 'matplotlib'} & set(sys.modules)\n"
+        f"sys.argv = ['dispfx', *{words!r}]\n"
+        f"try:\n    main()\nexcept SystemExit as stop:\n    assert (stop.code or 0) == {code}, stop.code\n"
+        "slow = {'torch', 'transformers', 'onnx', 'matplotlib', 'numpy'} & set(sys.modules)\n"
         "assert not slow, slow\n"
     )
-    result = python("-c", code)
+    result = python("-c", script)
     assert result.returncode == 0, result.stderr
 
 

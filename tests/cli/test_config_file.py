@@ -152,15 +152,15 @@ def test_the_report_of_a_plan_that_was_applied_has_none_and_says_so(
 @pytest.mark.parametrize(
     ("section", "name", "value", "told"),
     [
-        ("learning", "steps", "many", 'learning.steps cannot be "many"'),
+        ("learning", "steps", "many", 'learning.steps must be int and is "many"'),
         ("learning", "stesp", 3, "learning has no setting 'stesp'"),
         ("learning", "steps", -1, "steps must be at least 1"),
-        ("learning", "adaptable", 5, "the settings cannot be used"),
-        ("learning", "log_every", "x", "the settings cannot be used"),
-        ("budget", "ratio", True, "budget.ratio cannot be true"),
+        ("learning", "adaptable", 5, "learning.adaptable must be a list of str and is 5"),
+        ("learning", "log_every", "x", 'learning.log_every must be int and is "x"'),
+        ("budget", "ratio", True, "budget.ratio must be float and is true"),
         ("budget", "select", "behind", "select must be after-norm or before-norm"),
-        ("text", "data", [3], "text.data cannot be [3]"),
-        ("model", "model", {"a": 1}, "model.model cannot be"),
+        ("text", "data", [3], "text.data must be a list of str and is [3]"),
+        ("model", "model", {"a": 1}, 'model.model must be str and is {"a": 1}'),
     ],
 )
 def test_a_value_that_no_setting_has_is_refused_by_name(

@@ -25,7 +25,7 @@ ELSEWHERE = {
     "DISPFX_AUTOLOAD=1 lm_eval --model hf --model_args pretrained=DIR --tasks …": _INSTALLED,
     "DISPFX_AUTOLOAD=1 accelerate launch train.py": _SCRIPTS,
     "DISPFX_AUTOLOAD=1 torchrun --nproc-per-node 2 train.py": _SCRIPTS,
-    "dispfx compile --from-report DIR/report.json --out NEW": _REPEATED,
+    "dispfx compile --config DIR/report.json --out NEW": _REPEATED,
     # The guide has the same, and these take long.
     "dispfx bench DIR --dense MODEL": _GUIDE,
     "dispfx finetune DIR --data text.txt --out ADAPTERS": _GUIDE,

@@ -19,6 +19,7 @@ from dispfx.plan.plan import Plan
 from dispfx.report import load_report
 from dispfx.settings.learning_settings import LearnSettings
 from tests.huggingface.conftest import Folder, logits_without_dispfx, write_narrower
+from tests.learning_options import options_of
 from tests.programs import relative_error, token_ids
 from tests.tiny_transformers import VOCABULARY, tiny_transformer
 
@@ -126,7 +127,7 @@ def test_what_is_not_possible_is_refused_before_anything_is_learned(tmp_path: Pa
             0.3,
             out=tmp_path / "out",
             data=tokens,
-            settings=LearnSettings(steps=3, seq_len=16, batch_size=2, constrained=True),
+            **options_of(LearnSettings(steps=3, seq_len=16, batch_size=2, constrained=True)),
             select="before-norm",
             export="dense",
         )

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from transformers import AutoModelForCausalLM
 import dispfx
 from dispfx.api import finetune, verify
 from dispfx.errors import DataError, OutputError
-from dispfx.huggingface.adapters import TuneSettings
 from dispfx.plan.plan import Plan
+from dispfx.settings.verb_settings import TuneSettings
 from dispfx.words.preconditions import check_folder
 from tests.command_line import run
 from tests.programs import relative_error, token_ids
@@ -76,7 +77,7 @@ def test_a_mixture_of_experts_is_tuned_and_merged_from_a_saved_folder(
 
     told = finetune(
         folder, data=str(tmp_path / "text.safetensors"), out=tmp_path / "tuned", merge=True,
-        settings=settings, eval_windows=2,
+        **asdict(settings), eval_windows=2,
     )  # fmt: skip
 
     assert told.after != told.before

@@ -11,6 +11,7 @@ from dispfx import api
 from dispfx.deploy.exported import load_program
 from dispfx.ir.unread import unread_parts
 from dispfx.settings.learning_settings import LearnSettings
+from tests.learning_options import options_of
 from tests.one_branch import VOCABULARY, WIDTH, Middle
 from tests.plain_decoders import perturb
 
@@ -56,7 +57,7 @@ def test_the_written_folder_and_its_report_have_them(tmp_path: Path):
         0.3,
         data=torch.randint(VOCABULARY, (600,), generator=torch.Generator().manual_seed(0)),
         out=tmp_path / "out",
-        settings=LearnSettings(method="random", seq_len=16),
+        **options_of(LearnSettings(method="random", seq_len=16)),
         align=1,
     )
     assert report.parameters.dense == sum(tensor.numel() for tensor in model.parameters())

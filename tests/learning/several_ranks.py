@@ -13,9 +13,16 @@ from torch import Tensor
 
 from dispfx.distributed.ranks import Ranks, joined
 from dispfx.errors import DispfxError
-from dispfx.learning.trainer import follow_run, learn
+from dispfx.learning.trainer import Watch, follow_run, learn
 from dispfx.plan.budget import Budget
-from tests.learning.tiny_decoder import TinyDecoder, batches, markov_tokens, settings, untrained_decoder
+from tests.learning.tiny_decoder import (
+    TinyDecoder,
+    batches,
+    markov_tokens,
+    settings,
+    task_of,
+    untrained_decoder,
+)
 from tests.processes import join_all
 
 RANKS = 2
@@ -131,10 +138,9 @@ def _learn(ranks: Ranks, folder: Path, scenario: Scenario) -> None:
     text, budget = batches(markov_tokens(TEXT_TOKENS), chosen), Budget(0.3)
     decoder = decoder_of(TinyDecoder if ranks.leads else _FOLLOWERS[scenario.follower])
     if not ranks.leads:
-        follow_run(decoder, decoder.sites, decoder.shapes, text, budget, chosen, ranks=ranks)
+        follow_run(task_of(decoder, text, budget, chosen, ranks=ranks))
         return
     resume = scenario.state_of is not None
     state = folder.parent / (scenario.state_of or scenario.name) / "state"
-    run = (decoder, decoder.sites, decoder.shapes, text, budget, chosen)
-    found = learn(*run, state_dir=state, resume=resume, ranks=ranks)
+    found = learn(task_of(decoder, text, budget, chosen, ranks=ranks), Watch(state, resume))
     torch.save(found.logits, folder / "logits.pt")

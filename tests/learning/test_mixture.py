@@ -9,9 +9,9 @@ import torch
 from dispfx.errors import DataError
 from dispfx.learning.mixture import Mixture, quotas
 from dispfx.learning.text import TokenBatches
-from dispfx.learning.trainer import learn
+from dispfx.learning.trainer import Watch, learn
 from tests.learning.test_state import THIRTY, digest, stop_at
-from tests.learning.tiny_decoder import markov_tokens, settings, untrained_decoder
+from tests.learning.tiny_decoder import markov_tokens, settings, task_of, untrained_decoder
 
 # Token ids say which text they are from, and where in it.
 TEXTS = [torch.arange(0, 400), torch.arange(1000, 1900), torch.arange(2000, 2200)]
@@ -125,8 +125,7 @@ def test_a_run_on_a_mixture_resumes_bit_for_bit_and_refuses_other_weights(tmp_pa
     def run(state, weights=(0.7, 0.3), **options):
         decoder = untrained_decoder()
         text = Mixture.of(texts, weights, seq_len=chosen.seq_len, batch_size=chosen.batch_size, seed=3)
-        words = (decoder, decoder.sites, decoder.shapes, text, THIRTY, chosen)
-        return learn(*words, state_dir=state, fingerprint="tiny", **options)
+        return learn(task_of(decoder, text, THIRTY, chosen, fingerprint="tiny"), Watch(state, **options))
 
     with pytest.raises(RuntimeError, match="stop"):
         run(tmp_path, on_step=stop_at(5, RuntimeError("stop")))

@@ -6,21 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from dispfx.distributed.ranks import Ranks, local_device
+from dispfx.distributed.ranks import Ranks
 from dispfx.errors import DispfxError
 from dispfx.learning.state import saved_step
-from dispfx.learning.trainer import Learned, learn
+from dispfx.learning.trainer import Learned, Watch, learn
 from dispfx.plan.budget import Budget
+from dispfx.words.chosen_device import local_device
 from tests.learning.several_ranks import TEXT_TOKENS, Scenario, decoder_of, raised, run_scenarios
-from tests.learning.tiny_decoder import TinyDecoder, batches, markov_tokens, settings
+from tests.learning.tiny_decoder import TinyDecoder, batches, markov_tokens, settings, task_of
 
 
 def alone(state: Path | None = None, *, resume: bool = False, **changes: Any) -> Learned:
     chosen = settings(**changes)
     decoder, text = decoder_of(TinyDecoder), batches(markov_tokens(TEXT_TOKENS), chosen)
-    return learn(
-        decoder, decoder.sites, decoder.shapes, text, Budget(0.3), chosen, state_dir=state, resume=resume
-    )
+    return learn(task_of(decoder, text, Budget(0.3), chosen), Watch(state, resume))
 
 
 STEPS: dict[str, Any] = {"steps": 6, "batch_size": 4, "accumulate": 2, "held_out_every": 3}

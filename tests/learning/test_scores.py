@@ -16,7 +16,7 @@ from dispfx.ir.program import Program
 from dispfx.learning.learner import Problem, check_samples
 from dispfx.learning.objective import next_token_loss
 from dispfx.learning.scores import score, select_by_score, starting_logits
-from dispfx.learning.trainer import problem_of
+from dispfx.learning.trainer import LearningTask
 from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import hard_masks
 from dispfx.plan.plan import Plan
@@ -53,8 +53,16 @@ def problem(program: Program, **changes) -> tuple[Problem, fx.GraphModule]:
     settings = LearnSettings(**{"seq_len": 6, "batch_size": 2, **changes})
     gated = gate(program)
     text = batches_of(TOKENS % program.vocabulary_size, settings)
-    found = problem_of(gated, program.sites, program.shapes, text, BUDGET, settings, program.device)
-    return found, gated.graph
+    task = LearningTask(
+        gated=gated,
+        sites=program.sites,
+        shapes=program.shapes,
+        text=text,
+        budget=BUDGET,
+        settings=settings,
+        device=program.device,
+    )
+    return task.problem(), gated.graph
 
 
 def by_site(program: Program, values: Tensor) -> dict[str, Tensor]:

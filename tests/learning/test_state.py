@@ -20,10 +20,10 @@ from dispfx.errors import DataError, PlanMismatchError
 from dispfx.learning import readout
 from dispfx.learning.learner import Learner
 from dispfx.learning.state import STATE_FILE, saved_step
-from dispfx.learning.trainer import Learned, learn
+from dispfx.learning.trainer import Learned, Watch, learn
 from dispfx.plan.budget import Budget
 from dispfx.settings.learning_settings import LearnSettings
-from tests.learning.tiny_decoder import batches, markov_tokens, settings, untrained_decoder
+from tests.learning.tiny_decoder import batches, markov_tokens, settings, task_of, untrained_decoder
 from tests.processes import run_code
 
 TEXT = markov_tokens(2_000)
@@ -59,17 +59,8 @@ def run(
     **options: Any,
 ) -> Learned:
     decoder = decoder or untrained_decoder()
-    return learn(
-        decoder,
-        decoder.sites,
-        decoder.shapes,
-        batches(text, chosen),
-        budget,
-        chosen,
-        state_dir=state_dir,
-        fingerprint=fingerprint,
-        **options,
-    )
+    task = task_of(decoder, batches(text, chosen), budget, chosen, fingerprint=fingerprint)
+    return learn(task, Watch(state_dir, **options))
 
 
 def digest(found: Learned) -> str:

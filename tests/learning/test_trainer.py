@@ -9,7 +9,7 @@ import torch
 from dispfx.errors import BudgetError, DataError, DispfxError, PassError
 from dispfx.learning.objective import next_token_loss
 from dispfx.learning.text import TokenBatches
-from dispfx.learning.trainer import Learned, learn
+from dispfx.learning.trainer import Learned, Watch, learn
 from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import ParameterCount, hard_masks, harden
 from tests.learning.tiny_decoder import (
@@ -17,6 +17,7 @@ from tests.learning.tiny_decoder import (
     batches,
     markov_tokens,
     settings,
+    task_of,
     trained_decoder,
     untrained_decoder,
 )
@@ -30,8 +31,7 @@ def decoder() -> TinyDecoder:
 
 
 def run(decoder: TinyDecoder, budget: Budget, chosen, **options) -> Learned:
-    text = batches(TEXT, chosen)
-    return learn(decoder, decoder.sites, decoder.shapes, text, budget, chosen, **options)
+    return learn(task_of(decoder, batches(TEXT, chosen), budget, chosen), Watch(**options))
 
 
 def held_out_loss(decoder: TinyDecoder, kept) -> float:
@@ -134,7 +134,7 @@ def test_a_ratio_beyond_the_sites_is_refused_before_the_first_step(decoder):
 def test_text_cut_otherwise_than_the_settings_say_is_refused(decoder):
     text = TokenBatches(TEXT, seq_len=8, batch_size=4)
     with pytest.raises(DataError, match=r"4 × 8 tokens, and the settings ask for 4 × 16"):
-        learn(decoder, decoder.sites, decoder.shapes, text, Budget(0.3), settings())
+        learn(task_of(decoder, text, Budget(0.3), settings()))
 
 
 def test_a_cosine_schedule_gives_another_result_than_a_constant_rate():

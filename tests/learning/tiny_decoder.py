@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from dispfx.ir.gate import gate
 from dispfx.ir.sites import Site, SiteKind, Slice
-from dispfx.learning.text import TokenBatches
+from dispfx.learning.text import Batches, TokenBatches
+from dispfx.learning.trainer import LearningTask
+from dispfx.plan.budget import Budget
 from dispfx.settings.learning_settings import LearnSettings
 
 VOCABULARY, WIDTH, INNER, LAYERS, TOKENS = 24, 64, 192, 2, 16
@@ -101,3 +103,13 @@ def settings(**changes: Any) -> LearnSettings:
 
 def batches(tokens: Tensor, chosen: LearnSettings) -> TokenBatches:
     return TokenBatches.split(tokens, seq_len=chosen.seq_len, batch_size=chosen.batch_size, seed=chosen.seed)
+
+
+def task_of(
+    decoder: Any, text: Batches, budget: Budget, chosen: LearnSettings, **others: Any
+) -> LearningTask:
+    """Return what is to be learned from a text; `others` are fields of the task."""
+    sites, shapes = decoder.sites, decoder.shapes
+    return LearningTask(
+        gated=decoder, sites=sites, shapes=shapes, text=text, budget=budget, settings=chosen, **others
+    )

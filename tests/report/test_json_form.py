@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from dispfx.errors import DataError
-from dispfx.report import Report, Settings, from_json, load_report, save_report, to_json
+from dispfx.report import Report, from_json, load_report, save_report, to_json
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.settings.trees import RunSettings
 
 FIELDS: dict[str, Any] = {
     "ratio": {"requested", "achieved", "of"},
@@ -63,12 +64,10 @@ def test_a_report_without_perplexity_and_skills_is_read_back(report: Report):
     assert json.loads(to_json(bare))["perplexity"] is None
 
 
-SET = Settings(
-    LearnSettings(method="sensitivity", steps=7, lr=1, samples=2, batch_size=4, adaptable=("samples",)),
-    align=8,
-    select="before-norm",
-    data_bytes=2**20,
-)
+RUN = RunSettings.of(model="demo", ratio=0.3, align=8, select="before-norm", data_bytes=2**20)
+SET = RUN.fitted(
+    LearnSettings(method="sensitivity", steps=7, lr=1, samples=2, batch_size=4, adaptable=("samples",))
+).plain()
 
 
 def test_settings_are_read_back_and_absent_in_reports_that_have_none(report: Report):
@@ -121,14 +120,17 @@ def test_a_whole_number_is_a_float_and_a_truth_value_is_no_number(report: Report
         (lambda plain: plain["verify"][1].update(shape=[1, "x"]), r"verify\[1\]\.shape\[1\] must be int"),
         (lambda plain: plain.update(versions=[]), "versions must be an object"),
         (lambda plain: plain.update(sites=[3]), r"sites\[0\] must be an object"),
-        (lambda plain: plain["settings"].pop("align"), r"settings\.align is missing"),
+        (
+            lambda plain: plain["settings"].pop("budget"),
+            "the sections model, text, budget, ",
+        ),
         (
             lambda plain: plain["settings"]["learning"].update(steps=0),
             r"settings\.learning: steps must be at le",
         ),
         (
             lambda plain: plain["settings"]["learning"].update(lr=None),
-            r"settings\.learning: lr must be a posit",
+            r"settings\.learning\.lr must be float and is null",
         ),
         (
             lambda plain: plain["settings"]["learning"].update(antithetic=1),

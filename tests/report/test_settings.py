@@ -3,13 +3,15 @@
 from dataclasses import replace
 from pathlib import Path
 
-from dispfx.report import Report, Settings, model_card, save_report
+from dispfx.report import Report, model_card, save_report
 from dispfx.report.page import write_page
 from dispfx.report.settings_table import settings_rows
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.settings.trees import RunSettings
 from tests.report.runs import write_run
 
-SET = Settings(LearnSettings(lr=3e-3, lambda_=7.0, antithetic=True), 8, "after-norm", 2**27)
+RUN = RunSettings.of(model="demo", ratio=0.3, align=8)
+SET = RUN.fitted(LearnSettings(lr=3e-3, lambda_=7.0, antithetic=True)).plain()
 
 
 def test_every_setting_is_a_row_with_its_value():
@@ -20,8 +22,8 @@ def test_every_setting_is_a_row_with_its_value():
 
 
 def test_a_score_has_the_rows_of_what_it_looks_at():
-    scored = replace(SET, learning=LearnSettings(method="magnitude"))
-    names = [name for name, _ in settings_rows(scored)]
+    scored = RUN.fitted(LearnSettings(method="magnitude"))
+    names = [name for name, _ in settings_rows(scored.plain())]
     assert names == [
         "method",
         "seq len",

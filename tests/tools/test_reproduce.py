@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -180,7 +181,9 @@ def test_a_run_that_was_cut_off_goes_on(reproduce: ModuleType, tmp_path: Path, m
             raise KeyboardInterrupt
 
     learn = runs.learn
-    monkeypatch.setattr(runs, "learn", lambda *args, **named: learn(*args, on_step=stop, **named))
+    monkeypatch.setattr(
+        runs, "learn", lambda *args, watch, **named: learn(*args, watch=replace(watch, on_step=stop), **named)
+    )
     with pytest.raises(KeyboardInterrupt):
         runs.Bench(common, tmp_path / "cut").run(setup_of(0.5))
     monkeypatch.setattr(runs, "learn", learn)

@@ -12,7 +12,8 @@ import dispfx
 from dispfx import api
 from dispfx.capturing.fitting_shapes import OTHER_SHAPE, TRACED_SHAPE, fitting_shapes
 from dispfx.errors import CaptureError, DataError
-from dispfx.run.opening import learn_settings
+from dispfx.settings import learn_settings
+from tests.learning_options import options_of
 from tests.plain_decoders import FORMS, VOCABULARY, WIDTH, Decoder
 
 SETTINGS = learn_settings(None, method="random")
@@ -76,7 +77,7 @@ def test_a_decoder_that_runs_at_no_length_has_its_own_error():
 
 @pytest.mark.parametrize("build", [of, tiny_gpt2])
 def test_it_compiles_to_a_folder_that_verifies(build: Callable[[int], nn.Module], tmp_path: Path):
-    report = api.compile(build(16), 0.3, data=words(), out=tmp_path / "out", settings=SETTINGS, align=1)
+    report = api.compile(build(16), 0.3, data=words(), out=tmp_path / "out", align=1, **options_of(SETTINGS))
     assert all(line.holds for line in report.verify)
     assert max(line.shape[1] for line in report.verify if line.shape) == 16
     again = api.verify(tmp_path / "out")

@@ -24,6 +24,7 @@ from dispfx.fast_decoder.shards import Sharding, rows_of
 from dispfx.ir.placing import placed
 from dispfx.ir.program import Program
 from dispfx.learning.text import TokenBatches
+from dispfx.learning.trainer import Watch
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.pipeline import Pipeline
 from dispfx.plan.budget import Budget
@@ -122,8 +123,7 @@ def plan_of(
         settings=settings,
         ranks=ranks,
         compute=compute,
-        state_dir=state,
-        resume=resume,
+        watch=Watch(state, resume),
     )
     return [selection.kept.tolist() for selection in plan.selections]
 

@@ -29,15 +29,15 @@ from dispfx.errors import DataError, DispfxError
 from dispfx.files.atomic import replacing
 from dispfx.learning.records import METRICS_FILE, StepRecord
 from dispfx.learning.state import STATE_FILE, saved_step
+from dispfx.learning.trainer import Watch
 from dispfx.plan.plan import Plan
 from dispfx.quality.measuring import measure
 from dispfx.report.run import read_steps
 from dispfx.run.fitting import fitted_settings
 from dispfx.run.mask_learning import learn
-from dispfx.run.opening import learn_settings
 from dispfx.run.run_text import Text, TextChoice, open_text, require_tokens
 from dispfx.run.writing import device_name, versions
-from dispfx.settings import ComputeSettings
+from dispfx.settings import ComputeSettings, TextSettings, learn_settings
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source import Source, encode, load_source
 from dispfx.source.context import context_of
@@ -155,9 +155,7 @@ class Bench:
             align=self.common.align,
             settings=settings,
             compute=ComputeSettings(compile=self.common.compile),
-            state_dir=folder,
-            resume=True,
-            note=notes.append,
+            watch=Watch(folder, resume=True, note=notes.append),
         )
         seconds = None if cut_off else time.perf_counter() - began
         plan.save(folder / PLAN_FILE)
@@ -228,18 +226,19 @@ class Bench:
 
 
 def _texts(source: Source, common: Common) -> list[Text]:
-    evaluated = list(common.eval_data) or None
-    choices: list[TextChoice] = [TextChoice(list(common.data) or None, evaluated)]
+    asked: list[Any] = [list(common.data) or None]
     if common.other_data:
-        choices.append(TextChoice(list(common.other_data), evaluated))
+        asked.append(list(common.other_data))
     elif source.origin == "demo":
         lines = [draw_lines(skill, _OTHER_SEED, _OTHER_LINES) for skill in _OTHER_SKILLS]
         mixed = "".join(line.text for pair in zip(*lines, strict=True) for line in pair)
-        choices.append(TextChoice(encode(mixed, source.tokenizer), evaluated))
+        asked.append(encode(mixed, source.tokenizer))
+    evaluated = list(common.eval_data) or None
+    choices = [TextChoice(TextSettings(data, evaluated)) for data in asked]
     for chosen in choices:
         chosen.check()
     texts = [open_text(source, chosen) for chosen in choices]
-    if len(texts) == 2 and isinstance(choices[1].data, Tensor):
+    if len(texts) == 2 and isinstance(asked[1], Tensor):
         texts[1] = replace(texts[1], name=_OTHER_NAME, learned_name=_OTHER_NAME)
     return texts
 

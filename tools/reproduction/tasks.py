@@ -100,8 +100,8 @@ def _scores(
             folder = write_skill_tasks(Path(stack.enter_context(TemporaryDirectory(prefix="reproduce-"))))
         found = score_tasks(
             decoder,
-            asked,
-            folder=folder,
+            tasks=asked,
+            task_folder=folder,
             limit=options.task_limit,
             device=bench.common.device,
             dtype=bench.common.dtype if setup is None else None,

@@ -1,0 +1,152 @@
+"""Every setting stands once: its name, doc, choices and range; trees are built from flat names."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dispfx.errors import BudgetError, DispfxError, OutputError, UnknownSettingError
+from dispfx.settings import BudgetSettings, RunSettings, trees
+from dispfx.settings.field import check_section, section_fields, setting
+from dispfx.settings.stored import stored_sections
+from dispfx.settings.tree import Tree
+
+TREES = [
+    kind
+    for kind in vars(trees).values()
+    if isinstance(kind, type) and issubclass(kind, Tree) and kind is not Tree
+]
+RUN = RunSettings.of(model="demo", ratio=0.3, data=["a.txt"], out=Path("out"), steps=7)
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.__name__)
+def test_every_setting_is_described_and_its_section_too(tree: type[Tree]):
+    for section in tree.sections().values():
+        assert (section.__doc__ or "").partition("\n")[0].endswith((".", "?")), section
+        for one in section_fields(section):
+            assert (
+                one.facts.doc.endswith((".", ")")) and one.facts.doc[0].isupper()
+            ) or one.name == "model", one
+            assert not one.choices or one.typed is not str
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.__name__)
+def test_no_two_sections_of_a_tree_share_a_name(tree: type[Tree]):
+    names = [one.name for section in tree.sections().values() for one in section_fields(section)]
+    assert len(names) == len(set(names)) == len(tree.settings())
+    assert len({one.option for one in tree.settings().values()}) == len(names)
+
+
+@dataclass(frozen=True)
+class Other:
+    """Another section."""
+
+    ratio: float = setting(0.5, "A share.")
+
+
+@dataclass(frozen=True, eq=False)
+class Twice(Tree):
+    """A tree with a name in two sections."""
+
+    budget: BudgetSettings
+    other: Other
+
+
+def test_a_tree_with_a_name_in_two_sections_is_refused():
+    with pytest.raises(AssertionError, match="two sections of Twice have ratio"):
+        Twice.settings()
+
+
+def test_an_unknown_setting_is_told_the_closest_one():
+    for make in (lambda: RunSettings.of(model="demo", ratio=0.3, stesp=3), lambda: RUN.changed(stesp=3)):
+        with pytest.raises(UnknownSettingError, match="there is no setting 'stesp'") as error:
+            make()
+        assert error.value.hint == "did you mean steps?" and error.value.exit_code == 2
+
+
+def test_a_setting_without_default_must_be_given():
+    with pytest.raises(DispfxError, match="ratio is needed"):
+        RunSettings.of(model="demo")
+    with pytest.raises(OutputError, match="a place to write is needed"):
+        _ = RunSettings.of(model="demo", ratio=0.3).output.path
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"ratio": 30}, "ratio must be between 0 and 1, and 30 was given"),
+        ({"ratio": float("nan")}, "ratio must be between 0 and 1, and nan was given"),
+        ({"align": 0}, "align must be at least 1, and 0 was given"),
+        ({"dtype": "float8"}, "dtype must be float32 or bfloat16 or float16, and 'float8' was given"),
+        ({"bias": float("inf")}, "bias must be a finite number, and inf was given"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_refused_by_the_name_of_its_setting(changes: dict, told: str):
+    for make in (
+        lambda: RunSettings.of(**{"model": "demo", "ratio": 0.3} | changes),
+        lambda: RUN.changed(**changes),
+    ):
+        with pytest.raises(DispfxError) as error:
+            make()
+        assert error.value.problem == told
+    assert "ratio" not in changes or isinstance(error.value, BudgetError)
+
+
+def test_each_entry_of_a_setting_that_repeats_is_checked():
+    with pytest.raises(DispfxError, match="batch must be at least 1, and 0 was given"):
+        trees.BenchSettings.of(model="out", batch=[8, 0])
+
+
+def test_a_pattern_alone_is_one_pattern_and_not_its_letters():
+    assert RUN.changed(skip="*.mlp").budget.skip == ("*.mlp",)
+
+
+def test_changes_leave_everything_else_as_it_is():
+    changed = RUN.changed(align=8, lr=0.5)
+    assert (changed.budget.align, changed.learning.lr, changed.learning.steps) == (8, 0.5, 7)
+    assert changed.model is RUN.model and changed.output is RUN.output
+    assert RUN.changed(seq_len=64).learning.adaptable == ("samples", "batch_size")
+    with pytest.raises(DispfxError, match="a recipe is chosen where settings are made"):
+        RUN.changed(recipe="paper")
+
+
+def test_settings_are_json_by_section_and_objects_of_a_program_are_only_named():
+    plain = RUN.changed(model=nn.Linear(1, 1), data=torch.arange(3), costs=Path("a") / "b").plain()
+    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+    assert list(plain) == ["model", "text", "budget", "recipe", "learning", "compute", "output"]
+    assert plain["model"]["model"] == {"object": "Linear"} and plain["text"]["data"] == {"object": "Tensor"}
+    assert plain["budget"]["costs"] == str(Path("a") / "b") and plain["output"]["out"] == "out"
+    assert stored_sections(plain, strict=True) == plain
+
+
+def test_a_setting_of_a_later_version_is_refused_only_where_it_would_be_used():
+    plain = RUN.plain()
+    plain["learning"]["colour"] = "red"
+    assert stored_sections(plain, strict=False) == RUN.plain()
+    with pytest.raises(ValueError, match=r"settings\.learning has no setting 'colour'"):
+        stored_sections(plain, strict=True)
+
+
+def test_a_section_checks_choices_ranges_and_nothing_of_what_is_none():
+    @dataclass(frozen=True)
+    class Section:
+        """A section."""
+
+        count: int | None = setting(None, "How many.", least=2)
+
+        def __post_init__(self) -> None:
+            check_section(self)
+
+    assert Section().count is None and Section(2).count == 2
+    with pytest.raises(DispfxError, match="count must be at least 2, and 1 was given"):
+        Section(1)
+
+
+def test_several_processes_open_the_decoder_on_their_own_card_and_parts_of_it_from_the_cpu(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    run = RUN.changed(device="cuda")
+    assert run.placed_model.device == "cuda:3" and run.model.device == "cuda", "the report has what was given"
+    assert RUN.changed(shard_on="cpu").placed_model.device == "cpu"
