@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dispfx.api import agree, apply, evaluate, export, generate, inspect, learn_plan, load, verify
-from dispfx.compiler import printing
 from dispfx.errors import DataError, DispfxError, OutputError, VerificationError
 from dispfx.plan.plan import Plan
 from dispfx.report import Report
+from dispfx.run import pass_printing as printing
 from dispfx.verification.equivalence import Verification, require
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Compiled, Watcher, random_tokens
 from tests.api.plain import build_decoder

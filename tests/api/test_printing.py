@@ -7,11 +7,11 @@ import pytest
 import dispfx.api
 from dispfx.api import PASSES
 from dispfx.benchmark.decoder_speed import step_call
-from dispfx.compiler import printing
 from dispfx.compiler.programs import analyse, gate, lower
 from dispfx.errors import DispfxError
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.plan.plan import Plan
+from dispfx.run import pass_printing as printing
 from dispfx.run.mask_learning import learn
 from dispfx.settings.learning_settings import LearnSettings
 from tests.api.conftest import Watcher, random_tokens
