@@ -11,8 +11,8 @@ from dispfx.compiler.programs import analyse, gate, lower
 from dispfx.errors import DispfxError
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.plan.plan import Plan
-from dispfx.run import pass_printing as printing
 from dispfx.run.mask_learning import learn
+from dispfx.run.pass_printing import printing
 from dispfx.settings.learning_settings import LearnSettings
 from tests.api.conftest import Watcher, random_tokens
 from tests.api.plain import build_decoder
