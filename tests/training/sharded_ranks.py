@@ -176,7 +176,9 @@ def look(form: str, ranks: Ranks, *, checkpointing: bool, compiled: bool = False
     _, of_plain = value_and_gradient(PlainDecoder(plain).loss, ids, masks)
     with torch.no_grad():
         other = parts.loss(ids, torch.ones_like(masks))
-    layers = [sum(tensor.numel() for tensor in layer.parameters()) for layer in whole.layered.layers]
+    layers = [
+        sum(weight.numel() for weight in layer.parameters() if weight.dim()) for layer in whole.layered.layers
+    ]
     return asdict(
         Seen(
             own=_own_numbers(parts),
