@@ -5,7 +5,7 @@
 2. What is given on the command line wins.
 3. Settings that say where and how a run goes (`Setting.per_run`) are not taken from the file.
 4. A file is data, perhaps from elsewhere.  It cannot choose where to write, and it cannot permit that code is
-   run: neither code of a checkpoint, nor a function that MODEL names.
+   run: neither code of a checkpoint, nor a function that MODEL or a setting names.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,6 +19,7 @@ from dispfx.settings.stored import stored_sections
 from dispfx.settings.tree import is_of_a_program
 from dispfx.settings.trees import RunSettings
 from dispfx.words.model_origin import origin_of
+from dispfx.words.own_function import names_function
 
 _NEEDED = {"model": "MODEL", "ratio": "--ratio", "out": "--out"}
 
@@ -38,7 +39,7 @@ def configured(given: Mapping[str, Any]) -> RunSettings:
     _require_named(chosen, " with --config", ("out",))
     path = Path(given["config"]).expanduser()
     stored = _stored(path)
-    _require_permission(stored["model"], chosen)
+    _require_permission(stored, chosen)
     flat = _kept(stored, chosen)
     _require_named(flat | chosen, " with this --config")
     needed = {name: chosen[name] for name in _NEEDED if name in chosen}
@@ -84,14 +85,22 @@ def _require_named(given: Mapping[str, Any], where: str, names: Iterable[str] = 
             raise UsageError(f"{_NEEDED[name]} is needed{where}", hint="dispfx compile --help")
 
 
-def _require_permission(stored: Mapping[str, Any], chosen: Mapping[str, Any]) -> None:
-    """Pass if the user, and not the file, permits the code that MODEL runs."""
-    if "model" in chosen or chosen.get("trust_remote_code"):
+def _require_permission(stored: Mapping[str, Mapping[str, Any]], chosen: Mapping[str, Any]) -> None:
+    """Pass if the user, and not the file, permits the code that MODEL and settings run."""
+    if chosen.get("trust_remote_code"):
         return
-    if stored.get("trust_remote_code") or _is_function(stored.get("model")):
+    model, kept = stored["model"], {name: value for one in stored.values() for name, value in one.items()}
+    code = [
+        str(kept[name])
+        for name, one in RunSettings.settings().items()
+        if one.facts.functions and name not in chosen and names_function(kept.get(name))
+    ]
+    if "model" not in chosen and (model.get("trust_remote_code") or _is_function(model.get("model"))):
+        code.insert(0, str(model.get("model")))
+    if code:
         raise DispfxError(
-            "the run of this file executes code that comes with the model",
-            where=str(stored.get("model")),
+            "the run of this file executes code that comes with the model, or that a setting names",
+            where=", ".join(code),
             hint="read that code, then allow it with --trust-remote-code",
         )
 

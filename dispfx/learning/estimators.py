@@ -7,6 +7,15 @@ logits goes in; nothing here knows sites.
 Names: θ logit, τ temperature, p = sigmoid(θ), u uniform in (0, 1), D the sampled bit.  Antithetic samples
 come in pairs from u and 1 - u (antithetic variates; Hammersley and Morton 1956): each is drawn as it would be
 alone, and what they have in common is lost from the mean of their gradients.
+
+An estimator of a user's own, `mine.py:draw` or a Python function, is called in every step with
+
+    logits       (N,) or (S, N) float32, with gradients
+    temperature  the setting
+    generator    of the run, on the logits' device; draw from it, so that a run can be repeated and resumed
+
+and returns masks of the shape of `logits`, in [0, 1], differentiable in the logits; this gradient is the
+slope.  The mask of a feature depends on its own logit alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +25,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dispfx.errors import DispfxError
 from dispfx.settings.learning_settings import EstimatorName
-from dispfx.words.choices import choice
+from dispfx.words.own_function import OwnFunction, own_or_choice
+
+_ROUNDING = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +130,55 @@ class GumbelSigmoid:
         return Sample((noisy > 0).to(logits.dtype), soft * (1 - soft) / self.temperature)
 
 
+@dataclass(frozen=True)
+class OwnEstimator:
+    """An estimator of a user's own; what it returns is checked in every step, except for its values."""
+
+    draw: OwnFunction
+    temperature: float
+
+    def sample(self, logits: Tensor, generator: torch.Generator) -> Sample:
+        """Sample masks for logits (N,) or (S, N), and take their gradient for the slope.
+
+        Raises:
+            DispfxError: if there is no mask of this shape with a gradient.
+            SourceError: if the function raises.
+        """
+        with torch.enable_grad():
+            leaf = logits.detach().clone().requires_grad_()
+            mask = self.draw(leaf, self.temperature, generator)
+            if not isinstance(mask, Tensor):
+                raise self._wrong(f"a {type(mask).__name__}")
+            if mask.shape != leaf.shape or not mask.dtype.is_floating_point:
+                raise self._wrong(
+                    f"{str(mask.dtype).removeprefix('torch.')} of shape {tuple(mask.shape)}", leaf
+                )
+            if not mask.requires_grad:
+                raise self._wrong("masks without a gradient")
+            (slope,) = torch.autograd.grad(mask.sum(), leaf)
+        return Sample(mask.detach().to(logits.dtype), slope)
+
+    def check(self, logits: Tensor) -> None:
+        """Draw once, from random numbers of its own, and check the values.
+
+        Raises:
+            DispfxError: if a mask is outside of [0, 1], or a slope is not finite.
+        """
+        sample = self.sample(logits, torch.Generator(logits.device).manual_seed(0))
+        # hard + soft - soft rounds.
+        if not bool(((sample.mask >= -_ROUNDING) & (sample.mask <= 1 + _ROUNDING)).all()):
+            raise self._wrong(f"values from {float(sample.mask.min())} to {float(sample.mask.max())}")
+        if not bool(sample.slope.isfinite().all()):
+            raise self._wrong("masks whose gradient is not finite")
+
+    def _wrong(self, found: str, logits: Tensor | None = None) -> DispfxError:
+        shape = "of the shape of the logits" if logits is None else f"of shape {tuple(logits.shape)}"
+        return DispfxError(
+            f"{self.draw.name} must return masks in [0, 1] {shape} that have a gradient; it returned {found}",
+            hint="a hard mask has a gradient as hard + soft - soft.detach()",
+        )
+
+
 ESTIMATORS: dict[str, Callable[[float, bool], Estimator]] = {
     "reinmax": ReinMax,
     "gumbel": GumbelSigmoid,
@@ -126,12 +187,16 @@ ESTIMATORS: dict[str, Callable[[float, bool], Estimator]] = {
 
 
 def estimator(name: EstimatorName, temperature: float, *, antithetic: bool = False) -> Estimator:
-    """Return the estimator of that name.
+    """Return the estimator of that name, or a user's own, which does not draw in pairs.
 
     Raises:
         DispfxError: if there is none.
+        SourceError: if a user's function cannot be loaded.
     """
-    return choice(ESTIMATORS, name, "estimator")(temperature, antithetic)
+    found = own_or_choice(ESTIMATORS, name, "estimator")
+    return (
+        OwnEstimator(found, temperature) if isinstance(found, OwnFunction) else found(temperature, antithetic)
+    )
 
 
 def _bernoulli(logits: Tensor, generator: torch.Generator, antithetic: bool) -> Tensor:

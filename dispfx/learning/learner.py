@@ -26,7 +26,7 @@ from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError, PassError
 from dispfx.ir.sites import Site
 from dispfx.learning.ahead import Ahead
-from dispfx.learning.estimators import estimator
+from dispfx.learning.estimators import OwnEstimator, estimator
 from dispfx.learning.hypernetwork import build_hypernetwork
 from dispfx.learning.interrupt import uninterrupted
 from dispfx.learning.objective import next_token_loss
@@ -153,6 +153,8 @@ class Learner:
         counted = self._shape if self._counts_masks else (problem.groups.features,)
         self._update = fastest_update(plain, self._shape, counted, device, note)
         self._estimator = estimator(settings.estimator, settings.temperature, antithetic=settings.antithetic)
+        if isinstance(self._estimator, OwnEstimator):
+            self._estimator.check(self.logits().expand(self._shape))
         self._generator = torch.Generator(device).manual_seed(seed_for(settings.seed, "masks"))
         # As of the last whole step: a step that is interrupted or bad leaves no trace.
         self._generator_state = self._generator.get_state()

@@ -1,16 +1,22 @@
 """Scores of features that need no learning: methods to compare with, on the same sites and lowering.
 
-    magnitude     ‖W_j‖                    size of the weights that read feature j, or that write it
-    activation    ‖x_j‖₂ · ‖W_j‖           what feature j adds to its readers (Wanda, arXiv 2306.11695)
-    fluctuation   var(x_j) · ‖W_j‖²        what is lost when it is replaced by its mean (FLAP, 2312.11983)
-    sensitivity   E[(∂loss/∂m_j)²] / c_j   Fisher information of its gate m_j (arXiv 1801.05787) a parameter
-    random        a normal number
+    magnitude   ‖W_j‖                    size of the weights that read feature j, or that write it
+    wanda       ‖x_j‖₂ · ‖W_j‖           what feature j adds to its readers (arXiv 2306.11695)
+    flap        var(x_j) · ‖W_j‖²        what is lost when it is replaced by its mean (arXiv 2312.11983)
+    fisher      E[(∂loss/∂m_j)²] / c_j   Fisher information of its gate m_j (arXiv 1801.05787) per parameter
+    random      a normal number
+
+The names `activation`, `fluctuation` and `sensitivity` are aliases of `wanda`, `flap` and `fisher`.
 
 x_j is feature j where its gate stands, W_j the weights that read it there (a write is read by nobody:
 its ‖W_j‖ is one), and c_j the parameters that feature j costs.  The first three have another scale at
 every site; they are standardised within a site, as FLAP does, so that one threshold serves all.  Where
 experts have features of their own, x_j is zero for the tokens that other experts get, and its variance is
 counted by the share of the tokens that reach its expert.
+
+A score of a user's own, `mine.py:score` or a Python function, takes a `Scored` and returns for every site, by
+name, what its features are worth, (size,) numbers; those with the smallest are removed first, and numbers of
+all sites are compared with each other.  The plan does not depend on their scale.
 
 Entry point: `select_by_score`.  Legend: T tokens, N features of all groups of sites.
 """
@@ -28,9 +34,10 @@ from dispfx.ir import ops
 from dispfx.ir.sites import UNTOUCHED, GatePoint, Site, Slice
 from dispfx.learning.learner import Problem
 from dispfx.plan.budget import Budget
-from dispfx.plan.hardening import Groups, harden
-from dispfx.settings.learning_settings import Method, seed_for
-from dispfx.words.choices import choice
+from dispfx.plan.hardening import Groups, hard_masks, harden
+from dispfx.plan.plan_making import site_scores
+from dispfx.settings.learning_settings import METHOD_ALIASES, Method, seed_for
+from dispfx.words.own_function import OwnFunction, own_or_choice, shown
 
 SEQUENCES = 64
 _SMALLEST = 1e-30
@@ -68,7 +75,73 @@ def score(
     Raises:
         DispfxError: if there is no such score.
     """
-    return choice(SCORES, method, "method")(problem, graph_module, sequences)
+    found = own_or_choice(SCORES, METHOD_ALIASES.get(str(method), method), "method")
+    if isinstance(found, OwnFunction):
+        return _by_own(found, Scored(problem, graph_module, sequences))
+    return found(problem, graph_module, sequences)
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """What a score of a user's own may look at.
+
+    Args:
+        problem: sites, count, settings and device of the run.
+        graph_module: the gated decoder, forward(ids_BT, one (size,) mask per site) -> logits_BTV.
+        sequences: of the text that scores are measured on.
+    """
+
+    problem: Problem
+    graph_module: fx.GraphModule
+    sequences: int
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites, each with `name`, `kind`, `size` and the `slices` of the parameters that follow it."""
+        return self.problem.sites
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The decoder's parameters by path."""
+        return dict(self.graph_module.named_parameters(remove_duplicate=False))
+
+    def batches(self) -> Iterator[Tensor]:
+        """Yield sequences of the text, ids (1, T) int64 on the decoder's device."""
+        for ids_T in _sequences(self.problem, self.sequences):
+            yield ids_T[None].to(self.problem.device)
+
+    def masks(self) -> dict[str, Tensor]:
+        """Return masks of ones by site, which require gradients."""
+        device = self.problem.device
+        return {site.name: torch.ones(site.size, device=device, requires_grad=True) for site in self.sites}
+
+    def loss(self, ids_BT: Tensor, masks: Mapping[str, Tensor]) -> Tensor:
+        """Return the mean next-token loss under masks of all sites, differentiable in them."""
+        return self.problem.loss(ids_BT, torch.cat([masks[site.name] for site in self.sites]))
+
+    def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return by site the mean and the mean square of its features where they are gated, (size,) each."""
+        found = _moments(self.problem, self.graph_module, self.sequences)
+        return {
+            site.name: (own.total / own.seen.clamp_min(1), own.squares / own.seen.clamp_min(1))
+            for site, own in zip(self.sites, found, strict=True)
+        }
+
+    def weight_norms(self) -> dict[str, Tensor]:
+        """Return by site the norm of the weights that read each feature, or else write it, (size,)."""
+        found = _weight_norms(self.graph_module, self.sites, writers=True)
+        return {site.name: own for site, own in zip(self.sites, found, strict=True)}
+
+
+def _by_own(function: OwnFunction, scored: Scored) -> Tensor:
+    """Return what a user's score says, after checking it.
+
+    Raises:
+        SourceError: if the function raises.
+        PlanMismatchError: if a site has no scores, scores have no site, or do not fit their site.
+    """
+    values = torch.cat(site_scores(scored.sites, function(scored))).float()
+    return _by_group(values.to(scored.problem.device), scored.problem.groups).cpu()
 
 
 def _require_finite(scores_N: Tensor, problem: Problem) -> None:
@@ -76,9 +149,10 @@ def _require_finite(scores_N: Tensor, problem: Problem) -> None:
     by_site = problem.groups.to(scores_N.device).expand(scores_N).split(sizes)
     for site, scores in zip(problem.sites, by_site, strict=True):
         if not bool(scores.isfinite().all()):
+            method = shown(problem.settings.method)
             raise DispfxError(
-                f"the scores of --method {problem.settings.method} must be finite: found NaN or infinity in "
-                f"{site.name}; the decoder's activations contain NaN or infinity",
+                f"the scores of --method {method} must be finite: found NaN or infinity in {site.name}; the "
+                "decoder's activations contain NaN or infinity",
                 where=site.slices[0].parameter,
                 hint="use --dtype float32 or bfloat16, or another --method",
             )
@@ -111,9 +185,9 @@ def _by_activations(
 Score = Callable[[Problem, fx.GraphModule, int], Tensor]
 SCORES: dict[str, Score] = {
     "magnitude": _by_weights,
-    "activation": partial(_by_activations, fluctuation=False),
-    "fluctuation": partial(_by_activations, fluctuation=True),
-    "sensitivity": _by_loss,
+    "wanda": partial(_by_activations, fluctuation=False),
+    "flap": partial(_by_activations, fluctuation=True),
+    "fisher": _by_loss,
     "random": _random,
 }
 
@@ -136,6 +210,17 @@ def starting_logits(problem: Problem) -> Tensor:
     """
     sensitivity_N = _sensitivity(problem, SEQUENCES)
     return (sensitivity_N - sensitivity_N.median()).clamp(-_FARTHEST, _FARTHEST)
+
+
+def logits_of_plan(problem: Problem, kept: Sequence[Tensor]) -> Tensor:
+    """Return what to add to the first logits so that learning starts from a plan, (N,).
+
+    Features that the plan keeps have the logit that all features have without one, `bias`, and the others
+    its negative: nearly all of them are removed at first, and each can still be sampled either way.
+    """
+    removed = _by_group(1.0 - hard_masks(problem.sites, kept, device=problem.device), problem.groups)
+    shared = _by_group(torch.ones(problem.features, device=problem.device), problem.groups)
+    return -2.0 * max(problem.settings.bias, 1.0) * removed / shared
 
 
 def _sensitivity(problem: Problem, sequences: int) -> Tensor:

@@ -19,6 +19,7 @@ from dispfx.errors import DataError, PlanMismatchError
 from dispfx.files.atomic import replacing
 from dispfx.files.json_text import parse_json
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.words.own_function import identity_of
 
 STATE_FILE = "learning.safetensors"
 STATE_VERSION = 1
@@ -44,12 +45,12 @@ class Position:
 
 
 def settings_identity(settings: LearnSettings) -> dict[str, Any]:
-    """Return the settings that a resumed run must share.
+    """Return the settings that a resumed run must share; of a user's function, its name and digest.
 
     Where no step depends on how many there are, their number is not one of them: a run can be made longer.
     """
     free = _FREE_SETTINGS | (set() if settings.depends_on_steps else {"steps"})
-    return {name: value for name, value in asdict(settings).items() if name not in free}
+    return {name: identity_of(value) for name, value in asdict(settings).items() if name not in free}
 
 
 def saved_step(folder: Path) -> int | None:

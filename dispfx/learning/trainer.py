@@ -6,6 +6,7 @@ saving a state that a killed run resumes from, and hardens the final logits.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
 
@@ -20,7 +21,7 @@ from dispfx.learning.follower import Start, follow, held_out_loss, measures, sen
 from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
 from dispfx.learning.learner import Gated, Learner, Problem, StepOutcome, check_gates, check_samples
 from dispfx.learning.records import MetricsLog, Pace, StepRecord
-from dispfx.learning.scores import starting_logits
+from dispfx.learning.scores import logits_of_plan, starting_logits
 from dispfx.learning.state import Identity, Position, load_state, save_state, settings_identity
 from dispfx.learning.text import Batches
 from dispfx.plan.budget import Budget
@@ -67,6 +68,7 @@ class LearningTask:
         device: where the decoder lives.
         ranks: the processes of the run.
         fingerprint: of the decoder; a state of another one is refused.
+        start_from: what every site keeps in a plan that learning starts from.
     """
 
     gated: Gated
@@ -78,6 +80,7 @@ class LearningTask:
     device: torch.device | str = "cpu"
     ranks: Ranks = ALONE
     fingerprint: str | None = None
+    start_from: Sequence[Tensor] | None = None
 
     def problem(self) -> Problem:
         """Return what stays the same while masks are learned, on the device.
@@ -142,14 +145,15 @@ def learn(task: LearningTask, watch: Watch | None = None) -> Learned:
     """
     began, watch = perf_counter(), watch or Watch()
     problem = task.problem()
-    identity = _identity(problem, task.budget, task.fingerprint)
+    identity = _identity(problem, task)
     state_dir = watch.state_dir
     if state_dir is not None:
         try:
             state_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(state_dir, str(error.strerror)) from error
-    learner = _learner(problem, state_dir if watch.resume else None, identity, watch.note)
+    start_N = None if task.start_from is None else logits_of_plan(problem, task.start_from)
+    learner = _learner(problem, state_dir if watch.resume else None, identity, start_N, watch.note)
     first_step = learner.position.step
     records = _run(learner, task.budget, state_dir, identity, watch.on_step)
     logits = learner.logits()
@@ -177,23 +181,31 @@ def follow_run(task: LearningTask) -> None:
     follow(task.problem())
 
 
-def _identity(problem: Problem, budget: Budget, fingerprint: str | None) -> Identity:
+def _identity(problem: Problem, task: LearningTask) -> Identity:
+    settings = settings_identity(problem.settings)
+    if task.start_from is not None:
+        kept = torch.cat([indices.to("cpu", torch.int32) for indices in task.start_from])
+        settings["start"] = f"plan ({sha256(kept.numpy().tobytes()).hexdigest()[:16]})"
     return {
-        "decoder": fingerprint,
+        "decoder": task.fingerprint,
         "sites": [[site.name, site.size] for site in problem.sites],
-        "budget": asdict(budget),
-        "settings": settings_identity(problem.settings),
+        "budget": asdict(task.budget),
+        "settings": settings,
         "text": problem.text.digest,
         "device": problem.device.type,
     }
 
 
 def _learner(
-    problem: Problem, state_dir: Path | None, identity: Identity, note: Callable[[str], None]
+    problem: Problem,
+    state_dir: Path | None,
+    identity: Identity,
+    start_N: Tensor | None,
+    note: Callable[[str], None],
 ) -> Learner:
     """Return a learner at its start, or where the state in `state_dir` goes on."""
     try:
-        resumed = None if state_dir is None else _resumed(problem, state_dir, identity, note)
+        resumed = None if state_dir is None else _resumed(problem, state_dir, identity, start_N, note)
     except DispfxError:
         send_start(problem, None)
         raise
@@ -204,20 +216,25 @@ def _learner(
         check_samples(problem)
     if resumed is not None:
         return resumed
-    informed = problem.settings.start == "sensitivity"
-    return Learner(problem, starting_logits(problem) if informed else None, note)
+    if problem.settings.start == "sensitivity":
+        start_N = starting_logits(problem)
+    return Learner(problem, start_N, note)
 
 
 def _resumed(
-    problem: Problem, state_dir: Path, identity: Identity, note: Callable[[str], None]
+    problem: Problem,
+    state_dir: Path,
+    identity: Identity,
+    start_N: Tensor | None,
+    note: Callable[[str], None],
 ) -> Learner | None:
     found = load_state(state_dir, identity)
     if found is None:
         return None
     # The start is part of the state: what it was measured on need not be there any more.
-    nothing_N = torch.zeros(problem.groups.features, device=problem.device)
-    informed = problem.settings.start == "sensitivity"
-    learner = Learner(problem, nothing_N if informed else None, note)
+    if problem.settings.start == "sensitivity":
+        start_N = torch.zeros(problem.groups.features, device=problem.device)
+    learner = Learner(problem, start_N, note)
     _restore(learner, *found, where=str(state_dir))
     return learner
 

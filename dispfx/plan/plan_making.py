@@ -87,8 +87,7 @@ def kept_of_scores(
         PlanMismatchError: if a site has no scores, scores have no site, or do not fit their site.
         BudgetError: if a ratio cannot be met, or patterns and branches do not fit together.
     """
-    arrays = _by_site(program.sites, scores, "score")
-    logits = [_checked_scores(site, array) for site, array in zip(program.sites, arrays, strict=True)]
+    logits = site_scores(program.sites, scores)
     parts = _parts(program.sites, ratio, per_layer=per_layer)
     if of == "total" and len(parts) > 1:
         raise BudgetError(
@@ -108,6 +107,16 @@ def kept_of_scores(
         kept |= {program.sites[index].name: indices for index, indices in zip(part.sites, found, strict=True)}
         removed, counted = removed + part.ratio * count.dense, counted + count.dense
     return Budget(removed / counted, of, align), [kept[site.name] for site in program.sites]
+
+
+def site_scores(sites: Sequence[Site], scores: Mapping[str, Any]) -> list[Tensor]:
+    """Return the scores (size,) of every site, in order, as float64 on the CPU.
+
+    Raises:
+        PlanMismatchError: if a site has no scores, scores have no site, or do not fit their site.
+    """
+    arrays = _by_site(sites, scores, "score")
+    return [_checked_scores(site, array) for site, array in zip(sites, arrays, strict=True)]
 
 
 def layer_of(branch: str) -> str:

@@ -1,13 +1,14 @@
 """From a program and tokens to a plan: learn masks, or score features once."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
 
 from dispfx.analysis.lookups import require_readable
-from dispfx.compiler.programs import gate
+from dispfx.compiler.programs import gate, require_same_decoder
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError
 from dispfx.ir.program import Program
@@ -22,6 +23,7 @@ from dispfx.run.fitting import fitted_settings, settings_for
 from dispfx.run.learning_setup import device_of_learning, prepared_loss
 from dispfx.settings import BudgetSettings, ComputeSettings, LearnSettings, changed_settings, learn_settings
 from dispfx.settings.field import section_fields
+from dispfx.words.own_function import shown
 
 
 def learn(
@@ -49,16 +51,22 @@ def learn(
         watch: where the state is kept, and who is told what happens.
         ranks: the processes of the run, of which this one leads; the others call `follow`.
         changes: single settings of learning and budget, as in `steps=100, align=16, ratio_of="total"`; widths
-            are not aligned by default.
+            are not aligned by default.  `start` may be a plan to start from.
 
     Raises:
         UnknownSettingError: if one of `changes` is no setting.
+        PlanMismatchError: if the plan to start from was made for another decoder.
         BudgetError: if the sites cannot give up that much.
         DataError: if the text is no vector of token ids, has others than the decoder, or is shorter than one
             sequence.
         DispfxError: if the decoder cannot be run as `compute` says.
     """
     watch = watch or Watch()
+    start_from = None
+    if isinstance(start := changes.get("start"), Plan):
+        require_same_decoder(program, start)
+        start_from = start.for_sites(program.sites)
+        changes["start"] = "uniform"
     names = [one.name for one in section_fields(BudgetSettings)]
     asked = BudgetSettings(ratio, **{name: changes.pop(name) for name in names if name in changes})
     whole = learn_settings(None, **changes) if settings is None else changed_settings(settings, changes)
@@ -74,12 +82,14 @@ def learn(
     if chosen.method != "learned":
         if compute is not None and compute.shard_on is not None:
             raise DispfxError(
-                f"--shard is for learning, and --method {chosen.method} scores features once",
+                f"--shard is for learning, and --method {shown(chosen.method)} scores features once",
                 hint="leave out --shard",
             )
+        if start_from is not None:
+            raise DispfxError(f"method {shown(chosen.method)} scores features once, and starts from no plan")
         return Plan.of(program, budget, _scored(program, text, budget, chosen), chosen.seed)
     task = _task(program, text, budget, chosen, compute, ranks or ALONE, watch.note)
-    found = learn_masks(task, watch)
+    found = learn_masks(replace(task, start_from=start_from), watch)
     return Plan.of(program, budget, found.kept, chosen.seed)
 
 
@@ -135,7 +145,7 @@ def _check_packing(program: Program, settings: LearnSettings) -> None:
         )
     if settings.method != "learned":
         raise DispfxError(
-            f"--packing documents is for learning, and --method {settings.method} scores features once",
+            f"--packing documents is for learning, --method {shown(settings.method)} scores features once",
             hint="leave out --packing",
         )
 

@@ -32,6 +32,7 @@ from dispfx.settings import LearnSettings, RunSettings
 from dispfx.source import Source
 from dispfx.source.context import context_of
 from dispfx.source.transformers_classes import unknown_class
+from dispfx.words.own_function import require_functions
 from dispfx.words.preconditions import check_select
 
 ALIGNMENT = {"cuda": 16, "cpu": 8}
@@ -71,6 +72,7 @@ def ready_to_learn(
     chosen = TextChoice(settings.text)
     check_select(budget.select, constrained=settings.learning.constrained, costs=budget.costs is not None)
     chosen.require_data(settings.model.model)
+    require_functions(settings.learning.method, settings.learning.estimator)
     costs = latency_table(budget.costs)
     with stages("open"):
         chosen.check()

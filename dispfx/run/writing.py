@@ -5,7 +5,6 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ from torch import nn
 import dispfx
 from dispfx.analysis.coverage import coverage
 from dispfx.analysis.label_map import Mismatch
-from dispfx.capturing.module_capture import export_program
-from dispfx.compiler.programs import exportable, lower
+from dispfx.compiler.programs import lower
 from dispfx.demo.probe import skill_probe
-from dispfx.deploy import exported
 from dispfx.deploy.checkpoint import (
     own_config,
     require_rebuilt,
@@ -31,10 +28,8 @@ from dispfx.deploy.digests import digests
 from dispfx.deploy.folder import new_folder
 from dispfx.deploy.section import write_model_files
 from dispfx.deploy.size import stored_size
-from dispfx.errors import DispfxError, SourceError, first_line, memory_shortage
-from dispfx.huggingface.dense import write_ordinary, zeroed_twin
+from dispfx.errors import SourceError, first_line, memory_shortage
 from dispfx.huggingface.layout import MARK
-from dispfx.huggingface.model_loading import load_model
 from dispfx.huggingface.saving import PrunedModel, build_pruned
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
@@ -58,31 +53,25 @@ from dispfx.report import (
 from dispfx.report.page import write_page
 from dispfx.run.folders import open_folder
 from dispfx.run.length_checks import window_of
-from dispfx.run.onnx_folder import write_onnx
-from dispfx.run.ordinary_decoder import ordinary_decoder
 from dispfx.run.run_text import Text
+from dispfx.run.targets import Form, Target, Written, require_target, save_graph, target_named
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import RunSettings
 from dispfx.settings.trees import ApplySettings
 from dispfx.source import Source
 from dispfx.source.own_code import carry_code, is_own_code, private_code
 from dispfx.source.transformers_classes import code_of_class
-from dispfx.verification.equivalence import Verification, random_token_ids, require
+from dispfx.verification.equivalence import Verification, require
 from dispfx.verification.graphs import (
     beyond_lines,
     captured_lines,
-    compared_shapes,
-    dense_lines,
-    exported_lines,
     identity_lines,
     lowered_lines,
     module_lines,
     reloaded_lines,
     short_shapes,
-    zeroed_tensors,
 )
 
-DENSE_FOLDER = "dense"
 _PROBE_SEED, _PROBE_SAMPLES = 7, 100
 _NAMED_VERSIONS = ("torch", "transformers", "safetensors", "onnx", "onnxruntime-gpu", "onnxruntime")
 
@@ -118,19 +107,14 @@ class Task:
         return is_own_code(self.source.model, self.source.config, self.source.tokenizer)
 
 
-def require_writable(export: str | None, source: Source) -> None:
+def require_writable(export: Any, source: Source) -> None:
     """Pass if the decoder can be written in the form that was asked for; all but its weights is written once.
 
     Raises:
         DispfxError: if a dense checkpoint was asked of a module that transformers does not know, or config,
             tokenizer or code cannot be written and read back.
     """
-    if export == "dense" and source.config is None:
-        raise DispfxError(
-            "--export dense writes a checkpoint of transformers, which does not know this module",
-            where=source.name,
-            hint="--export pt2 writes the pruned graph",
-        )
+    require_target(export, source)
     if source.config is None:
         return
     with tempfile.TemporaryDirectory(prefix="dispfx-") as name, private_code(Path(name)):
@@ -172,7 +156,6 @@ def write_output(task: Task, stages: Stages) -> Report:
             f"transformers cannot hold this decoder as modules ({pruned.reason}); dispfx.load opens it"
         )
     lines: list[Verification] = []
-    no_cache: str | None = None
     with stages("verify"):
         lines += captured_lines(task.program)
         _add(lines, identity_lines(task.program), stages)
@@ -197,29 +180,28 @@ def write_output(task: Task, stages: Stages) -> Report:
                 ("modules", pruned.model) if isinstance(pruned, PrunedModel) else ("lowered", lowered)
             )
             _add(lines, reloaded_lines(name, task.program, written, reloaded), stages)
-            if task.exports == "pt2" and task.source.config is not None:
-                size, shapes = task.program.vocabulary_size, compared_shapes(task.program)
-                _add(lines, exported_lines(folder, reloaded, size, shapes), stages)
-        if task.exports == "onnx":
-            with stages("onnx"):
-                shapes = compared_shapes(task.program)
-                written = write_onnx(opened, plain=partial(_plain, task), shapes=shapes)
-                _add(lines, written.lines, stages)
-                no_cache = written.no_cache
-                if written.note is not None:
-                    stages.observer.note(written.note)
-        if task.exports == "dense":
-            with stages("dense"):
-                _add(lines, _write_dense(task, folder / DENSE_FOLDER, lowered), stages)
+        name, target = target_named(task.exports)
+        form = Form(name, task.source, task.program, task.plan, lowered, opened)
+        exported = Written([]) if name == "none" else _exported(target, form, lines, stages)
         with stages("measure"):
             measured = _perplexity(task, reloaded)
             skills = _skills(task, reloaded)
         with stages("digest"):
             files = digests(folder)
         report = _report(task, folder, tuple(lines), measured, skills, files, stages)
-        report = replace(report, onnx_without_cache=no_cache)
+        report = replace(report, onnx_without_cache=exported.no_cache)
         _write_words(task, folder, report, as_modules=isinstance(pruned, PrunedModel))
     return report
+
+
+def _exported(target: Target, form: Form, lines: list[Verification], stages: Stages) -> Written:
+    """Write the form that was asked for, and record its comparisons."""
+    with stages(form.name):
+        written = target(form)
+        _add(lines, written.lines, stages)
+    if written.no_cache is not None:
+        stages.observer.note(f"the ONNX model has no KV cache: {written.no_cache}")
+    return written
 
 
 def _add(lines: list[Verification], found: list[Verification], stages: Stages) -> None:
@@ -288,28 +270,9 @@ def _write_decoder(
             tokenizer=task.source.tokenizer,
         )
         carry_code(folder, {"AutoConfig": config, "AutoModelForCausalLM": task.source.model})
-    if config is None or task.exports == "pt2":
-        ids = random_token_ids(task.program.vocabulary_size, (2, 8), device=task.program.device)
-        program = _exportable(task)
-        final = lowered if program is task.program else lower(program, task.plan)
-        exported.save_program(export_program(final, ids), folder)
     if config is None:
+        save_graph(task.source, task.program, task.plan, lowered, folder)
         task.plan.save(folder / "plan.safetensors")
-
-
-def _write_dense(task: Task, folder: Path, lowered: nn.Module) -> list[Verification]:
-    """Write a checkpoint that needs no dispfx, and compare it, as read back, with the lowered decoder.
-
-    It is a smaller decoder where one selection holds for the whole stream, otherwise a full-size one with
-    zeros.
-    """
-    if task.plan.select == "before-norm":
-        model = ordinary_decoder(task.source, task.program, task.plan, lowered)
-    else:
-        model = zeroed_twin(task.source.model, zeroed_tensors(task.program, task.plan))
-    write_ordinary(model, folder, tokenizer=task.source.tokenizer)
-    read = load_model(folder, device=task.program.device, trust_remote_code=task.runs_own_code)
-    return dense_lines(task.program, lowered, read)
 
 
 def _stored(
@@ -327,15 +290,6 @@ def _stored(
     }
     indices = site_indices(task.plan, task.program.sites) or {MARK: torch.zeros(1, dtype=torch.int32)}
     return dict(lowered.named_parameters()), {**buffers, **indices}
-
-
-def _plain(task: Task) -> torch.fx.GraphModule:
-    """Return the decoder without a cache, written by gather-add."""
-    return lower(_exportable(task), task.plan, write="gather-add")
-
-
-def _exportable(task: Task) -> Program:
-    return exportable(task.source.model, task.program, task.plan)
 
 
 def _report(

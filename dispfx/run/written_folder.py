@@ -14,7 +14,7 @@ from dispfx.plan.plan import Plan
 from dispfx.report import Report, load_report
 from dispfx.run.folders import open_folder, require_record
 from dispfx.run.onnx_folder import folder_onnx_lines, has_onnx
-from dispfx.run.writing import DENSE_FOLDER
+from dispfx.run.targets import DENSE_FOLDER
 from dispfx.verification.equivalence import OF_REPORT, Verification, compare_decoders, shapes_up_to
 from dispfx.verification.graphs import exported_lines, tolerance_of
 from dispfx.words.preconditions import is_saved_again

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from dispfx.errors import DispfxError, UnknownSettingError
 from dispfx.words.choices import closest, require_choice
+from dispfx.words.own_function import names_function
 
 _KEY = "dispfx"
 
@@ -34,7 +35,7 @@ class Setting:
         most: largest value; `below` excludes the bound itself.
         metavar: placeholder of the value in help.
         common: whether most runs need it, so that help lists it first.
-        functions: whether `file.py:function` is allowed beside the choices.
+        functions: whether `file.py:function`, or a Python function, may be given instead of a choice.
         takes: type on the command line, where it is narrower than the field's.
         repeats: type of one value, where the option may be given several times.
         on_command_line: False for a setting that only the API has.
@@ -106,7 +107,8 @@ class Field:
             return list[self.facts.repeats]
         if self.facts.takes is not None:
             return self.facts.takes
-        return next(kind for kind in _members(self.kind) if kind is not type(None))
+        kind = next(kind for kind in _members(self.kind) if kind is not type(None))
+        return kind | str if self.facts.functions else kind
 
     @property
     def kind_name(self) -> str:
@@ -157,7 +159,7 @@ def check_section(section: Any) -> None:
         value = getattr(section, one.name)
         if value is None:
             continue
-        if one.choices and not (one.facts.functions and ":" in str(value)):
+        if one.choices and not (one.facts.functions and names_function(value)):
             require_choice(one.choices, value, one.name)
         numbers = value if isinstance(value, list | tuple) else [value]
         for number in numbers:

@@ -21,7 +21,8 @@ Schedule = Literal["constant", "cosine"]
 Start = Literal["uniform", "sensitivity"]
 Packing = Literal["joined", "documents"]
 BudgetOn = Literal["masks", "probabilities"]
-Method = Literal["learned", "magnitude", "activation", "fluctuation", "sensitivity", "random"]
+Method = Literal["learned", "magnitude", "wanda", "flap", "fisher", "random"]
+METHOD_ALIASES = {"activation": "wanda", "fluctuation": "flap", "sensitivity": "fisher"}
 RecipeName = Literal["paper", "informed"]
 
 DEFAULT_RECIPE: RecipeName = "informed"
@@ -80,7 +81,12 @@ class LearnSettings:
             never are.
     """
 
-    method: Method = setting("learned", "Learn the masks, or score features once.", default="learned")
+    method: Method = setting(
+        "learned",
+        "Learn the masks, or score features once.",
+        default="learned",
+        functions=True,
+    )
     steps: int = setting(10_000, "Optimizer steps.", default="5,000; demo: 400", least=1, common=True)
     seq_len: int = setting(
         2048,
@@ -130,7 +136,7 @@ class LearnSettings:
     start: Start = setting(
         "uniform", "First logits: all equal, or by the sensitivity of the loss.", default="sensitivity"
     )
-    estimator: EstimatorName = setting("reinmax", "Gradient estimator of the sampled masks.")
+    estimator: EstimatorName = setting("reinmax", "Gradient estimator of the sampled masks.", functions=True)
     hypernetwork: HypernetworkName = setting(
         "full", "What the logits come from; none learns them one by one."
     )
@@ -159,6 +165,8 @@ class LearnSettings:
         Raises:
             DispfxError: naming the setting, what it may be and what was given.
         """
+        if isinstance(self.method, str):
+            object.__setattr__(self, "method", METHOD_ALIASES.get(self.method, self.method))
         check_section(self)
         if self.batch_size % self.samples:
             raise DispfxError(

@@ -163,6 +163,7 @@ class OutputSettings:
         "with zeros (with --select before-norm a smaller ordinary one).",
         default="none; demo: onnx",
         common=True,
+        functions=True,
     )
     resume: bool = setting(
         False, "Continue from the state that an interrupted run left.", common=True, per_run=True

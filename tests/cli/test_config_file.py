@@ -131,6 +131,31 @@ def test_a_file_gives_no_permission_to_run_code(
     assert result.exit_code == 0 and asked(compile_)["trust_remote_code"]
 
 
+@pytest.mark.parametrize("name", ["method", "estimator"])
+def test_a_file_gives_no_permission_to_run_a_function_of_a_setting(
+    dispfx, replaced, report, written, tmp_path: Path, name: str, monkeypatch
+):
+    compile_ = replaced("run_compile", report)
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("open('it-ran', 'w')", encoding="utf-8")
+    words = [
+        "compile",
+        "--config",
+        written(SET.changed(**{name: "mine.py:own"})),
+        "--out",
+        tmp_path / "second",
+    ]
+
+    for more in ((), ("demo",)):
+        result = dispfx(words[0], *more, *words[1:])
+        assert result.exit_code == 2 and "executes code" in result.output and "mine.py:own" in result.output
+    assert not compile_.called and not Path("it-ran").exists()
+    assert dispfx(*words, "--trust-remote-code").exit_code == 0
+    assert asked(compile_)[name] == "mine.py:own"
+    assert dispfx(*words, f"--{name}", "random" if name == "method" else "gumbel").exit_code == 0
+    assert not Path("it-ran").exists()
+
+
 @pytest.mark.parametrize("content", ["[]", "no json", "{}", '{"settings": null}', '{"settings": 3}', None])
 def test_a_file_without_settings_is_refused(dispfx, replaced, report, tmp_path: Path, content: str | None):
     compile_ = replaced("run_compile", report)

@@ -30,7 +30,7 @@ from tests.stacked_experts import decoder as stacked_decoder
 
 BUDGET = Budget(0.3)
 TOKENS = torch.randint(VOCABULARY, (60,), generator=torch.Generator().manual_seed(4))
-METHODS: tuple[Method, ...] = ("magnitude", "activation", "fluctuation", "sensitivity", "random")
+METHODS: tuple[Method, ...] = ("magnitude", "wanda", "flap", "fisher", "random")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def seen(found: Problem, count: int) -> list[Tensor]:
 
 def test_activation_is_the_size_of_what_the_readers_get(decoder, program):
     found, graph = problem(program)
-    scores = by_site(program, score(found, graph, "activation", sequences=3))
+    scores = by_site(program, score(found, graph, "wanda", sequences=3))
     (down,) = [name for name, _ in decoder.named_modules() if name.endswith("0.mlp.down")]
     site = next(site for site in program.sites if site.kind == "inner")
     x = inputs_of(decoder, down, seen(found, 3))
@@ -102,7 +102,7 @@ def test_activation_is_the_size_of_what_the_readers_get(decoder, program):
 
 def test_fluctuation_is_the_variance_and_not_the_size(decoder, program):
     found, graph = problem(program)
-    scores = by_site(program, score(found, graph, "fluctuation", sequences=3))
+    scores = by_site(program, score(found, graph, "flap", sequences=3))
     (down,) = [name for name, _ in decoder.named_modules() if name.endswith("0.mlp.down")]
     site = next(site for site in program.sites if site.kind == "inner")
     x = inputs_of(decoder, down, seen(found, 3))
@@ -154,8 +154,8 @@ def test_features_of_experts_are_scored_by_the_tokens_that_reach_them(mixture):
         for e in range(EXPERTS)
     ]) * norms_EI**2  # fmt: skip
     expected: dict[Method, Tensor] = {
-        "activation": activation_EI,
-        "fluctuation": fluctuation_EI,
+        "wanda": activation_EI,
+        "flap": fluctuation_EI,
         "magnitude": norms_EI,
     }
     for method, expected_EI in expected.items():
@@ -195,7 +195,7 @@ def test_tokens_that_are_sorted_by_expert_take_one_sample_only(mixture):
 
 def test_sensitivity_is_the_mean_square_gradient_a_parameter(program):
     found, graph = problem(program)
-    scores = score(found, graph, "sensitivity", sequences=3)
+    scores = score(found, graph, "fisher", sequences=3)
     squares = torch.zeros_like(scores)
     for ids_T in seen(found, 3):
         masks = torch.ones_like(scores, requires_grad=True)
@@ -223,19 +223,19 @@ def test_a_sequence_whose_gradient_is_not_finite_leaves_no_trace_in_the_sensitiv
 
     without = replace(found, gated=spoiled)
     torch.testing.assert_close(
-        score(without, graph, "sensitivity", sequences=2),
-        score(problem(program)[0], graph, "sensitivity", sequences=1),
+        score(without, graph, "fisher", sequences=2),
+        score(problem(program)[0], graph, "fisher", sequences=1),
         rtol=1e-4,
         atol=1e-4,
     )
 
 
 def test_scores_that_are_not_finite_are_the_inputs_fault():
-    found, graph = problem(analyse(build(FORMS["pre-norm"])), method="activation")
+    found, graph = problem(analyse(build(FORMS["pre-norm"])), method="wanda")
     with torch.no_grad():
         graph.get_parameter("embedding.weight")[TOKENS[0]] = torch.inf
     with pytest.raises(
-        DispfxError, match=r"scores of --method activation must be finite: .*layers.0.attention.read"
+        DispfxError, match=r"scores of --method wanda must be finite: .*layers.0.attention.read"
     ):
         select_by_score(found, graph, BUDGET)
 
@@ -259,14 +259,14 @@ def test_sites_that_share_a_selection_share_their_score(program, method):
 def test_sensitivity_is_the_same_with_a_mask_for_every_sequence_of_a_batch(program):
     one_by_one, graph = problem(program, batch_size=4)
     together, _ = problem(program, batch_size=4, samples=4)
-    expected = score(one_by_one, graph, "sensitivity", sequences=8)
-    assert torch.allclose(score(together, graph, "sensitivity", sequences=8), expected, atol=1e-4)
+    expected = score(one_by_one, graph, "fisher", sequences=8)
+    assert torch.allclose(score(together, graph, "fisher", sequences=8), expected, atol=1e-4)
 
 
 def test_learning_starts_with_the_most_sensitive_features_highest(program):
     found, graph = problem(program)
     start = starting_logits(found)
-    scores = score(found, graph, "sensitivity")
+    scores = score(found, graph, "fisher")
     assert start.median() == 0.0 and start.abs().max() <= 4.0
     inside = start.abs() < 4.0
     assert torch.allclose(start[inside], (scores - scores.median())[inside], atol=1e-5)
@@ -286,4 +286,4 @@ def test_scores_that_see_the_text_beat_chance(demo):
         with torch.no_grad():
             losses[method] = float(next_token_loss(gated(ids_BT, parts), ids_BT))
     # Perplexities seen with 64 sequences of 128 tokens: 5.5, 9.9 and 14.5 against 23.8 by chance.
-    assert losses["sensitivity"] < losses["activation"] < losses["magnitude"] < losses["random"]
+    assert losses["fisher"] < losses["wanda"] < losses["magnitude"] < losses["random"]

@@ -1,0 +1,198 @@
+"""Export targets: what `--export` writes next to the checkpoint, each with the comparison that proves it.
+
+    none     nothing
+    onnx     DIR/onnx, a model with a KV cache
+    pt2      DIR/program.pt2, a graph that torch.export reads
+    dense    DIR/dense, an ordinary checkpoint that needs no dispfx
+
+A target of a user's own, `mine.py:target` or a Python function, takes a `Form`, writes files into
+`form.folder` (DIR/target, by the function's name), and returns comparisons of what it reads back from there,
+from `form.compare`.  A target without a comparison is refused, and so is one whose comparison does not hold.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dispfx.capturing.module_capture import export_program
+from dispfx.compiler.programs import exportable, lower
+from dispfx.deploy import exported
+from dispfx.errors import DispfxError, VerificationError
+from dispfx.huggingface.dense import write_ordinary, zeroed_twin
+from dispfx.huggingface.model_loading import load_model
+from dispfx.ir.program import Program
+from dispfx.plan.plan import Plan
+from dispfx.run.folders import Opened
+from dispfx.run.onnx_folder import write_onnx
+from dispfx.run.ordinary_decoder import ordinary_decoder
+from dispfx.source import Source
+from dispfx.verification.equivalence import Verification, compare_decoders, random_token_ids
+from dispfx.verification.graphs import (
+    compared_shapes,
+    dense_lines,
+    exported_lines,
+    tolerance_of,
+    zeroed_tensors,
+)
+from dispfx.words.own_function import OwnFunction, own_or_choice
+
+DENSE_FOLDER = "dense"
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """A pruned decoder that a target writes in its own form.
+
+    Args:
+        name: of the target; its files go to a folder of this name.
+        source: the dense decoder, with its config and tokenizer.
+        program: of the dense decoder.
+        plan: what is kept.
+        decoder: the pruned graph, token ids (B, T) to logits (B, T, V).
+        opened: DIR with the checkpoint, as read back.
+    """
+
+    name: str
+    source: Source
+    program: Program
+    plan: Plan
+    decoder: torch.fx.GraphModule
+    opened: Opened
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder of the target's own files, made at its first use."""
+        folder = self.opened.path / self.name
+        folder.mkdir()
+        return folder
+
+    def ids(self, batch: int = 2, tokens: int = 8) -> Tensor:
+        """Return token ids (B, T) to trace or export the decoder with."""
+        return random_token_ids(self.program.vocabulary_size, (batch, tokens), device=self.program.device)
+
+    def compare(
+        self, read_back: Callable[[Tensor], Any], *, tolerance: float | None = None
+    ) -> list[Verification]:
+        """Compare a decoder that was read back with the pruned graph, on ids that no trace has seen.
+
+        Args:
+            read_back: token ids (B, T) to logits (B, T, V), or to an output with `.logits`.
+            tolerance: largest relative error that holds; what the dtype allows by default.
+        """
+        return compare_decoders(
+            f"{self.name} = lowered",
+            self.decoder,
+            read_back,
+            tolerance_of(self.program) if tolerance is None else tolerance,
+            vocabulary_size=self.program.vocabulary_size,
+            shapes=compared_shapes(self.program),
+            device=self.program.device,
+        )
+
+    def exportable(self) -> Program:
+        """Return the dense decoder's program in operations that every exporter knows."""
+        return exportable(self.source.model, self.program, self.plan)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a target wrote: its comparisons, and why an ONNX model has no cache."""
+
+    lines: list[Verification]
+    no_cache: str | None = None
+
+
+Target = Callable[[Form], Written]
+
+
+def target_named(export: Any) -> tuple[str, Target]:
+    """Return a target's name and what writes it.
+
+    Raises:
+        DispfxError: if there is no such target, listing those that there are.
+        SourceError: if a user's function cannot be loaded.
+    """
+    found = own_or_choice(TARGETS, export, "export")
+    if not isinstance(found, OwnFunction):
+        return export, found
+    return found.function.__name__, lambda form: Written(_checked(found, found(form)))
+
+
+def require_target(export: Any, source: Source) -> None:
+    """Pass if a decoder can be written in the form that was asked for; None asks for the default.
+
+    Raises:
+        DispfxError: if a dense checkpoint was asked of a module that transformers does not know, or there is
+            no such target.
+        SourceError: if a user's function cannot be loaded.
+    """
+    if export is not None:
+        target_named(export)
+    if export == "dense" and source.config is None:
+        raise DispfxError(
+            "--export dense writes a checkpoint of transformers, which does not know this module",
+            where=source.name,
+            hint="--export pt2 writes the pruned graph",
+        )
+
+
+def save_graph(
+    source: Source, program: Program, plan: Plan, lowered: torch.fx.GraphModule, folder: Path
+) -> None:
+    """Write the pruned graph as program.pt2."""
+    known = exportable(source.model, program, plan)
+    final = lowered if known is program else lower(known, plan)
+    ids = random_token_ids(program.vocabulary_size, (2, 8), device=program.device)
+    exported.save_program(export_program(final, ids), folder)
+
+
+def _checked(function: OwnFunction, lines: Any) -> list[Verification]:
+    found = list(lines) if isinstance(lines, list | tuple) else []
+    if not found or not all(isinstance(line, Verification) for line in found):
+        raise VerificationError(
+            f"target {function.name} must return comparisons of what it wrote, and returned {lines!r}"[:200],
+            hint="return form.compare(…) of the decoder that it reads back",
+        )
+    return found
+
+
+def _nothing(form: Form) -> Written:
+    return Written([])
+
+
+def _onnx(form: Form) -> Written:
+    def plain() -> torch.fx.GraphModule:
+        return lower(form.exportable(), form.plan, write="gather-add")
+
+    written = write_onnx(form.opened, plain=plain, shapes=compared_shapes(form.program))
+    return Written(written.lines, written.no_cache)
+
+
+def _graph(form: Form) -> Written:
+    if form.source.config is None:  # it is what DIR holds, and was compared as such
+        return Written([])
+    folder, program = form.opened.path, form.program
+    save_graph(form.source, program, form.plan, form.decoder, folder)
+    shapes = compared_shapes(program)
+    return Written(exported_lines(folder, form.opened.decoder, program.vocabulary_size, shapes))
+
+
+def _dense(form: Form) -> Written:
+    """Write a smaller decoder if one selection holds for the whole stream, else one with zeros."""
+    if form.plan.select == "before-norm":
+        model: Any = ordinary_decoder(form.source, form.program, form.plan, form.decoder)
+    else:
+        model = zeroed_twin(form.source.model, zeroed_tensors(form.program, form.plan))
+    folder = form.opened.path / DENSE_FOLDER
+    write_ordinary(model, folder, tokenizer=form.source.tokenizer)
+    trusted = form.opened.trust_remote_code
+    read = load_model(folder, device=form.program.device, trust_remote_code=trusted)
+    return Written(dense_lines(form.program, form.decoder, read))
+
+
+TARGETS: dict[str, Target] = {"none": _nothing, "onnx": _onnx, "pt2": _graph, "dense": _dense}

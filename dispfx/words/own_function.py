@@ -1,0 +1,176 @@
+"""Functions of a user's own, where a setting has choices: `mine.py:score`, or the function itself in Python.
+
+    entry = own_or_choice(SCORES, value, "method")      the table's entry, or an `OwnFunction`
+
+Only a value that the user gave in this run may come here: naming a file runs it.  What came from a report, a
+plan or a file of settings needs the user's permission first (`names_function` tells).
+"""
+
+import hashlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from dispfx.errors import DispfxError, SourceError
+from dispfx.words.choices import choice, closest
+
+Entry = TypeVar("Entry")
+_SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
+
+
+@dataclass(frozen=True)
+class OwnFunction:
+    """A user's function.
+
+    Args:
+        name: as the user names it: `mine.py:score`, or its module and name.
+        digest: of the file, or of the function's source.
+    """
+
+    name: str
+    digest: str
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function.
+
+        Raises:
+            SourceError: with the user's own line, if it raises anything but an error of dispfx.
+        """
+        try:
+            return self.function(*args)
+        except DispfxError:
+            raise
+        except Exception as error:
+            raise SourceError(
+                f"{self.name} raised {type(error).__name__}: {error}", where=_line_of(error)
+            ) from error
+
+
+def names_function(value: object) -> bool:
+    """Whether a setting's value is a user's function, or names one."""
+    return callable(value) or (isinstance(value, str) and _SPEC.fullmatch(value) is not None)
+
+
+def own_or_choice(table: Mapping[str, Entry], value: Any, what: str) -> Entry | OwnFunction:
+    """Return a user's function, or the entry of a table.
+
+    Raises:
+        DispfxError: if there is no such entry.
+        SourceError: if the file or the function cannot be loaded.
+    """
+    return own_function(value) if names_function(value) else choice(table, value, what)
+
+
+def own_function(value: Any) -> OwnFunction:
+    """Return the function that `file.py:function` names, or a Python function, with its digest.
+
+    A file runs once, until it changes; what stands beside it can be imported.
+
+    Raises:
+        SourceError: if there is no such file or function, or the file raises.
+    """
+    if callable(value):
+        return OwnFunction(_name_of(value), _digest(_source_of(value)), value)
+    found = _SPEC.fullmatch(value)
+    assert found is not None
+    path = Path(found["file"]).expanduser()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise SourceError(f"the file of {value} cannot be read: {error.strerror}", where=str(path)) from error
+    module = _module(path.resolve(), _digest(content))
+    function = getattr(module, found["name"], None)
+    if not callable(function):
+        known = [name for name, entry in vars(module).items() if inspect.isfunction(entry)]
+        raise SourceError(
+            f"{path} has no function {found['name']}",
+            where=str(path),
+            hint=closest(found["name"], known) or f"its functions are {', '.join(known) or 'none'}",
+        )
+    return OwnFunction(value, _digest(content), function)
+
+
+def require_functions(*values: object) -> None:
+    """Load the functions among some values, so that a fault in one is told before the work.
+
+    Raises:
+        SourceError: as `own_function`.
+    """
+    for value in values:
+        if names_function(value):
+            own_function(value)
+
+
+def shown(value: object) -> str:
+    """Return a setting's value as messages name it."""
+    return _name_of(value) if callable(value) else str(value)
+
+
+def identity_of(value: object) -> object:
+    """Return what a state says of a setting: its value, or the name and digest of a user's function."""
+    if not names_function(value):
+        return value
+    found = own_function(value)
+    return f"{found.name} ({found.digest})"
+
+
+@cache
+def _module(path: Path, digest: str) -> ModuleType:
+    """Run a file as a module; the digest tells whether it changed."""
+    name = f"_own_{path.stem}_{digest}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise SourceError(
+            f"{path.name} cannot be run: {type(error).__name__}: {error}", where=_line_of(error)
+        ) from error
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def _name_of(function: Any) -> str:
+    kind = function if hasattr(function, "__qualname__") else type(function)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _source_of(function: Any) -> bytes:
+    try:
+        return inspect.getsource(inspect.unwrap(function)).encode()
+    except (OSError, TypeError):  # typed into an interpreter, or an object
+        code = getattr(function, "__code__", None)
+        return _name_of(function).encode() if code is None else code.co_code + repr(code.co_consts).encode()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _line_of(error: BaseException) -> str:
+    """Return the last line of the user's code, and not of a library, that ran before an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    own = [
+        frame
+        for frame in frames
+        if frame.filename != __file__
+        and "site-packages" not in frame.filename
+        and not frame.filename.startswith("<frozen")
+    ]
+    last = (own or frames)[-1]
+    return f"{last.filename}:{last.lineno}"
