@@ -12,13 +12,14 @@ a mask says something else than smaller weights.
 Rules:
 1. A parameter is zero where it is cut; a buffer is cut with it and keeps its value.
 2. A product is zero where its weight is, unless something that is not is added.
-3. A pointwise operation is tried: zeros for what is zero, other numbers for all else.  So is an operation
-   whose link rule was registered from outside, which is not taken for zero if it cannot be tried.
+3. A pointwise operation is tried: zeros for what is zero, and numbers above and below zero elsewhere.  So is
+   an operation whose link rule was registered from outside, which is not taken for zero if it cannot be tried.
 4. A softmax is not zero, and a norm only if it adds nothing; anything else hands on what it is given.
 """
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -146,8 +147,9 @@ def _bias(norm: fx.Node) -> list[fx.Node]:
 def _stays_zero(node: fx.Node, zero: Mapping[fx.Node, bool], *, untried: bool) -> bool:
     """Try a pointwise operation on single numbers; `untried` is the answer where it refuses them."""
     generator = torch.Generator().manual_seed(0)
-    for truth in (True, False, None):
-        number = partial(_number, zero=zero, truth=truth, generator=generator)
+    signs = (1,) if packet(node) is aten.pow else (1, -1)  # a power of zero below zero is infinite
+    for truth, sign in product((True, False, None), signs):
+        number = partial(_number, zero=zero, truth=truth, sign=sign, generator=generator)
         try:
             args, kwargs = (map_arg(part, number) for part in (node.args, node.kwargs))
             result = node.target(*args, **{**kwargs, **_here(kwargs)})  # type: ignore[operator]
@@ -159,16 +161,16 @@ def _stays_zero(node: fx.Node, zero: Mapping[fx.Node, bool], *, untried: bool) -
 
 
 def _number(
-    value: fx.Node, zero: Mapping[fx.Node, bool], truth: bool | None, generator: torch.Generator
+    value: fx.Node, zero: Mapping[fx.Node, bool], truth: bool | None, sign: int, generator: torch.Generator
 ) -> Any:
-    """Return one number for a value: zero where that is known, one or more elsewhere, or a size."""
+    """Return one number for a value: zero where that is known, beyond `sign` elsewhere, or a size."""
     meta = value.meta.get("val")
     if not isinstance(meta, Tensor):
         return ops.size_hint(meta) if isinstance(meta, torch.SymInt | int) else 3
     drawn = 1 + torch.randn(1, generator=generator).abs()
     if meta.dtype == torch.bool:
         return drawn < 1.7 if truth is None else torch.tensor([truth])
-    return (drawn * 0 if zero.get(value, False) else drawn).to(meta.dtype)
+    return (drawn * 0 if zero.get(value, False) else drawn * sign).to(meta.dtype)
 
 
 def _here(kwargs: Mapping[str, Any]) -> dict[str, Any]:

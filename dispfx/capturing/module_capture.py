@@ -11,6 +11,7 @@ How a decoder becomes a graph:
 4. The graph runs at the traced and at another shape and must give what the module gives there,
    because `Dim.AUTO` may fix a dimension without saying so.
 5. The lengths for which the graph holds are found (`dispfx.capturing.valid_lengths`); it raises at others.
+   A decoder that computes a text otherwise in another batch is refused (`dispfx.capturing.valid_batches`).
 6. A decoder on the meta device has shapes and no values: it is captured without being run, rule 4 is
    left out, and `Program.measured` is False.
 """
@@ -21,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from dispfx.capturing.module_state import ModuleState, module_kept, random_state
 from dispfx.capturing.refusals import refuse_export, refuse_fixed_length
 from dispfx.capturing.rounding import allowed_by_rounding, most_allowed
 from dispfx.capturing.unlifting import program_of, straight_line, user_inputs, user_outputs
+from dispfx.capturing.valid_batches import require_any_batch
 from dispfx.capturing.valid_lengths import Outcome, Trial, conditions_of, valid_lengths
 from dispfx.capturing.warm_up import length_bound, warm_up
 from dispfx.errors import CaptureError, first_line
@@ -100,8 +103,9 @@ def capture(
         if measured:
             alike = [leaf for leaf in _tensors_in(returned) if leaf.shape == logits.shape]
             program.logits_returned = max(1, len(alike))
-        tried = _trial(program, called, vocabulary, arguments, run)
-        program.hold_to(fit.limit or valid_lengths(conditions, TRACED_SHAPE[1], tried))
+        at = partial(_trial, program, called, vocabulary, arguments)
+        of_lengths = at(lambda tokens: (1, tokens), lambda tokens: (TRACED_SHAPE[0], tokens))
+        program.hold_to(fit.limit or valid_lengths(conditions, TRACED_SHAPE[1], of_lengths))
         for tokens in () if fit.limit else VERIFIED_LENGTHS:
             program.lengths.require(tokens, "what is compiled is verified at that length, too")
         for shape in (fit.traced, fit.other) if measured else ():
@@ -110,6 +114,8 @@ def capture(
                 program.identity = {**program.identity, shape: _identity(program, called, ids, arguments)}
             except _FixedLength as error:
                 raise _refuse_fixed_length(program, called, ids, error.__cause__, fit) from error.__cause__
+        of_batches = at(*(lambda sequences: (sequences, fit.traced[1]),) * 2)
+        require_any_batch(conditions_of(exported, axis=0), fit.traced, of_batches)
         if separator is not None and measured:
             _check_apart(program, model, token_ids(model, vocabulary, fit.other), separator)
     return program
@@ -400,17 +406,25 @@ def _trial(
     model: nn.Module,
     vocabulary: int,
     arguments: Mapping[str, Any],
-    run: Callable[[int], None],
+    run_at: Callable[[int], tuple[int, int]],
+    trace_at: Callable[[int], tuple[int, int]],
 ) -> Trial:
-    """Return how a module and its graph are tried at other lengths."""
+    """Return how a module and its graph are tried at other lengths, or with other batches.
 
-    def traced_at(tokens: int) -> ExportedProgram:
-        return _export(model, token_ids(model, vocabulary, (TRACED_SHAPE[0], tokens)))
+    Args:
+        run_at, trace_at: the shape (B, T) to run or trace the module at, by the size that is tried.
+    """
 
-    def compared(tokens: int) -> Outcome:
-        ids = token_ids(model, vocabulary, (1, tokens))
+    def ids_at(shape: tuple[int, int]) -> Tensor:
+        return token_ids(model, vocabulary, shape)
+
+    def run(size: int) -> None:
+        _run(model, ids_at(run_at(size)), arguments)
+
+    def compared(size: int) -> Outcome:
+        ids = ids_at(run_at(size))
         try:
-            if tokens > 1:
+            if ids.shape[1] > 1:
                 return "same" if _identity(program, model, ids, arguments) else "other"
             # Another kernel may take a single token, and sum in another order.
             found = _difference_at(program, model, ids, arguments).relative
@@ -418,7 +432,12 @@ def _trial(
         except CaptureError as error:
             return "stops" if isinstance(error, _FixedLength) else "other"
 
-    return Trial(model, run, traced_at, compared if _has_values(model) else None)
+    return Trial(
+        model,
+        run,
+        lambda size: _export(model, ids_at(trace_at(size))),
+        compared if _has_values(model) else None,
+    )
 
 
 class _FixedLength(CaptureError):

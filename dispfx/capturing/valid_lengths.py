@@ -95,21 +95,22 @@ class Condition:
         return not any(self.holds(length) for length in (*range(tokens, 2 * tokens), *_POWERS[4:]))
 
 
-def conditions_of(exported: ExportedProgram) -> list[Condition]:
-    """Return the conditions on the number of tokens, the second size of the first input, as torch noted them.
+def conditions_of(exported: ExportedProgram, axis: int = 1) -> list[Condition]:
+    """Return the conditions on a size of the first input (B, T), as torch noted them.
 
     Args:
         exported: as torch traced it, before decompositions.
+        axis: of the input: 1 for the number of tokens, 0 for that of sequences.
     """
     name = user_inputs(exported)[0]
     shape = next(node for node in exported.graph.nodes if node.name == name).meta["val"].shape
-    if not isinstance(shape[1], torch.SymInt):
+    if not isinstance(shape[axis], torch.SymInt):
         return []
     sizes = {size.node.expr: size.node.hint for size in shape if isinstance(size, torch.SymInt)}
-    symbol = shape[1].node.expr
+    symbol = shape[axis].node.expr
     found = [
         Condition(_holds(guard.expr, symbol, sizes), str(guard.expr), *_place(guard.sloc.framework_loc))
-        for guard in shape[1].node.shape_env.guards
+        for guard in shape[axis].node.shape_env.guards
         if symbol in guard.expr.free_symbols
         and guard.expr.free_symbols <= set(sizes)
         and (_place(guard.sloc.framework_loc)[0] is not None or _is_bound(guard.expr, symbol))
@@ -193,12 +194,13 @@ def valid_lengths(conditions: Sequence[Condition], traced: int, trial: Trial) ->
         traced: that length.
         trial: the decoder and its graph.
     """
-    above = _upwards(list(conditions), traced, trial)
+    above = range_above(conditions, traced, trial)
     least, where = _downwards(conditions, traced, trial)
     return Lengths(least, above.most, above.end, above.where or where)
 
 
-def _upwards(conditions: list[Condition], traced: int, trial: Trial) -> Lengths:
+def range_above(conditions: Sequence[Condition], traced: int, trial: Trial) -> Lengths:
+    """Return where the range ends above the traced size, as `valid_lengths`."""
     harmless, start = set[str](), traced
     while ends := [end for one in conditions if (end := one.broken_after(traced)) is not None]:
         first = min(ends)

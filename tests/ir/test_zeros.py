@@ -45,6 +45,7 @@ ZERO: dict[str, Ending] = {
     "a gate on itself": lambda m, y: y.sigmoid() * y,
     "a gate that is not zero": lambda m, y: (y + 2.0) * y,
     "a norm": normed,
+    "a learned power": lambda m, y: y.relu().pow(m.scale.abs().mean()),
     "half precision": lambda m, y: y.bfloat16().float(),
     "in two parts": lambda m, y: torch.cat([y[..., : WIDTH // 2] * 2, y[..., WIDTH // 2 :].relu()], -1),
 }
@@ -54,6 +55,10 @@ NOT_ZERO: dict[str, tuple[Ending, str]] = {
     "exp": (lambda m, y: y.exp(), "aten.exp"),
     "cos": (lambda m, y: y.cos() * 2, "aten.cos"),
     "softplus": (lambda m, y: F.softplus(y), "aten.softplus"),
+    "the smaller of it and a number below zero": (
+        lambda m, y: torch.minimum(y, -0.05 * m.scale.abs().mean()),
+        "aten.minimum",
+    ),
     "a constant": (lambda m, y: (y + 1.0).tanh(), "aten.add"),
     "a constant less": (lambda m, y: 1.0 - y, "aten.rsub"),
     "clamp above zero": (lambda m, y: y.clamp(min=0.5), "aten.clamp"),
