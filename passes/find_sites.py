@@ -29,8 +29,8 @@ import numpy as np
 from torch import fx
 
 from dispfx.analysis.flow import Flow
-from dispfx.analysis.label_map import Closure, Mismatch, Statistics, Surroundings, close
-from dispfx.analysis.links import Contraction, Dimension, links
+from dispfx.analysis.label_map import Closure, Mismatch, Statistics, Surroundings, close, sums_over_several
+from dispfx.analysis.links import Dimension, contractions
 from dispfx.analysis.stacked_experts import ByExpert, by_expert
 from dispfx.analysis.token_mixing import mixes_tokens
 from dispfx.analysis.zero_values import not_zero
@@ -169,6 +169,7 @@ class _Search:
         readers = [product for product in products if product.first or self._sums_over_stream(product)]
         reads = (STREAM,) if self.whole_stream else self._reads(leaf, readers)
         inner = self._inner(leaf, [product for product in products if product not in readers])
+        self._name_unfit(leaf)
         writes = (STREAM,) if self.whole_stream else self._writes(leaf)
         if reads or inner or writes:
             self.branches.append(Branch(leaf.branch, leaf.kind, reads, inner, writes))  # type: ignore[arg-type]
@@ -181,6 +182,14 @@ class _Search:
                 yield product
             if ops.contracts(node) or any(value in fed for value in self.flow.inputs(node)):
                 fed.add(node)
+
+    def _name_unfit(self, leaf: Leaf) -> None:
+        """Refuse by name what products with a weight sum over, where that is several dimensions at once."""
+        for node in sorted((self.nodes[name] for name in leaf.nodes), key=lambda item: self.flow.order[item]):
+            found = sums_over_several(node)
+            values = ops.activations(node, self.flow.dependent)
+            if found is not None and len(values) == 1 and ops.tensors_read(node):
+                self._refuse(leaf, "inner", found, (values[0], ops.rank(values[0]) - 1))
 
     def _sums_over_stream(self, product: _WeightProduct) -> bool:
         """Whether a product that another one feeds sums over the stream's own features all the same.
@@ -364,7 +373,7 @@ class _Search:
 def _weight_product(node: fx.Node, flow: Flow, fed: set[fx.Node]) -> _WeightProduct | None:
     if not ops.is_product(node):
         return None
-    sums = [link for link in links(node) or () if isinstance(link, Contraction)]
+    sums = contractions(node)
     if len(sums) != 1:
         return None
     activations = ops.activations(node, flow.dependent)

@@ -18,7 +18,7 @@ import numpy as np
 from torch import fx
 
 from dispfx.analysis.flow import Flow
-from dispfx.analysis.label_map import Closure, Mismatch, Statistics, Surroundings, close
+from dispfx.analysis.label_map import Closure, Mismatch, Statistics, Surroundings, close, sums_over_several
 from dispfx.analysis.links import Dimension
 from dispfx.analysis.zero_values import not_zero
 from dispfx.ir import ops
@@ -155,7 +155,7 @@ class _Reasons:
         labels = np.arange(ops.shape_of(node)[axis], dtype=np.int32)
         found = self._close((node, axis), labels)
         if isinstance(found, Closure):
-            found = not_zero(found) or self._summed(found) or self._owned(found) or found
+            found = not_zero(found) or self._summed(found) or _several(found) or self._owned(found) or found
         if isinstance(found, Mismatch):
             return self._stopped(found)
         leaves = [self.leaf_of[user.name] for user in self._readers(path) if user.name in self.leaf_of]
@@ -201,3 +201,8 @@ class _Reasons:
     def _is_refused(self, leaf: Leaf, reason: str) -> bool:
         named = f"{leaf.branch}."
         return any(one.name.startswith(named) and one.reason == reason for one in self.program.refused)
+
+
+def _several(closure: Closure) -> Mismatch | None:
+    """Return what sums over the features and another dimension at once."""
+    return next(filter(None, (sums_over_several(user) for _, _, user in closure.gates)), None)

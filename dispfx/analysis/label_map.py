@@ -28,7 +28,16 @@ import numpy as np
 from torch import fx
 
 from dispfx.analysis.flow import Flow
-from dispfx.analysis.links import Alternatives, Connection, Contraction, Dimension, Link, Mixing, links
+from dispfx.analysis.links import (
+    Alternatives,
+    Connection,
+    Contraction,
+    Dimension,
+    Link,
+    Mixing,
+    contractions,
+    links,
+)
 from dispfx.ir import ops
 from dispfx.ir.kept_statistics import problem_of
 from dispfx.ir.program import Program
@@ -60,6 +69,14 @@ class Mismatch:
     grouped: bool = False
     same: np.ndarray | None = None
     parameter: str | None = None
+
+
+def sums_over_several(product: fx.Node) -> Mismatch | None:
+    """Return why no site is made of what a product sums over, where that is several dimensions at once."""
+    if len(contractions(product)) < 2:
+        return None
+    reason = f"{ops.operation(product)} sums over several dimensions at once"
+    return Mismatch(reason, product, grouped=True)
 
 
 @dataclass

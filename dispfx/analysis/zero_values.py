@@ -13,7 +13,7 @@ Rules:
 1. A parameter is zero where it is cut; a buffer is cut with it and keeps its value.
 2. A product is zero where its weight is, unless something that is not is added.
 3. A pointwise operation is tried: zeros for what is zero, and numbers above and below zero elsewhere.  So is
-   an operation whose link rule was registered from outside, which is not taken for zero if it cannot be tried.
+   an operation whose link rule was registered from outside; it is not taken for zero if it cannot be tried.
 4. A softmax is not zero, and a norm only if it adds nothing; anything else hands on what it is given.
 """
 

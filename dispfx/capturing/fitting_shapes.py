@@ -1,7 +1,7 @@
 """The shapes at which a decoder is traced and compared: two primes, or smaller ones where it reads less."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dispfx.errors import CaptureError
 from dispfx.ir.lengths import Lengths
@@ -25,6 +25,16 @@ class Shapes:
     traced: tuple[int, int] = TRACED_SHAPE
     other: tuple[int, int] = OTHER_SHAPE
     limit: Lengths | None = None
+
+    def within(self, tokens: int) -> int:
+        """Return so many tokens, or the most that the decoder reads."""
+        return tokens if self.limit is None else self.limit.within(tokens)
+
+    def narrowed(self, found: Lengths) -> Lengths:
+        """Return the range for which a graph holds, which the decoder's own limit may end."""
+        if self.limit is None or found.most in range(self.limit.most or 0):
+            return found
+        return replace(self.limit, least=found.least)
 
 
 def fitting_shapes(run: Callable[[int], None]) -> Shapes:

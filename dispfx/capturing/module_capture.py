@@ -105,9 +105,9 @@ def capture(
             program.logits_returned = max(1, len(alike))
         at = partial(_trial, program, called, vocabulary, arguments)
         of_lengths = at(lambda tokens: (1, tokens), lambda tokens: (TRACED_SHAPE[0], tokens))
-        program.hold_to(fit.limit or valid_lengths(conditions, TRACED_SHAPE[1], of_lengths))
-        for tokens in () if fit.limit else VERIFIED_LENGTHS:
-            program.lengths.require(tokens, "what is compiled is verified at that length, too")
+        program.hold_to(fit.narrowed(valid_lengths(conditions, fit.traced[1], of_lengths)))
+        for tokens in VERIFIED_LENGTHS:
+            program.lengths.require(fit.within(tokens), "what is compiled is verified at that length, too")
         for shape in (fit.traced, fit.other) if measured else ():
             ids = token_ids(model, vocabulary, shape)
             try:

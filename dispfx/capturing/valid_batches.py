@@ -1,7 +1,8 @@
 """Does a graph hold for any number of sequences in a batch?
 
 A branch such as `if len(ids) > 4` or `if len(ids) == 1` is taken once, while the decoder is traced, and the
-graph keeps that side of it.  Where the sides differ, the logits of a text depend on its batch, and the decoder is refused.
+graph keeps that side of it.  Where the sides differ, the logits of a text depend on its batch, and such a
+decoder is refused.
 
 1. One sequence is run, because torch takes no size for one that may be 1.
 2. Conditions on the size of the batch are tried as those on the length are (`dispfx.capturing.valid_lengths`).

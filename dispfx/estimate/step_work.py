@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from dispfx.analysis.links import contractions
 from dispfx.estimate.graph_sizes import Sizes
 from dispfx.ir import ops
-from dispfx.ir.ops import aten, packet
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ def step_work(graph: fx.Graph, needs: frozenset[fx.Node], sizes: Sizes) -> StepW
     forward = backward = 0
     for node in graph.nodes:
         operands = [value for value in ops.operands(node) if ops.is_tensor(value)]
-        if packet(node) in ops.ATTENTION:
+        if ops.packet(node) in ops.ATTENTION:
             query, key, value = operands[:3]
             rows = math.prod(sizes.shape(query)[:-1]) * sizes.shape(key)[-2]
             forward += 2 * rows * (sizes.shape(query)[-1] + sizes.shape(value)[-1])
             backward += (
                 2 * rows * (3 * sizes.shape(query)[-1] + 2 * sizes.shape(value)[-1]) if node in needs else 0
             )
-        elif packet(node) in ops.PRODUCTS:
+        elif ops.packet(node) in ops.PRODUCTS:
             one = operations_of(node, sizes)
             forward += one
             backward += one * sum(value in needs for value in operands)
@@ -60,19 +60,10 @@ def operations_of(product: fx.Node, sizes: Sizes) -> int:
 
 def _summed(node: fx.Node, operands: list[fx.Node], sizes: Sizes) -> int:
     """Return how many products each element of the result sums."""
-    if packet(node) in ops.CONVOLUTIONS:
+    if ops.packet(node) in ops.CONVOLUTIONS:
         return math.prod(sizes.shape(operands[1])[1:])
-    if packet(node) is aten.einsum:
-        return _summed_by_einsum(str(node.args[0]).replace(" ", ""), operands, sizes)
-    first = operands[1] if packet(node) in (aten.addmm, aten.baddbmm) else operands[0]
-    return sizes.shape(first)[-1]
+    sums = contractions(node)
+    if sums:
+        return math.prod(sizes.shape(value)[dim] for value, dim in (one.a for one in sums))
+    return sizes.shape(operands[0])[-1]
 
-
-def _summed_by_einsum(equation: str, operands: list[fx.Node], sizes: Sizes) -> int:
-    inputs, _, result = equation.partition("->")
-    letters = {
-        letter: size
-        for term, value in zip(inputs.split(","), operands, strict=False)
-        for letter, size in zip(term, sizes.shape(value), strict=False)
-    }
-    return math.prod(size for letter, size in letters.items() if letter not in result)

@@ -33,9 +33,14 @@ MULTIPLE = packets("split split_with_sizes chunk unbind unsafe_chunk unsafe_spli
 SHAPE_OPS = VIEWS | MULTIPLE | packets(
     "transpose permute t expand slice select cat stack movedim narrow swapaxes numpy_T"
 )  # fmt: skip
-PRODUCTS = packets("linear addmm mm bmm baddbmm matmul einsum mv dot conv1d convolution")
+PRODUCTS = packets(
+    "linear addmm mm bmm baddbmm matmul einsum tensordot mv addmv dot vdot inner addbmm chain_matmul "
+    "linalg_multi_dot bilinear conv1d convolution"
+)
 # Products of runs of rows with one matrix of a stack each.  Known by name: a library may bring its own.
 GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+# An operation of another namespace is a library's own.
+_OWN_NAMESPACES = ("aten", "prims", "dispfx", "_c10d_functional", "higher_order")
 CONVOLUTIONS = packets("conv1d convolution")
 ATTENTION = packets("scaled_dot_product_attention")
 SOFTMAX = packets("softmax _softmax _safe_softmax")
@@ -90,8 +95,18 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether the node contracts a dimension of two operands."""
-    return is_grouped(node) or (packet(node) in PRODUCTS and not is_depthwise(node))
+    """Whether the node contracts a dimension of two operands, or may do so where nothing is known of it."""
+    if packet(node) in PRODUCTS:
+        return not is_depthwise(node)
+    return is_grouped(node) or _is_of_a_library(node)
+
+
+def _is_of_a_library(node: fx.Node) -> bool:
+    """Whether a library's own operation takes a matrix of parameters beside an activation."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in _OWN_NAMESPACES:
+        return False
+    read = [value for value in node.all_input_nodes if is_parameter(value)]
+    return any(rank(value) > 1 for value in read) and len(read) < len(node.all_input_nodes)
 
 
 def is_grouped(node: fx.Node) -> bool:

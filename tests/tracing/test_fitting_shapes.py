@@ -1,7 +1,9 @@
 """A decoder that reads few tokens is captured, compiled and verified within them, or told its limit."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +57,29 @@ def test_the_shapes_fit_and_the_limit_is_known(positions: int):
     assert torch.equal(program.graph_module(ids), of(positions)(ids))
     with pytest.raises(DataError, match=f"this decoder reads at most {positions} tokens"):
         program.graph_module(torch.arange(positions + 1)[None])
+
+
+def longer_otherwise(tokens: int, output: Tensor) -> Tensor:
+    return output * 1.5 if tokens > 8 else output
+
+
+def shorter_otherwise(tokens: int, output: Tensor) -> Tensor:
+    return output * 1.5 if tokens < 3 else output
+
+
+def of_twelve(scale: Callable[[int, Tensor], Tensor]) -> nn.Module:
+    model: Any = of(12)
+    model.embedding.register_forward_hook(lambda module, given, output: scale(output.shape[1], output))
+    return model
+
+
+def test_a_branch_on_the_length_is_found_within_few_positions():
+    with pytest.raises(CaptureError, match="the decoder's arithmetic changes at 9 tokens") as error:
+        dispfx.capture(of_twelve(longer_otherwise))
+    line = inspect.getsourcelines(longer_otherwise)[1] + 1
+    assert str(error.value.where).endswith(f"test_fitting_shapes.py:{line}")
+    program = dispfx.capture(of_twelve(shorter_otherwise))
+    assert (program.lengths.least, program.lengths.most, program.lengths.limit) == (3, 12, True)
 
 
 def test_a_decoder_that_reads_enough_has_the_usual_shapes():

@@ -40,7 +40,7 @@ from dispfx.ir.ops import aten, packet
 
 __all__ = [
     "Alternatives", "Connection", "Contraction", "Dimension", "Free", "Link", "Mixing", "Rule",
-    "is_registered", "links", "pointwise", "register", "slice_positions",
+    "contractions", "is_registered", "links", "pointwise", "register", "slice_positions",
 ]  # fmt: skip
 
 Rule = Callable[[fx.Node], list[Connection] | None]
@@ -92,6 +92,11 @@ def links(node: fx.Node) -> list[Connection] | None:
     return found if found is None else [*found, *_left_out(node, found)]
 
 
+def contractions(node: fx.Node) -> list[Contraction]:
+    """Return the pairs of dimensions that a product sums over."""
+    return [found for found in links(node) or () if isinstance(found, Contraction)]
+
+
 def _left_out(node: fx.Node, found: list[Connection]) -> list[Connection]:
     """Return a Mixing for every dimension that a rule says nothing of.
 
@@ -139,6 +144,7 @@ _RULES: dict[object, Rule] = {
     aten.addmm: products.with_addend,
     aten.baddbmm: products.with_addend,
     aten.einsum: products.einsum,
+    aten.tensordot: products.tensordot,
     aten.scaled_dot_product_attention: products.attention,
     aten.embedding: products.embedding,
     aten.transpose: shapes.moved,

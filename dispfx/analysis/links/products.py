@@ -66,15 +66,15 @@ def convolution(node: fx.Node) -> list[Connection]:
 def einsum(node: fx.Node) -> list[Connection] | None:
     equation, values = node.args[0], node.args[1]
     assert isinstance(equation, str) and isinstance(values, list | tuple)
-    equation = equation.replace(" ", "")
-    if "." in equation or "->" not in equation:
+    where = [value for value in values if isinstance(value, fx.Node)]
+    if "->" not in equation or len(where) != len(values):
         return None
-    inputs, result = equation.split("->")
-    terms = inputs.split(",")
-    where = [(v, term) for v, term in zip(values, terms, strict=True) if isinstance(v, fx.Node)]
+    terms, result = _letters(equation.replace(" ", ""), [rank(value) for value in where])
     found: list[Connection] = []
-    for letter in sorted(set(inputs) - {","}):
-        holders = [(value, term.index(letter)) for value, term in where if letter in term]
+    for letter in sorted(set("".join(terms))):
+        holders = [
+            (value, term.index(letter)) for value, term in zip(where, terms, strict=True) if letter in term
+        ]
         if letter in result:
             out = result.index(letter)
             found += [link for value, dim in holders for link in same(value, dim, node, out)]
@@ -83,6 +83,36 @@ def einsum(node: fx.Node) -> list[Connection] | None:
         else:
             found += [Mixing(holder) for holder in holders]
     return found
+
+
+def _letters(equation: str, ranks: list[int]) -> tuple[list[str], str]:
+    """Return the terms of an equation and its result, with a digit for each dimension that dots stand for."""
+    inputs, result = equation.split("->")
+    terms = inputs.split(",")
+    hidden = [size - len(term.replace("...", "")) for term, size in zip(terms, ranks, strict=True)]
+    digits = "0123456789"[: max(hidden)]
+    spelt = [
+        term.replace("...", digits[len(digits) - count :]) for term, count in zip(terms, hidden, strict=True)
+    ]
+    return spelt, result.replace("...", digits)
+
+
+def tensordot(node: fx.Node) -> list[Connection]:
+    values = operand(node, 0), operand(node, 1)
+    summed = [
+        [dim % rank(value) for dim in argument(node, 2 + at, name)]  # type: ignore[union-attr]
+        for at, (value, name) in enumerate(zip(values, ("dims_self", "dims_other"), strict=True))
+    ]
+    found: list[Connection] = [
+        Contraction((values[0], a), (values[1], b)) for a, b in zip(*summed, strict=True)
+    ]
+    left = [
+        (value, dim)
+        for value, dims in zip(values, summed, strict=True)
+        for dim in range(rank(value))
+        if dim not in dims
+    ]
+    return found + [link for out, (value, dim) in enumerate(left) for link in same(value, dim, node, out)]
 
 
 def attention(node: fx.Node) -> list[Connection]:
