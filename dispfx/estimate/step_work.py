@@ -66,4 +66,3 @@ def _summed(node: fx.Node, operands: list[fx.Node], sizes: Sizes) -> int:
     if sums:
         return math.prod(sizes.shape(value)[dim] for value, dim in (one.a for one in sums))
     return sizes.shape(operands[0])[-1]
-

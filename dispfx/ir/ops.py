@@ -105,8 +105,9 @@ def _is_of_a_library(node: fx.Node) -> bool:
     """Whether a library's own operation takes a matrix of parameters beside an activation."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in _OWN_NAMESPACES:
         return False
-    read = [value for value in node.all_input_nodes if is_parameter(value)]
-    return any(rank(value) > 1 for value in read) and len(read) < len(node.all_input_nodes)
+    values = operands(node)
+    read = [value for value in values if is_parameter(_unviewed(value))]
+    return any(rank(value) > 1 for value in read) and len(read) < len(values)
 
 
 def is_grouped(node: fx.Node) -> bool:
@@ -251,10 +252,16 @@ def is_parameter(node: fx.Node) -> bool:
 
 def weight_of(node: fx.Node) -> str | None:
     """Return the path of the parameter or buffer that a value is a view or a gather of, or None."""
+    node = _unviewed(node)
+    return str(node.target) if node.op == "get_attr" else None
+
+
+def _unviewed(node: fx.Node) -> fx.Node:
+    """Return what a value is a view or a gather of."""
     through = CASTS | COPIES | SHAPE_OPS | GATHERS
     while packet(node) in through and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return str(node.target) if node.op == "get_attr" else None
+    return node
 
 
 def weights_of(node: fx.Node) -> list[str]:

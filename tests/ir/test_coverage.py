@@ -1,5 +1,7 @@
 """Every block weight is counted once: gated, or not gated for a reason that was found."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ import dispfx
 from dispfx.analysis.coverage import EXPERTS, HEADS, SKIPPED, UNREAD, coverage
 from dispfx.ir.program import Program
 from tests import foreign_decoders
-from tests.one_branch import INNER, WIDTH, Middle, one_branch
+from tests.one_branch import INNER, WIDTH, Middle, one_branch, require_one_function
 from tests.plain_decoders import perturb
 
 
@@ -114,3 +116,68 @@ def test_the_weight_of_a_convolution_between_heads_is_not_gated_and_says_why():
     (left,) = coverage(program).ungated
     assert left.parameters == ("mlp.conv.weight",)
     assert "combines all features" in left.reason
+
+
+@torch.library.custom_op("coverage_tests::linear", mutates_args=())
+def linear_of_a_library(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight)
+
+
+@linear_of_a_library.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+class TwoBranches(nn.Module):
+    """A usual MLP, and one that is spelt by the products that are given."""
+
+    def __init__(self, *products: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(61, WIDTH), nn.Linear(WIDTH, 61)
+        self.usual, self.products = Middle(lambda m, h: F.gelu(h)), products
+        self.up, self.down = (
+            nn.Parameter(torch.randn(size) / 6) for size in ((WIDTH, 2, 12), (2, 12, WIDTH))
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        x = x + self.usual(x)
+        up, down = self.products
+        return self.head(x + down(F.gelu(up(x, self.up)), self.down))
+
+
+PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "aten.tensordot": (lambda x, w: torch.tensordot(x, w, 1), lambda h, w: torch.tensordot(h, w, 2)),
+    "aten.einsum": (
+        lambda x, w: torch.einsum("...d,dkf->...kf", x, w),
+        lambda h, w: torch.einsum("...kf,kfd->...d", h, w),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_that_sums_over_two_dimensions_is_named_and_its_weights_are_counted(name: str):
+    torch.manual_seed(0)
+    model = perturb(TwoBranches(*PRODUCTS[name]))
+    program = dispfx.capture(model)
+    require_sum(program)
+    require_one_function(model, program)
+    found, reason = coverage(program), f"{name} sums over several dimensions at once"
+    assert found.total == 4 * WIDTH * 24 and found.share == 1.0
+    assert found.axes == {reason: (("up", 1), ("up", 2), ("down", 0), ("down", 1))}
+    (refusal,) = program.refused
+    assert refusal.reason == reason and "test_coverage.py:" in str(refusal.source)
+    assert [site.kind for site in program.sites].count("read") == 2
+
+
+def test_weights_that_only_an_operation_of_a_library_reads_are_counted():
+    model = TwoBranches(
+        lambda x, w: linear_of_a_library(x, w.flatten(1).T),
+        lambda h, w: linear_of_a_library(h, w.flatten(0, 1).T),
+    )
+    program = dispfx.capture(perturb(model))
+    require_sum(program)
+    (left,) = coverage(program).ungated
+    assert left.parameters == ("down", "up") and left.size == 2 * WIDTH * 24
+    assert left.reason == "no rule is known for coverage_tests.linear"
+    assert [refusal.reason for refusal in program.refused] == [left.reason]

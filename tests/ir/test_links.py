@@ -77,7 +77,9 @@ CASES: dict[str, Case] = {
     "einsum as linear": call(aten.einsum.default, "btd,fd->btf", [x(2, 3, 4), x(5, 4)]),
     "einsum over two letters": call(aten.einsum.default, "bthk,dhk->btd", [x(2, 3, 4, 5), x(6, 4, 5)]),
     "einsum with dots": call(aten.einsum.default, "...d,fd->...f", [x(2, 3, 4), x(5, 4)]),
-    "einsum with dots that broadcast": call(aten.einsum.default, "...dk,...kf->...df", [x(2, 3, 4, 5), x(3, 5, 6)]),
+    "einsum with dots that broadcast": call(
+        aten.einsum.default, "...dk,...kf->...df", [x(2, 3, 4, 5), x(3, 5, 6)]
+    ),
     "tensordot": call(aten.tensordot.default, x(2, 3, 4), x(4, 5), [2], [0]),
     "tensordot of two dimensions": call(aten.tensordot.default, x(2, 3, 4), x(4, 5, 3), [1, -1], [2, 0]),
     "einsum that sums one operand": call(aten.einsum.default, "ij,k->ik", [x(3, 4), x(5)]),
