@@ -18,6 +18,7 @@ from dispfx.deploy.generate import generate as continue_ids
 from dispfx.deploy.onnx.exporting import OPSET
 from dispfx.deploy.onnx.legalize import Flavor
 from dispfx.errors import DataError, VerificationError
+from dispfx.ir.lengths import held_to
 from dispfx.ir.program import Program
 from dispfx.quality.agreement import Agreement, agreement
 from dispfx.quality.measuring import measure
@@ -180,7 +181,7 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
     opened = open_folder(path, experts="batched", trust_remote_code=settings.model.trust_remote_code)
     written: list[Path] = []
     if forms.pt2:
-        ids = random_token_ids(opened.vocabulary_size, (2, 8))
+        ids = random_token_ids(opened.vocabulary_size, (2, held_to(opened.graph_module).within(9)))
         exported.save_program(export_program(opened.graph_module, ids), opened.path)
         try:
             require(*exported_lines(opened.path, opened.decoder, opened.vocabulary_size))

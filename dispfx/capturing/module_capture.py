@@ -44,6 +44,7 @@ from dispfx.capturing.valid_batches import require_any_batch
 from dispfx.capturing.valid_lengths import Outcome, Trial, conditions_of, valid_lengths
 from dispfx.capturing.warm_up import length_bound, warm_up
 from dispfx.errors import CaptureError, first_line
+from dispfx.ir.lengths import held_to
 from dispfx.ir.program import Program
 
 LONGEST = 2048
@@ -152,10 +153,14 @@ def export_program(module: fx.GraphModule, ids: Tensor) -> ExportedProgram:
     Args:
         module: forward(ids) -> logits.
         ids: (B, T) sample token ids with B, T >= 2.
+
+    Where the module is held to a range of lengths, the exported program raises beyond its end, too.
     """
+    held = held_to(module)
+    tokens = Dim.AUTO(min=max(held.least, 2), max=held.most)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return traced(module, (ids,), ({0: Dim.AUTO, 1: Dim.AUTO},))
+        return traced(module, (ids,), ({0: Dim.AUTO, 1: tokens},))
 
 
 def module_logits(model: nn.Module, ids: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:

@@ -5,7 +5,7 @@ graph keeps that side of it.  Where the sides differ, the logits of a text depen
 decoder is refused.
 
 1. One sequence is run, because torch takes no size for one that may be 1.
-2. Conditions on the size of the batch are tried as those on the length are (`dispfx.capturing.valid_lengths`).
+2. Conditions on the size of the batch are tried as those on the length (`dispfx.capturing.valid_lengths`).
 3. Batches of more than `LONGEST_RUN` tokens are not run; a condition that only they break is not tried.
 """
 

@@ -48,9 +48,9 @@ _NAMES = frozenset({
     "Mod", "CleanDiv", "CeilToInt", "FloorToInt", "CeilDiv", "LShift", "RShift", "PowByNatural", "FloatPow",
     "FloatTrueDiv", "IntTrueDiv", "TruncToFloat", "TruncToInt", "RoundToInt", "ToFloat", "Identity",
 })  # fmt: skip
-# torch 2.11 writes `min(…)` where later ones write `Min(…)`, or nothing.
-_GUARD_NAMES = frozenset({"L", "args", "kwargs", "min", "max"})
-_GUARD_ATTRIBUTES = frozenset({"size", "shape", "stride", "storage_offset"})
+# torch 2.11 writes `min(…)` where later ones write `Min(…)`, `torch.sym_min(…)`, or nothing.
+_GUARD_NAMES = frozenset({"L", "args", "kwargs", "min", "max", "torch"})
+_GUARD_ATTRIBUTES = frozenset({"size", "shape", "stride", "storage_offset", "sym_min", "sym_max"})
 _EXPRESSION = (
     ast.Expression, ast.Call, ast.Name, ast.Constant, ast.keyword, ast.Load, ast.Subscript, ast.Tuple,
     ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.operator, ast.unaryop, ast.boolop, ast.cmpop,

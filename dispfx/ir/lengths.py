@@ -113,4 +113,11 @@ def hold_to(module: nn.Module, lengths: Lengths, index: int = 0) -> None:
         if isinstance(hook, LengthCheck):
             del module._forward_pre_hooks[key]
     if lengths.least > 1 or lengths.most is not None:
-        module.register_forward_pre_hook(LengthCheck(lengths, index))
+        # First, for an exported program has a check of torch's own.
+        module.register_forward_pre_hook(LengthCheck(lengths, index), prepend=True)
+
+
+def held_to(module: nn.Module) -> Lengths:
+    """Return the range of lengths outside of which a module raises."""
+    checks = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, LengthCheck))
+    return next((check.lengths for check in checks), Lengths())

@@ -33,6 +33,7 @@ from dispfx.errors import (
     memory_shortage,
 )
 from dispfx.ir.cached_inputs import cache_tensors
+from dispfx.ir.lengths import held_to
 from dispfx.ir.program import Program
 from dispfx.run.folders import Opened
 from dispfx.run.length_checks import require_onnx_lengths
@@ -107,8 +108,10 @@ def write_onnx(
             # One decoder at a time: it is gone when its weights are on disk, and made anew if need be.
             program, cached = cached or opened.cached(), None
             return cached_model(_spelled(program, write), opset=opset, flavor=flavor)
-        sample = random_token_ids(opened.vocabulary_size, (2, 8), device=opened.device)
-        return full_sequence_model((plain or opened.fast)(), sample, opset=opset)
+        lowered = (plain or opened.fast)()
+        shape = (2, held_to(lowered).within(9))
+        sample = random_token_ids(opened.vocabulary_size, shape, device=opened.device)
+        return full_sequence_model(lowered, sample, opset=opset)
 
     with new_folder(opened.path / FOLDER) as partial:
         if cached is not None:

@@ -147,7 +147,8 @@ def save_graph(
     """Write the pruned graph as program.pt2."""
     known = exportable(source.model, program, plan)
     final = lowered if known is program else lower(known, plan)
-    ids = random_token_ids(program.vocabulary_size, (2, 8), device=program.device)
+    # No power of two: a size of the decoder, such as that of a chunk, would be taken for the length.
+    ids = random_token_ids(program.vocabulary_size, (2, program.lengths.within(9)), device=program.device)
     exported.save_program(export_program(final, ids), folder)
 
 

@@ -1,15 +1,21 @@
 """A run whose sequences are longer than those for which the decoder's graph holds."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch import Tensor
 
 import dispfx
 from dispfx.api import apply, evaluate, load
+from dispfx.capturing.module_capture import export_program
 from dispfx.compiler.programs import analyse
+from dispfx.deploy.exported import PROGRAM_FILE, load_program, save_program
 from dispfx.errors import CaptureError, DataError, DispfxError
 from dispfx.ir.lengths import Lengths
 from dispfx.plan.plan import Plan
@@ -17,7 +23,7 @@ from dispfx.report import load_report
 from dispfx.settings.learning_settings import LearnSettings
 from tests.api.conftest import SETTINGS, Watcher, random_tokens
 from tests.learning_options import options_of
-from tests.lengths_decoders import long_texts
+from tests.lengths_decoders import long_texts, scaled
 from tests.programs import relative_error, token_ids
 
 MODEL = "tests.lengths_decoders:long_texts"
@@ -78,6 +84,40 @@ def test_a_loaded_graph_raises_beyond_the_range_and_is_right_within_it(folder: P
         )
         with pytest.raises(CaptureError, match="arithmetic changes at 25 tokens"):
             decoder(token_ids(1, 25))
+
+
+def test_an_exported_program_raises_beyond_the_range_for_torch_alone_too(folder: Path):
+    decoder = torch.export.load(folder / PROGRAM_FILE).module()
+    plan = Plan.load(folder / "plan.safetensors")
+    ids = token_ids(1, 24)
+    assert relative_error(decoder(ids), dispfx.gated(analyse(long_texts()), plan)(ids)) <= 1e-5
+    with pytest.raises((RuntimeError, AssertionError), match="<= 24"):
+        decoder(token_ids(1, 25))
+
+
+def in_chunks_of_eight(tokens: int, x: Tensor) -> Tensor:
+    """Mix each eight tokens, of which the last eight are filled up with zeros."""
+    chunks = F.pad(x, (0, 0, 0, -tokens % 8)).unfold(1, 8, 8)
+    return x + chunks.mean(-1).repeat_interleave(8, 1)[:, :tokens]
+
+
+def last_twenty(tokens: int, x: Tensor) -> Tensor:
+    """Add the last twenty tokens to themselves."""
+    some = min(tokens, 20)
+    return x + torch.cat((torch.zeros_like(x[:, :-some]), x[:, -some:]), 1)
+
+
+@pytest.mark.parametrize("mix", [in_chunks_of_eight, last_twenty])
+def test_an_exported_program_holds_at_lengths_that_sizes_of_the_decoder_divide(
+    mix: Callable[[int, Tensor], Tensor], tmp_path: Path
+):
+    program = analyse(scaled(mix))
+    lowered = dispfx.lower(program, Plan.random(program, 0.3, 0))
+    save_program(export_program(lowered, token_ids(2, 9)), tmp_path)
+    loaded = load_program(tmp_path)
+    for tokens in (8, 9, 16, 20, 40):
+        ids = token_ids(1, tokens)
+        assert relative_error(loaded(ids), lowered(ids)) <= 1e-6, tokens
 
 
 def test_windows_beyond_the_range_are_not_measured(folder: Path, tokens: Path):
