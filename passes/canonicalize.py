@@ -19,10 +19,15 @@ Rules:
    shape need not be cut with what it lends it to.
 8. A parameter or buffer is read by one node.
 9. Values that nobody uses are erased.  Parameters that nobody reads then are kept as `Program.unused`.
+10. `ceil(a / b)` of sizes becomes `-(-a // b)`, and `floor(a / b)` becomes `a // b`: torch stores no other
+    spelling in a file.
 """
 
+import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -216,6 +221,34 @@ def _merge_reads(graph: fx.Graph) -> bool:
     return changed
 
 
+def _spell_quotients(graph: fx.Graph) -> bool:
+    """Spell `ceil` and `floor` of a quotient of sizes with whole numbers (rule 10)."""
+    found = [node for node in graph.nodes if node.target in (math.ceil, math.floor) and _is_quotient(node)]
+    for node in found:
+        over, under = node.args[0].args  # type: ignore[union-attr]
+        up = node.target is math.ceil
+        with graph.inserting_before(node):
+            whole = _whole(graph, operator.floordiv, _whole(graph, operator.neg, over) if up else over, under)
+            whole = _whole(graph, operator.neg, whole) if up else whole
+        node.replace_all_uses_with(whole)
+        graph.erase_node(node)
+    return bool(found)
+
+
+def _is_quotient(node: fx.Node) -> bool:
+    quotient = node.args[0]
+    if not isinstance(quotient, fx.Node) or quotient.target is not operator.truediv:
+        return False
+    values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in quotient.args]
+    return all(isinstance(value, int | torch.SymInt) for value in values)
+
+
+def _whole(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
+    return node
+
+
 _STEPS = (
     _erase_no_ops,
     _spell_copies,
@@ -223,5 +256,6 @@ _STEPS = (
     _drop_expands,
     _make_contiguous,
     _spell_sizes,
+    _spell_quotients,
     _merge_reads,
 )

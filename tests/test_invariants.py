@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import dispfx
+from dispfx.analysis.coverage import coverage
+from dispfx.ir.ops import tensors_read
 from dispfx.ir.program import Program
 from dispfx.plan.hardening import hard_masks
 from dispfx.plan.parameter_count import ParameterCount
@@ -119,11 +121,13 @@ def test_every_form_offers_the_papers_five_selections_a_layer(case):
 
 def test_every_weight_of_a_layer_is_cut(case):
     _, program = case
-    cut = {piece.parameter for site in program.sites for piece in site.slices}
-    weights = {
-        path for path, shape in program.shapes.items() if path.startswith("layers.") and len(shape) == 2
+    found = coverage(program)
+    weights = {path for path, shape in program.shapes.items() if len(shape) == 2}
+    products = {
+        path for leaf in program.leaves for name in leaf.nodes for path in tensors_read(program.node(name))
     }
-    assert weights <= cut
+    assert found.total == sum(program.parameters[path].numel() for path in weights & products) > 0
+    assert found.gated == found.total and not found.ungated
 
 
 def _digest(model: nn.Module) -> str:

@@ -1,5 +1,6 @@
 """Everything dispfx does, as functions: the command line and `import dispfx` are thin over this."""
 
+from dispfx.analysis.coverage import coverage
 from dispfx.api.bench import bench
 from dispfx.api.commands import agree, evaluate, export, generate, inspect
 from dispfx.api.compilation import apply, compile, learn_plan, run_apply, run_compile, run_learn
@@ -46,6 +47,7 @@ __all__ = [
     "capture",
     "capture_cached",
     "compile",
+    "coverage",
     "doctor",
     "estimate",
     "evaluate",

@@ -27,6 +27,7 @@ from dispfx.report import NullObserver, Observer, load_report
 from dispfx.run.folders import is_output, open_folder
 from dispfx.run.onnx_folder import FOLDER, onnx_runner, write_onnx
 from dispfx.run.opening import open_model
+from dispfx.run.rehearsal import rehearse
 from dispfx.run.run_text import TextChoice, require_known, vocabulary_of
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import ModelSettings, RunSettings, TextSettings
@@ -66,6 +67,7 @@ def inspect(model: Any, *, config_only: bool = False, **changes: Any) -> Program
         UnknownSettingError: if one of `changes` is no setting.
         SourceError: if a weight contains NaN or infinity.
         CaptureError, UnsupportedGraphError: if nothing can be pruned.
+        DispfxError: whatever a compile would raise after learning (`dispfx.run.rehearsal`).
     """
     settings = RunSettings.given(model, {"ratio": INSPECTED_RATIO} | changes)
     chosen = settings.model
@@ -79,7 +81,9 @@ def inspect(model: Any, *, config_only: bool = False, **changes: Any) -> Program
     else:
         source = open_model(chosen)
         require_finite_weights(source.model)
-    return analyse(source.model, skip=settings.budget.skip, select=settings.budget.select)
+    program = analyse(source.model, skip=settings.budget.skip, select=settings.budget.select)
+    rehearse(source, program, settings.budget.ratio)
+    return program
 
 
 def evaluate(model: Any, *, observer: Observer | None = None, **changes: Any) -> Perplexity:

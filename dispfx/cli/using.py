@@ -20,7 +20,6 @@ def inspect(settings: InspectSettings, screen: Screen) -> None:
         return
     origin_of(model)
     from dispfx import api
-    from dispfx.analysis.coverage import coverage
     from dispfx.report.coverage_lines import coverage_lines, coverage_plain
     from dispfx.report.estimate import estimate_plain, print_estimate
     from dispfx.report.site_tables import print_sites, program_plain
@@ -28,7 +27,7 @@ def inspect(settings: InspectSettings, screen: Screen) -> None:
     with screen.observer():
         program = api.inspect(settings, config_only=settings.inspection.config_only)
         needed = api.estimate(program, api.settings_of(program, settings.learning))
-    reached = coverage(program)
+    reached = api.coverage(program)
     screen.print_json(
         {**program_plain(program), **coverage_plain(reached), "estimate": estimate_plain(needed)}
     )

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from dispfx.deploy.archive import WEIGHTS_CONFIG, check_archive, read_json
 from dispfx.deploy.weights import INDEX_BUFFERS
-from dispfx.errors import DataError, OutputError
+from dispfx.errors import DataError, OutputError, first_line
 
 PROGRAM_FILE = "program.pt2"
 
@@ -37,7 +37,11 @@ def save_program(exported: ExportedProgram, folder: Path) -> None:
         check_archive(partial)
         os.replace(partial, folder / PROGRAM_FILE)
     except (OSError, RuntimeError) as error:
-        raise OutputError(f"the program cannot be written: {error}", where=str(folder)) from error
+        raise OutputError(
+            f"the program cannot be written: {first_line(error)}",
+            where=str(folder),
+            hint="an operation that torch.export cannot store is named above; write it in another way",
+        ) from error
     finally:
         partial.unlink(missing_ok=True)
 

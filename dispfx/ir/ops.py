@@ -7,6 +7,7 @@ is opaque: the analysis stops there and says so.
 import operator
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import sympy
 import torch
@@ -169,7 +170,8 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def _stand_in(size: torch.SymInt) -> int:
-    environment, expression = size.node.shape_env, size.node.expr
+    environment: Any = size.node.shape_env
+    expression: Any = size.node.expr
     traced = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
     numbers = {
         symbol: traced[symbol]

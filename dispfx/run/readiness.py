@@ -1,7 +1,7 @@
 """What gets a run ready: everything that can be wrong is told before hours are spent on learning.
 
     settings, costs, text's files → room for the weights → decoder → text → capture
-        → settings that suit the decoder → batches → room to learn
+        → settings that suit the decoder → batches → room to learn → rehearsal of what comes after learning
 
 What is known sooner is asked sooner: words before files, files before weights, text before the capture.
 Nothing is written.
@@ -25,6 +25,7 @@ from dispfx.run.length_checks import require_lengths, require_onnx_lengths
 from dispfx.run.opening import open_model
 from dispfx.run.ordinary_decoder import require_ordinary
 from dispfx.run.preflight import require_room_for_weights, require_room_to_learn
+from dispfx.run.rehearsal import rehearse
 from dispfx.run.run_text import Text, TextChoice, open_text, require_tokens, separator_of
 from dispfx.run.timed_stages import Stages
 from dispfx.run.writing import require_writable
@@ -112,6 +113,8 @@ def ready_to_learn(
         require_lengths(source, program, learning, stages.observer.note, measured=text.measure is not None)
     batches = text.batches(learning)
     require_room_to_learn(learned_on, learning, settings.compute, ranks)
+    with stages("rehearse"):
+        rehearse(source, program, budget.ratio, export)
     return Ready(source, text, batches, program, learned_on, learning, costs)
 
 

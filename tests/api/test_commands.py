@@ -51,7 +51,7 @@ def test_learn_plan_writes_the_plan_alone(tmp_path: Path, tokens: Path, compiled
     plan = learn_plan(MODEL, RATIO, out=path, data=tokens, **options_of(SETTINGS), align=1, observer=watcher)
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.safetensors"]
     assert plan == Plan.load(path) == Plan.load(compiled.path / "plan.safetensors")
-    assert watcher.stages == ["open", "capture", "check lengths", "learn"]
+    assert watcher.stages == ["open", "capture", "check lengths", "rehearse", "learn"]
     with pytest.raises(OutputError, match="must not exist yet"):
         learn_plan(MODEL, RATIO, out=path, data=tokens, **options_of(SETTINGS))
     # As a run leaves it that is killed between its last two steps.

@@ -59,7 +59,7 @@ def test_the_report_has_the_fields_of_the_contract(compiled: Compiled):
     report = json.loads((compiled.path / "report.json").read_text())
     assert set(report) == {
         "ratio", "parameters", "bytes", "perplexity", "verify", "sites", "refused", "seed", "versions",
-        "device", "seconds", "command", "files", "settings", "lengths",
+        "device", "seconds", "command", "files", "settings", "lengths", "ungated",
     }  # fmt: skip
     assert set(report["ratio"]) == {"requested", "achieved", "of"}
     assert set(report["parameters"]) == {"dense", "pruned", "gated"}
@@ -131,8 +131,8 @@ def test_every_comparison_is_made_and_holds(compiled: Compiled):
 def test_stages_steps_and_lines_are_told_in_order(compiled: Compiled):
     watcher = compiled.watcher
     assert watcher.stages == [
-        "open", "capture", "check lengths", "learn", "lower", "verify", "write", "reload", "measure",
-        "digest",
+        "open", "capture", "check lengths", "rehearse", "learn", "lower", "verify", "write", "reload",
+        "measure", "digest",
     ]  # fmt: skip
     assert list(compiled.report.seconds) == watcher.stages
     assert watcher.steps[-1] in (SETTINGS.steps, SETTINGS.steps - 1) and len(watcher.steps) == SETTINGS.steps

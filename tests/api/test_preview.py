@@ -29,7 +29,7 @@ def test_a_preview_writes_nothing_and_tells_what_the_compile_did(
     assert found.out == tmp_path / "out" and found.state == tmp_path / "out.state"
     assert found.cpu_seconds is not None and found.cpu_seconds > 0 and found.resumes_at is None
     assert found.tokens > 0 and found.tokens_measured > 0
-    assert watcher.steps == [] and watcher.stages == ["open", "capture", "check lengths"]
+    assert watcher.steps == [] and watcher.stages == ["open", "capture", "check lengths", "rehearse"]
 
 
 def test_a_ratio_out_of_reach_a_missing_text_and_an_unfinished_run_are_refused_as_by_compile(

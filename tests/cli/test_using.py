@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dispfx.analysis.coverage import Coverage, Ungated
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.verification.equivalence import Verification
 from tests.cli.asked import asked
@@ -12,6 +13,7 @@ from tests.report.test_estimate import estimate
 from tests.report.test_sites import program
 
 HOLDS = Verification("reloaded = lowered", (1, 17), 0.0, 0.0, 0.0)
+REACHED = Coverage(900, 1000, (Ungated("not read by the graph", 100, ("mlp.spare.weight",)),))
 FAILS = Verification("onnx = lowered", (2, 9), 1.0, 0.5, 1e-4)
 
 
@@ -25,6 +27,7 @@ def test_inspect_shows_sites_and_refusals(dispfx, replaced):
     inspect = replaced("inspect", program(refused=1))
     estimated = replaced("estimate", estimate())
     fitted = replaced("settings_of", LearnSettings())
+    replaced("coverage", REACHED)
     result = dispfx("inspect", "demo", "--skip", "layers.0.mlp", "--dtype", "float32", "--seq-len", 64)
     assert result.exit_code == 0, result.output
     given = asked(inspect)
@@ -36,13 +39,18 @@ def test_inspect_shows_sites_and_refusals(dispfx, replaced):
     assert (settings.seq_len, settings.batch_size) == (64, 8), "the demo's own where nothing was chosen"
     assert "H100" in result.stdout
     assert "layers.{0…2}.attention.read" in result.stdout and "left dense" in result.stdout
+    assert "not gated: 100 (10.0%): not read by the graph (mlp.spare.weight)" in result.stdout
 
 
 def test_inspect_as_json_is_one_document(dispfx, replaced):
     replaced("inspect", program())
     replaced("settings_of", LearnSettings())
+    replaced("coverage", REACHED)
     replaced("estimate", estimate())
     shown = json.loads(dispfx("inspect", "demo", "--json").stdout)
+    assert shown["ungated"] == [
+        {"reason": "not read by the graph", "parameters": 100, "paths": ["mlp.spare.weight"]}
+    ]
     assert len(shown["sites"]) == 6 and shown["estimate"]["bytes"]["peak"] == estimate().peak_bytes
     assert dispfx("inspect", "demo", "--quiet").output == ""
 
@@ -50,6 +58,7 @@ def test_inspect_as_json_is_one_document(dispfx, replaced):
 def test_inspect_can_be_told_to_read_no_weights(dispfx, replaced):
     inspect = replaced("inspect", program())
     replaced("settings_of", LearnSettings())
+    replaced("coverage", REACHED)
     replaced("estimate", estimate())
     assert dispfx("inspect", "demo", "--config-only").exit_code == 0
     assert inspect.call_args.kwargs["config_only"] is True

@@ -53,7 +53,9 @@ def test_times_are_linear_between_sizes_and_in_proportion_beyond():
 def test_a_branch_costs_its_products_and_its_selections(program: Program):
     full = [torch.arange(site.size, dtype=torch.int32) for site in program.sites]
     table = replace(FAIR, selection_seconds=0.25)
-    for cost in costs_of(program, table, full):
+    costs = costs_of(program, table, full)
+    assert len(costs) == len(program.branches)
+    for cost in costs:
         assert cost.dense_seconds == cost.pruned_seconds and not cost.is_slower
     kept = [
         torch.arange(site.size // 2 if site.kind == "read" else site.size, dtype=torch.int32)

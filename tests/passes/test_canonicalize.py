@@ -1,5 +1,7 @@
 """canonicalize: one spelling for every operation, and nothing that does nothing."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -244,3 +246,30 @@ def test_values_that_nobody_uses_are_erased_and_their_parameters_kept_apart():
     Pipeline([Canonicalize()]).run(program)
     assert not {"mul", "mlp_scale"} & names_of(program)
     assert "mlp.scale" not in program.parameters and "mlp.scale" in program.unused
+
+
+class ByLength(nn.Module):
+    """An MLP whose output is scaled by numbers that follow from the length."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = Middle(lambda m, h: F.relu(h))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.shape[1]
+        return self.body(x) * math.ceil(tokens / 4) / (math.floor(tokens / 3) + math.ceil(tokens * 0.3))
+
+
+def test_rounded_quotients_of_sizes_are_whole_and_other_roundings_stay():
+    """Rule 10."""
+    program = captured(ByLength)
+    ids = [token_ids(2, length, vocabulary=VOCABULARY) for length in (3, 8, 13)]
+    before = [program.graph_module(x) for x in ids]
+    Pipeline([Canonicalize()]).run(program)
+    targets = [node.target for node in program.graph.nodes]
+    assert math.floor not in targets and targets.count(math.ceil) == 1
+    assert all(torch.equal(program.graph_module(x), y) for x, y in zip(ids, before, strict=True))
+    again = Pipeline([Canonicalize()])
+    program.stage = "captured"
+    again.run(program)
+    assert not again.ran[0].result.changed

@@ -64,7 +64,7 @@ def padded(node: fx.Node) -> list[Connection]:
     for dim, (left, right) in enumerate(pad_widths(node)):
         if left == right == 0:
             found += same(value, dim, node, dim)
-        elif pads_with_constant(node) and not ops.is_dynamic(value, dim):
+        elif isinstance(left, int) and pads_with_constant(node) and not ops.is_dynamic(value, dim):
             here = np.arange(shape_of(value)[dim])
             there = here + left
             inside = (there >= 0) & (there < shape_of(node)[dim])
@@ -127,8 +127,9 @@ def taken(node: fx.Node, dim: int, positions: np.ndarray) -> list[Connection]:
 def constant_value(node: fx.Node) -> Tensor | None:
     """Return the value of a short tensor of numbers that the graph holds or computes from what it holds."""
     value = node.meta.get("val")
-    is_short = isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape)
-    if not is_short or value.is_floating_point() or value.numel() > _MOST_POSITIONS:
+    if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
+        return None
+    if value.is_floating_point() or value.numel() > _MOST_POSITIONS:
         return None
     if node.op == "get_attr":
         held = ops.held(node)

@@ -1,0 +1,135 @@
+"""Run with random selections, before learning, what comes after it: a failure then costs no hours.
+
+    random selections → lower, both spellings → gated = lowered → smaller modules → program.pt2
+
+What is covered depends on the decoder's size, so that the rehearsal stays a small share of a run:
+
+1. Always: lowering in both spellings, with every check of the pipeline.  Weights are left out where they are
+   more than `_COMPARED_BYTES`, or have no values.
+2. With values: the gated decoder against the lowered one in both spellings, at one batch and length.
+3. With values: the transformers model with smaller modules, or the reason why there is none.  For a module
+   that transformers does not know, and with `--export pt2`, the exported program.  It is written to a
+   temporary folder where it has less than `_WRITTEN_BYTES`.
+
+The conversion to ONNX is not rehearsed.
+"""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dispfx.capturing.module_capture import export_program
+from dispfx.compiler.programs import exportable, gated, lower_program
+from dispfx.deploy.exported import save_program
+from dispfx.errors import UnsupportedGraphError
+from dispfx.ir.program import Program
+from dispfx.ir.sites import Site
+from dispfx.pipeline import printing_after
+from dispfx.plan.budget import Budget
+from dispfx.plan.plan import Plan
+from dispfx.run.writing import modules_of
+from dispfx.source import Source
+from dispfx.verification.equivalence import SHAPES_BT, compare_decoders, random_token_ids, require
+from dispfx.verification.graphs import tolerance_of
+
+_COMPARED_BYTES, _WRITTEN_BYTES = 2**32, 2**28
+
+
+def rehearse(source: Source, program: Program, ratio: float, export: str | None = None) -> None:
+    """Pass if a plan of this ratio can be lowered, compared, built and written.
+
+    Args:
+        source: the decoder that `program` was captured from; neither is changed.
+        ratio: share of every site's features to remove.
+        export: as for `compile`.
+
+    Raises:
+        DispfxError: whatever the later stages raise.
+    """
+    plan = random_plan(program, ratio)
+    if export == "dense" and program.dense_statistics and plan.select == "after-norm":
+        raise _no_zeroed_decoder(program)
+    with printing_after((), lambda name, text: None), torch.no_grad():
+        if not _has_values(program) or _bytes(program) > _COMPARED_BYTES:
+            hollow = _without_weights(program)
+            for write in ("index-add", "gather-add"):
+                lower_program(hollow, plan, write=write)
+            return
+        lowered = _compared(program, plan)
+        if source.config is not None:
+            modules_of(program, plan, source.model, lowered, source.config)
+        if source.config is None or export == "pt2":
+            other = exportable(source.model, program, plan)
+            _exported(other, lowered if other is program else lower_program(other, plan).graph_module)
+
+
+def random_plan(program: Program, ratio: float, seed: int = 0) -> Plan:
+    """Return a plan that removes this share of every site's features, which meets no budget exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    kept = [_random_indices(site, 1.0 - ratio, generator) for site in program.sites]
+    return Plan.of(program, Budget(ratio), kept, seed)
+
+
+def _random_indices(site: Site, keep: float, generator: torch.Generator) -> Tensor:
+    """Return sorted kept indices; every expert keeps equally many of its own."""
+    width = max(1, round(keep * site.each))
+    drawn = torch.rand(site.experts, site.each, generator=generator).topk(width).indices.sort().values
+    return (drawn + site.each * torch.arange(site.experts).unsqueeze(1)).flatten()
+
+
+def _compared(program: Program, plan: Plan) -> torch.fx.GraphModule:
+    """Return the lowered decoder after comparing both spellings with the gated one."""
+    hard = gated(program, plan)
+    fast, lowered = (
+        lower_program(program, plan, write=write).graph_module for write in ("gather-add", "index-add")
+    )
+    for name, form in (("gather-add = gated", fast), ("lowered = gated", lowered)):
+        require(
+            *compare_decoders(
+                name,
+                hard,
+                form,
+                tolerance_of(program),
+                vocabulary_size=program.vocabulary_size,
+                shapes=SHAPES_BT[:1],
+                device=program.device,
+            )
+        )
+    return lowered
+
+
+def _exported(program: Program, lowered: torch.fx.GraphModule) -> None:
+    ids = random_token_ids(program.vocabulary_size, (2, 8), device=program.device)
+    exported = export_program(lowered, ids)
+    if _bytes(program) <= _WRITTEN_BYTES:
+        with tempfile.TemporaryDirectory() as folder:
+            save_program(exported, Path(folder))
+
+
+def _has_values(program: Program) -> bool:
+    return program.measured and program.device.type != "meta"
+
+
+def _bytes(program: Program) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in program.parameters.values())
+
+
+def _without_weights(program: Program) -> Program:
+    """Return a copy whose parameters have shapes alone; buffers stay, which may hold an order of features."""
+    hollow = program.clone()
+    tensors = dict(program.tensors())
+    for path, tensor in tensors.items():
+        if isinstance(tensor, nn.Parameter):
+            tensors[path] = nn.Parameter(tensor.detach().to("meta"), requires_grad=False)
+    hollow.rebuild(tensors)
+    return hollow
+
+
+def _no_zeroed_decoder(program: Program) -> UnsupportedGraphError:
+    return UnsupportedGraphError(
+        "--export dense writes zeros, which would change the statistics that the decoder takes of weights",
+        where=next(iter(program.dense_statistics)),
+        hint="leave out --export dense; the folder itself loads with dispfx",
+    )
