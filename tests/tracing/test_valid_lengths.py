@@ -1,7 +1,6 @@
 """For which lengths a captured graph holds, by each way in which a decoder may depend on the length."""
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+)
 
 from dispfx.capturing.module_capture import capture, compare_at
 from dispfx.errors import CaptureError, DataError
@@ -168,28 +175,51 @@ def test_a_graph_that_is_wrong_at_a_length_of_the_run_is_refused():
         compare_at(model, program, 40)
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "yarn", "factor": 2.0},
-        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_scaled_rotary_positions_hold_beyond_the_original_context(rope: dict):
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
-    places = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
+SIZES: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+ORIGINAL = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+# With a switch of some kind at 32 tokens, or a window or chunk of 16.
+SWITCHED = {
+    "yarn": lambda: LlamaConfig(**SIZES, rope_parameters={"rope_type": "yarn", "factor": 2.0, **ORIGINAL}),
+    "llama3": lambda: LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "llama3", "factor": 2.0, **ORIGINAL, **BANDS}
+    ),
+    "longrope": lambda: Phi3Config(
+        **SIZES,
+        original_max_position_embeddings=32,
+        rope_parameters={"rope_type": "longrope", **ORIGINAL, **FACTORS},
+    ),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=16),
+    "qwen2": lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=16, max_window_layers=0),
+    "phi3": lambda: Phi3Config(**SIZES, sliding_window=16),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SIZES, head_dim=8, sliding_window=16, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "llama4": lambda: Llama4TextConfig(
+        **SIZES, head_dim=8, attention_chunk_size=16, intermediate_size_mlp=48, num_local_experts=2
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SWITCHED)
+def test_switches_inside_tensors_hold_at_every_length(name: str):
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=61, **sizes, max_position_embeddings=64, rope_parameters=rope | places)
-    model = LlamaForCausalLM(config).eval()
+    model = AutoModelForCausalLM.from_config(SWITCHED[name]()).eval()
     program = capture(model)
     assert program.lengths == Lengths()
-    for tokens in (32, 33, 64):
+    for tokens in (16, 32, 33, 40, 64):
         compare_at(model, program, tokens)
-    assert program.identity
-    assert all(math.isclose(found.relative, 0.0) for found in program.identity.values())
+    assert max(found.relative for found in program.identity.values()) <= 1e-6
+
+
+def test_rotary_positions_that_branch_on_values_are_refused_with_the_line():
+    rope = {"rope_type": "dynamic", "factor": 2.0, **ORIGINAL}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, rope_parameters=rope)).eval()
+    with pytest.raises(CaptureError, match="a branch or a size depends on the values of a tensor") as error:
+        capture(model)
+    assert "modeling_rope_utils.py:" in str(error.value.where)
