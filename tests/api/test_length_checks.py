@@ -121,9 +121,9 @@ def test_an_exported_program_holds_at_lengths_that_sizes_of_the_decoder_divide(
 
 
 def test_windows_beyond_the_range_are_not_measured(folder: Path, tokens: Path):
-    evaluate(str(folder), eval_data=tokens, context=24, windows=2)
+    evaluate(str(folder), eval_data=tokens, context=24, eval_windows=2)
     with pytest.raises(DataError, match="arithmetic changes at 25 tokens"):
-        evaluate(str(folder), eval_data=tokens, context=32, windows=2)
+        evaluate(str(folder), eval_data=tokens, context=32, eval_windows=2)
 
 
 def test_a_plan_is_applied_and_measured_within_the_range(folder: Path, tokens: Path, tmp_path: Path):
