@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from dispfx.analysis.links import registered_operators
 from dispfx.errors import DataError
 from dispfx.files.json_text import parse_json
 
@@ -152,6 +153,9 @@ def _problem(key: str, value: Any) -> str | None:
 
 
 def _is_operator(target: str) -> bool:
+    """Whether an operator is one of torch, or has a link rule that the user's code registered."""
+    if target in registered_operators():
+        return True
     return bool(_OPERATOR.fullmatch(target)) and not _NEVER.fullmatch(target)
 
 

@@ -40,6 +40,7 @@ ELSEWHERE = {
     "dispfx learn MODEL --ratio 0.3 --data text.txt --batch-size 4 --device cuda --launch 4 "
     "--shard --out plan.safetensors": _LOST,
     "dispfx learn demo --launch 2 --shard": _LOST,
+    "dispfx apply MODEL plan.safetensors": _GUIDE,
     "tensorboard --logdir DIR.state/tensorboard": _TENSORBOARD,
     "python tools/reproduce.py TABLE --out DIR": _TABLES,
     "python tools/reproduce.py all --out DIR --model MODEL --data LEARN --eval-data TEST "

@@ -26,7 +26,7 @@ def test_every_command_has_a_verb_and_options_that_exist(page: str, words: list[
 
 
 def test_every_command_is_run_by_a_test_or_listed_with_the_reason():
-    by_page = {"README.md", "commands.md", "guide.md", *OTHER_PAGES}
+    by_page = {"README.md", "commands.md", "guide.md", "extending.md", *OTHER_PAGES}
     run = set(LISTED)
     for page in PAGES:
         for line in [line for kind, text in blocks(page) if kind in ("", "sh") for line in lines(text)]:
@@ -47,7 +47,10 @@ def test_the_list_names_commands_of_the_pages_and_tests_that_exist():
 
 def test_python_stands_on_pages_whose_tests_run_it():
     with_python = {page.name for page in PAGES if any(kind == "python" for kind, _ in blocks(page))}
-    assert with_python == {"README.md", "guide.md", "contributing.md", "huggingface.md", "onnx.md"}
+    assert with_python == {
+        "README.md", "guide.md", "contributing.md", "huggingface.md", "onnx.md",
+        "extending.md", "research.md",
+    }  # fmt: skip
 
 
 def test_the_readme_the_guide_and_the_overview_have_commands_to_check():

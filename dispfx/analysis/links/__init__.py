@@ -17,6 +17,7 @@ of size one are broadcast and need no connection.  An operation without a rule g
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
@@ -40,7 +41,8 @@ from dispfx.ir.ops import aten, packet
 
 __all__ = [
     "Alternatives", "Connection", "Contraction", "Dimension", "Free", "Link", "Mixing", "Rule",
-    "contractions", "is_registered", "links", "pointwise", "register", "slice_positions",
+    "contractions", "is_registered", "links", "pointwise", "register", "registered_operators",
+    "slice_positions",
 ]  # fmt: skip
 
 Rule = Callable[[fx.Node], list[Connection] | None]
@@ -68,6 +70,11 @@ def register(operation: object, rule: Rule) -> None:
     if found in _RULES:
         raise DispfxError(f"{found} has a link rule already, which cannot be replaced")
     _REGISTERED[found] = rule
+
+
+def registered_operators() -> set[str]:
+    """Return the overloads of operations with a rule from outside, as `torch.ops.mylib.op.default`."""
+    return {f"torch.ops.{found}.{overload}" for found in _REGISTERED for overload in found.overloads()}
 
 
 def is_registered(node: fx.Node) -> bool:
@@ -135,7 +142,7 @@ def _checked(node: fx.Node, rule: Rule) -> list[Connection] | None:
     return found
 
 
-_REGISTERED: dict[object, Rule] = {}
+_REGISTERED: dict[Any, Rule] = {}
 _RULES: dict[object, Rule] = {
     aten.linear: products.linear,
     aten.matmul: products.matrix_product,

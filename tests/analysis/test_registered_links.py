@@ -1,6 +1,7 @@
 """A link rule registered from outside makes a decoder with an operation of its own prunable, exactly."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 
 import dispfx
 from dispfx.analysis import links
-from dispfx.errors import DispfxError
+from dispfx.capturing.module_capture import export_program
+from dispfx.deploy.exported import load_program, save_program
+from dispfx.errors import DataError, DispfxError
 from tests.programs import relative_error
 
 
@@ -124,3 +127,16 @@ def test_a_wrong_rule_is_named(rule: Any, message: str):
     links.register(OWN.squash, rule)
     with pytest.raises(DispfxError, match=rf"the link rule of dispfx_tests\.squash .*{message}"):
         dispfx.capture(Decoder(lambda x: OWN.squash(x, 0.5)))
+
+
+def test_a_written_graph_has_only_operations_of_torch_and_those_with_a_rule(tmp_path: Path):
+    links.register(OWN.squash, links.pointwise)
+    model = Decoder(lambda x: OWN.squash(x, 0.5))
+    program = dispfx.capture(model)
+    lowered = dispfx.lower(program, dispfx.Plan.random(program, 0.4, seed=0))
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    save_program(export_program(lowered, ids), tmp_path)
+    assert torch.equal(load_program(tmp_path)(ids), lowered(ids))
+    links._REGISTERED.clear()
+    with pytest.raises(DataError, match=r"the operator 'torch\.ops\.dispfx_tests\.squash\.default'"):
+        load_program(tmp_path)
