@@ -15,6 +15,7 @@ Entry points: `conditions_of` reads the conditions, `valid_lengths` finds the ra
 4. One token is its own case, because torch takes no size for one that may be 1: it is run.
 """
 
+import inspect
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,7 @@ _EVERY, _POWERS = 1024, [2**power for power in range(10, 21)]
 # After so many conditions that make no difference, the next one ends the range unseen.
 _MOST_HARMLESS = 32
 _TORCH = str(Path(torch.__file__).parent)
+_CALLS = str(Path(inspect.getfile(nn.Module)))
 
 
 Outcome = Literal["same", "other", "stops", "limit"]
@@ -113,7 +115,7 @@ def conditions_of(exported: ExportedProgram, axis: int = 1) -> list[Condition]:
         for guard in shape[axis].node.shape_env.guards
         if symbol in guard.expr.free_symbols
         and guard.expr.free_symbols <= set(sizes)
-        and (_place(guard.sloc.framework_loc)[0] is not None or _is_bound(guard.expr, symbol))
+        and (_is_own(guard.sloc.framework_loc) or _is_bound(guard.expr, symbol))
     ]
     # The guards come first: they know their line.
     return found + _bounds(exported.range_constraints.get(symbol))
@@ -128,6 +130,11 @@ def _place(asked: Any) -> tuple[str | None, int]:
     """Return file and line of a frame, where it is of the decoder's own code."""
     file = getattr(asked, "filename", None)
     return (None, 0) if file is None or file.startswith(_TORCH) else (file, asked.lineno)
+
+
+def _is_own(asked: Any) -> bool:
+    """Whether the decoder's own code asked; for code without a file torch names what called it."""
+    return _place(asked)[0] is not None or getattr(asked, "filename", None) == _CALLS
 
 
 def _is_bound(expression: Any, symbol: Any) -> bool:

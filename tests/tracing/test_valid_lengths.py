@@ -107,6 +107,28 @@ def test_the_range_of_each_way_to_depend_on_the_length(
                 program.graph_module(ids)
 
 
+WITHOUT_A_FILE = """
+class Doubled(nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x):
+        return self.mlp(x * 2 if x.shape[1] % 32 == 0 else x)
+"""
+
+
+@pytest.mark.parametrize("file", ["<string>", "<ipython-input-1-2>"])
+def test_a_condition_in_code_without_a_file_counts(file: str):
+    """Such is what `python -c` and `exec` run."""
+    names: dict[str, Any] = {"nn": nn}
+    exec(compile(WITHOUT_A_FILE, file, "exec"), names)
+    model: Any = scaled(lambda tokens, x: x)
+    model.layers[1].mlp = names["Doubled"](model.layers[1].mlp.mlp)
+    program = capture(model)
+    assert (program.lengths.most, program.lengths.end) == (31, "changes")
+
+
 def test_a_table_that_ends_is_a_limit_of_the_decoder_in_plain_words():
     program = capture(build(FORMS["pre-norm"], layers=1))
     assert (program.lengths.most, program.lengths.limit) == (WHOLE, True)
