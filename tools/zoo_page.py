@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 REQUIRED_SHARE = 0.95
+# As `dispfx.analysis.coverage` names them; a page is made without the package.
+UNREAD = "not read by the graph"
 EARLIER = "¹"
 TITLE = "# Every causal language model of transformers, tiny"
 METHOD = """\
@@ -73,8 +75,9 @@ class Row:
 
     @property
     def whole(self) -> bool:
-        """Compiled with no refusal and nearly every block weight gated."""
-        return self.status == "compiled" and not self.refused and self.share >= REQUIRED_SHARE
+        """Compiled with no refusal and nearly every block weight gated that the graph reads."""
+        read = 1.0 - self.not_gated.get(UNREAD, 0.0)
+        return self.status == "compiled" and not self.refused and self.share >= REQUIRED_SHARE * read
 
 
 @dataclass(frozen=True)
@@ -231,7 +234,7 @@ def _compiled_lines(compiled: Sequence[Row]) -> Iterator[str]:
     own = sum(row.own_experts > 0 for row in compiled)
     yield (
         f"**{len(compiled)} compile**, {whole} of them with no refusal and at least {REQUIRED_SHARE:.0%} of "
-        f"the block weights gated"
+        f"the block weights gated that the graph reads"
     )
     yield (
         f"with every mask one, each gated graph gave the very bits of the captured graph; {equal} captured "

@@ -20,6 +20,7 @@ from dispfx.deploy.section import CONFIG_FILE, OUR_ENTRIES, add_section, read_se
 from dispfx.deploy.weights import INDEX_BUFFERS, MAX_SHARD_BYTES, read_headers, read_tensors, write_tensors
 from dispfx.errors import DataError
 from dispfx.huggingface.layout import Layout
+from dispfx.ir.program import DENSE_PREFIX
 from dispfx.ir.sites import Site
 from dispfx.plan.plan import Plan
 from dispfx.source.transformers_classes import require_known_class
@@ -96,7 +97,8 @@ def skeleton(
 
     On the CPU the zeros cost neither time nor memory until they are written to.  Every parameter has
     the dtype that its stored counterpart has, since a capture bakes dtypes in.  Buffers hold their
-    right values: the decoder derives them from its config, or they come from the folder.
+    right values: the decoder derives them from its config, or they come from the folder.  A decoder that
+    divides weights by statistics of theirs gets noise, because zeros would give no numbers.
 
     Raises:
         DataError: if transformers cannot build a decoder from config.json.
@@ -108,7 +110,10 @@ def skeleton(
         **{"attn_implementation": None, **implementations(folder)},
         trust_remote_code=trust_remote_code,
     )
-    _put_zeros(model, {name: stored.dtype for name, stored in read_headers(folder).items()})
+    headers = read_headers(folder)
+    _put_zeros(model, {name: stored.dtype for name, stored in headers.items()})
+    if any(name.startswith(f"{DENSE_PREFIX}.") for name in headers):
+        _put_noise(model)
     _put_buffers(model, folder)
     return model.to(device).eval()
 
@@ -233,6 +238,13 @@ def _put_zeros(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
             made[id(old)] = nn.Parameter(zeros, requires_grad=False)
         owner_path, _, leaf = name.rpartition(".")
         model.get_submodule(owner_path)._parameters[leaf] = made[id(old)]
+
+
+def _put_noise(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.02, generator=generator)
 
 
 def _lazy_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:

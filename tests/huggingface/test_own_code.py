@@ -14,6 +14,7 @@ from transformers.utils.hub import HF_MODULES_CACHE
 import dispfx
 from dispfx.errors import DispfxError, OutputError
 from dispfx.report import load_report
+from tests import own_code
 from tests.command_line import run as run_command
 from tests.own_code import KINDS, write_own_code
 
@@ -141,3 +142,23 @@ def test_every_verb_works_with_the_flag_and_without_it_runs_nothing(
     if (tmp_path / "NEW").exists():
         code, said = run("verify", tmp_path / "NEW", FLAG)
         assert code == 0 and "✗" not in said, said
+
+
+def test_a_weight_that_is_scaled_by_its_own_mean_is_read_back_with_the_dense_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    code = own_code._CODE["plain"]
+    plain = "self.down(self.up(self.norm(x)).relu())"
+    scaled = (
+        "nn.functional.linear(self.up(self.norm(x)).relu(), "
+        "self.down.weight.sign() * self.down.weight.abs().mean(), self.down.bias)"
+    )
+    assert plain in code["parts_own"]
+    monkeypatch.setitem(code, "parts_own", code["parts_own"].replace(plain, scaled))
+    dense = write_own_code("plain", tmp_path / "scaled", tmp_path / "it-ran")
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = ["--data", tmp_path / "text.txt", *SMALL, "--method", "random", "--out", tmp_path / "DIR"]
+    status, said = run("compile", dense, FLAG, *words)
+    assert status == 0 and "dispfx.load opens it" in said, said
+    status, said = run("verify", tmp_path / "DIR", FLAG)
+    assert status == 0 and "✗" not in said, said
