@@ -122,6 +122,8 @@ class Verb:
             show_default=False,
             validator=_in_range(facts),
             allow_leading_hyphen=one.typed in (str, list[str]),
+            # Of an option that is given twice, the last one counts.
+            allow_repeating=None if one.facts.repeats else True,
         )
         return inspect.Parameter(
             one.name,

@@ -51,7 +51,7 @@ def build_ordinary(
         if isinstance(tensor, nn.Parameter) or path in model.state_dict():
             _put(smaller, path, _cut(path, tensor.detach(), cuts))
     smaller.tie_weights()
-    smaller.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
+    smaller.generation_config = copy.deepcopy(getattr(model, "generation_config", None))  # type: ignore
     return smaller.eval()
 
 

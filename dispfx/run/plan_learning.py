@@ -112,6 +112,8 @@ def state_folder(path: Path, resume: bool) -> Path:
     Raises:
         OutputError: if DIR.state exists and is not to be resumed, or holds what no run wrote.
     """
+    if not path.name:
+        raise OutputError("the output needs a name", where=str(path), hint="name a folder with --out")
     state = path.with_name(f"{path.name}.state")
     if os.path.lexists(state) and not _is_state(state):
         raise OutputError(

@@ -25,7 +25,7 @@ Export = Literal["none", "onnx", "pt2", "dense"]
 class ModelSettings:
     """Which decoder, and how it is opened."""
 
-    model: Any = required("`demo`, a folder, a .gguf file, a hub id, or package.module:function.")
+    model: Any = required("`demo`, a folder, a .gguf file, a hub id, or package.module:function.", takes=str)
     revision: str | None = setting(None, "Branch, tag or commit of a hub id.")
     dtype: Dtype | None = setting(None, "Type of the weights.", default="that of the checkpoint")
     device: str | None = setting(None, "Device to run on: cpu, cuda or cuda:N.", default="cpu", common=True)

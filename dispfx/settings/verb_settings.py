@@ -150,7 +150,7 @@ class GenerationSettings:
 
     prompt: str = required("Text to continue.")
     max_new_tokens: int = setting(64, "Tokens to add.", least=1)
-    temperature: float = setting(0.0, "0 takes the likeliest token.", least=0.0)
+    temperature: float = setting(0.0, "Temperature of the drawing; 0 takes the likeliest token.", least=0.0)
     top_k: int | None = setting(None, "Draw from the k likeliest tokens.", default="all", least=1)
     seed: int = setting(0, "Seed of the drawing.")
     runtime: Runtime = setting("torch", "What runs the decoder.")

@@ -394,7 +394,7 @@ def test_alignment_and_skipped_branches_reach_the_plan(tmp_path: Path, tokens: P
 
 def test_passes_are_printed_where_asked(tmp_path: Path, tokens: Path):
     watcher = Watcher()
-    with dispfx.run.pass_printing(["canonicalize", "lower-gates", "find-sites"], watcher):
+    with dispfx.api.printing(["canonicalize", "lower-gates", "find-sites"], watcher):
         compile_(tmp_path / "out", tokens, observer=watcher)
     assert watcher.printed_names[:3] == ["canonicalize", "find-sites", "lower-gates"]
 

@@ -99,7 +99,7 @@ def domains(model: onnx.ModelProto) -> set[str]:
 
 
 def test_no_padding_and_fusions_go_together(single: Path, tmp_path: Path):
-    model = exported(single, tmp_path, padding=False, ort_fusions=True)
+    model = exported(single, tmp_path, no_padding=True, ort_fusions=True)
 
     masks = [node.input[3] for node in model.graph.node if node.op_type == "Attention"]
     assert masks and not any(masks)

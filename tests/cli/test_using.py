@@ -17,6 +17,12 @@ REACHED = Coverage(900, 1000, (Ungated("not read by the graph", 100, ("mlp.spare
 FAILS = Verification("onnx = lowered", (2, 9), 1.0, 0.5, 1e-4)
 
 
+@pytest.fixture(autouse=True)
+def _covered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in of a program has no graph to be asked about its weights."""
+    monkeypatch.setattr("dispfx.analysis.coverage.coverage", lambda program: Coverage(1, 1, (), {}))
+
+
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     (tmp_path / "report.json").write_text("{}")

@@ -11,6 +11,7 @@ import dispfx
 from dispfx.analysis.lookups import longest_text, require_readable
 from dispfx.errors import DataError
 from dispfx.learning.text import TokenBatches
+from dispfx.learning.trainer import Watch
 from dispfx.run.fitting import settings_of
 from dispfx.settings import learn_settings
 from tests.captures import plain
@@ -65,7 +66,7 @@ def test_learning_takes_the_sequences_that_a_table_allows_or_says_which_they_are
     said: list[str] = []
     program = placed("looked up")
     tokens = torch.randint(VOCABULARY, (4_000,), generator=torch.Generator().manual_seed(0))
-    plan = dispfx.learn(program, tokens, 0.3, steps=2, batch_size=2, note=said.append)
+    plan = dispfx.learn(program, tokens, 0.3, steps=2, batch_size=2, watch=Watch(note=said.append))
     assert plan.achieved == pytest.approx(0.3, abs=0.005)
     assert said[0] == "sequences of 64 tokens: the decoder reads no longer ones"
     for settings in (None, learn_settings(None)):

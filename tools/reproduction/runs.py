@@ -239,7 +239,8 @@ def _texts(source: Source, common: Common) -> list[Text]:
         chosen.check()
     texts = [open_text(source, chosen) for chosen in choices]
     if len(texts) == 2 and isinstance(asked[1], Tensor):
-        texts[1] = replace(texts[1], name=_OTHER_NAME, learned_name=_OTHER_NAME)
+        about = replace(texts[1].about, name=_OTHER_NAME)
+        texts[1] = replace(texts[1], about=about, learned_name=_OTHER_NAME)
     return texts
 
 
