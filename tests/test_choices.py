@@ -54,10 +54,10 @@ TAKES_ANY = {
             "compilation.py:learn_plan",
             "compilation.py:run_settings",
             "finetuning.py:finetune",
-            "programs.py:learn",
             "tasks.py:score_tasks",
         )
     },
+    "dispfx/run/mask_learning.py:learn": "checked against the settings of learning and budget",
     "dispfx/settings/field.py:required": "handed on whole to the constructor of Setting",
     "dispfx/settings/field.py:setting": "handed on whole to the constructor of Setting",
     "dispfx/settings/learning_settings.py:learn_settings": "checked against the fields of LearnSettings",
