@@ -64,8 +64,8 @@ def write_reference(folder: Path) -> list[Path]:
 
 def _describe_settings() -> None:
     """Add what each field of a section says of itself to the docstring of the section."""
-    known = [tree for tree in vars(trees).values() if isinstance(tree, type) and issubclass(tree, Tree)]
-    for kind in {kind for tree in known for kind in tree.sections().values()}:
+    known = [kind for kind in vars(trees).values() if isinstance(kind, type) and issubclass(kind, Tree)]
+    for kind in {kind for tree in known if tree is not Tree for kind in tree.sections().values()}:
         lines = [
             f"    {one.name}: {one.facts.doc}"
             + (f" Default: {one.facts.default}." if one.facts.default else "")

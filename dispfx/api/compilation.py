@@ -74,7 +74,10 @@ def learn_plan(
 ) -> Plan:
     """Learn a plan and write it to the file `out`; `apply` turns it into a folder.
 
-    The arguments and errors are those of `compile`.
+    The arguments are those of `compile`.
+
+    Raises:
+        UnknownSettingError, DispfxError: as `compile`.
     """
     return run_learn(
         run_settings(settings, model=model, ratio=ratio, data=data, out=out, **changes), observer
@@ -123,6 +126,9 @@ def run_compile(
     Args:
         ranks: the processes of the run, of which this one leads; the others call `follow_command`.
         command: that gives this result again, for the report.
+
+    Raises:
+        DispfxError, VerificationError: as `compile`.
     """
     path, resume = settings.output.path, settings.output.resume
     watcher = observer or NullObserver()
@@ -148,7 +154,11 @@ def run_compile(
 
 
 def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks: Ranks = ALONE) -> Plan:
-    """As `learn_plan`, with all settings in one object; `ranks` as for `run_compile`."""
+    """As `learn_plan`, with all settings in one object; `ranks` as for `run_compile`.
+
+    Raises:
+        DispfxError: as `compile`.
+    """
     path, resume = settings.output.path, settings.output.resume
     watcher = observer or NullObserver()
     if resume and path.is_file():
@@ -166,7 +176,11 @@ def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks:
 def run_apply(
     settings: ApplySettings, observer: Observer | None = None, *, command: str | None = None
 ) -> Report:
-    """As `apply`, with all settings in one object; `command` as for `run_compile`."""
+    """As `apply`, with all settings in one object; `command` as for `run_compile`.
+
+    Raises:
+        PlanMismatchError, DispfxError, VerificationError: as `apply`.
+    """
     plan = settings.plan.plan
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     path = refuse_existing(settings.output.path)
