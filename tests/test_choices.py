@@ -57,8 +57,8 @@ TAKES_ANY = {
             "tasks.py:score_tasks",
         )
     },
+    "dispfx/compiler/stages.py:run_stage": "checked against the fields of the passes of the stage",
     "dispfx/run/mask_learning.py:learn": "checked against the settings of learning and budget",
-    "dispfx/compiler/stages.py:run_stage": "checked against the options of the passes",
     "dispfx/settings/field.py:required": "handed on whole to the constructor of Setting",
     "dispfx/settings/field.py:setting": "handed on whole to the constructor of Setting",
     "dispfx/settings/learning_settings.py:learn_settings": "checked against the fields of LearnSettings",

@@ -8,6 +8,7 @@ underscore.
 """
 
 import argparse
+import inspect
 import sys
 from collections.abc import Sequence
 from html import escape
@@ -15,6 +16,9 @@ from importlib import import_module
 from pathlib import Path
 
 from dispfx.report.page import document, section
+from dispfx.settings import trees
+from dispfx.settings.field import section_fields
+from dispfx.settings.tree import Tree
 
 MODULES = (
     "dispfx",
@@ -23,7 +27,10 @@ MODULES = (
     "dispfx.plan.plan",
     "dispfx.ir.program",
     "dispfx.ir.sites",
+    "dispfx.settings",
     "dispfx.settings.learning_settings",
+    "dispfx.settings.trees",
+    "dispfx.settings.verb_settings",
     "dispfx.quality.agreement",
     "dispfx.verification.equivalence",
     "dispfx.quality.perplexity",
@@ -44,6 +51,7 @@ def write_reference(folder: Path) -> list[Path]:
     # They are imported when they are used first, so that `import dispfx` is quick; pdoc looks without using.
     for name in package.__all__:
         setattr(package, name, getattr(package, name))
+    _describe_settings()
     render.configure(docformat="google", footer_text="dispfx", show_source=False)
     # pdoc takes a module with all below it; what is below is taken out again, and asked for by itself.
     wanted = [word for module in MODULES for word in (module, f"!{module.replace('.', '[.]')}[.].*")]
@@ -52,6 +60,20 @@ def write_reference(folder: Path) -> list[Path]:
     # pdoc's own index leads to the first page, from which the others cannot be reached.
     (folder / INDEX_FILE).write_text(_index(), encoding="utf-8")
     return list(pages.values())
+
+
+def _describe_settings() -> None:
+    """Add what each field of a section says of itself to the docstring of the section."""
+    known = [kind for kind in vars(trees).values() if isinstance(kind, type) and issubclass(kind, Tree)]
+    for kind in {kind for tree in known if tree is not Tree for kind in tree.sections().values()}:
+        lines = [
+            f"    {one.name}: {one.facts.doc}"
+            + (f" Default: {one.facts.default}." if one.facts.default else "")
+            for one in section_fields(kind)
+        ]
+        said = inspect.cleandoc(kind.__doc__ or "")
+        before, _, after = said.partition("Args:\n")
+        kind.__doc__ = "\n".join([before.rstrip(), "", "Args:", *lines, *([after.rstrip()] if after else [])])
 
 
 def _index() -> str:

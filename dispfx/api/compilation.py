@@ -77,8 +77,7 @@ def learn_plan(
     The arguments are those of `compile`.
 
     Raises:
-        UnknownSettingError: if one of `changes` is no setting.
-        DispfxError: for everything in the input that cannot be used.
+        UnknownSettingError, DispfxError: as `compile`.
     """
     return run_learn(
         run_settings(settings, model=model, ratio=ratio, data=data, out=out, **changes), observer
@@ -158,7 +157,7 @@ def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks:
     """As `learn_plan`, with all settings in one object; `ranks` as for `run_compile`.
 
     Raises:
-        DispfxError: as `learn_plan`.
+        DispfxError: as `compile`.
     """
     path, resume = settings.output.path, settings.output.resume
     watcher = observer or NullObserver()

@@ -1,6 +1,7 @@
 """The verbs in one list, and the entry point of the `dispfx` command."""
 
 import difflib
+import os
 import sys
 from io import TextIOWrapper
 from pathlib import Path
@@ -14,7 +15,7 @@ from dispfx.cli.config_file import configured
 from dispfx.cli.faults import refused
 from dispfx.cli.verb import Verb
 from dispfx.distributed.launcher import end_with_launcher
-from dispfx.errors import EXIT_INPUT_FAULT, DispfxError, UsageError
+from dispfx.errors import EXIT_INPUT_FAULT, EXIT_INTERRUPTED, EXIT_OUR_FAULT, DispfxError, UsageError
 from dispfx.settings.trees import (
     ApplySettings,
     BenchSettings,
@@ -160,6 +161,13 @@ def main() -> None:
     _check_verb(words)
     try:
         make_app()(words, exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read this has ended, as in `dispfx … | head`; the interpreter would complain at its own end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(EXIT_OUR_FAULT) from None
+    except KeyboardInterrupt:
+        raise SystemExit(EXIT_INTERRUPTED) from None
     except CycloptsError as error:
         verb = "" if words[0].startswith("-") else f" {words[0]}"
         raise refused(UsageError(_told(error), hint=f"dispfx{verb} --help"), words) from None

@@ -8,6 +8,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, Group, Parameter
@@ -134,7 +135,7 @@ class Verb:
 
     def _help(self, one: Field) -> str:
         value, default = self.defaults.get(one.name, one.value), one.facts.default
-        if not default and isinstance(value, str | int | float) and not isinstance(value, bool):
+        if not default and isinstance(value, str | int | float | Path) and not isinstance(value, bool):
             default = f"{value:,}" if isinstance(value, int) else str(value)
         functions = " Or file.py:function." if one.facts.functions else ""
         within = one.facts.range_text() if one.facts.below is not None else ""

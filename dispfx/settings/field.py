@@ -115,7 +115,8 @@ class Field:
         """Type of a value in words."""
         if self.facts.repeats is not None:
             return f"a list of {self.facts.repeats.__name__}"
-        return " or ".join(self.choices) if self.choices else self.typed.__name__
+        known = "str" if self.kind is Any else getattr(self.typed, "__name__", "str")
+        return " or ".join(self.choices) if self.choices else known
 
     def takes(self, value: Any) -> bool:
         """Whether a value from a JSON file has the type of the setting; ranges are checked elsewhere."""

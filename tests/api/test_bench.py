@@ -92,7 +92,7 @@ def test_a_mixture_gathers_weights_for_a_single_token_and_sorts_many(tmp_path: P
         return compare(name, dense, pruned, shape, *args, **how)
 
     monkeypatch.setattr(bench_room, "compare", watched)
-    steps: dict[str, Any] = {"batches": (1, 2), "prompts": (6,), "pasts": (3,), "modes": ("eager",)}
+    steps: dict[str, Any] = {"batch": (1, 2), "prompt": (6,), "past": (3,), "mode": "eager"}
     rows = bench(out, **steps, align=(4,)).rows
     assert all(row.speedup for row in rows) and len({row.name for row in rows}) == 2
     assert grouped == {

@@ -88,7 +88,7 @@ def test_the_report_has_every_setting_as_the_run_had_it(tmp_path: Path, tokens: 
     model = build(
         FORMS["pre-norm"]
     )  # its table of positions has 64 places, and the recipe has sequences of 2048
-    told = compile_(tmp_path / "out", tokens, model=model, **options_of(chosen)).settings
+    told = dispfx.compile(model, RATIO, tokens, tmp_path / "out", align=1, **options_of(chosen)).settings
     assert told is not None
     budget, learning = told["budget"], told["learning"]
     assert (budget["align"], budget["select"], told["text"]["data_bytes"]) == (1, "after-norm", 2**27)

@@ -36,32 +36,18 @@ def test_a_ratio_out_of_reach_a_missing_text_and_an_unfinished_run_are_refused_a
     compiled: Compiled, tokens: Path, tmp_path: Path
 ):
     with pytest.raises(BudgetError, match="can give up at most"):
-        preview(
-            RunSettings.of(
-                model=MODEL, ratio=0.999, out=tmp_path / "out", data=tokens, **options_of(SETTINGS)
-            )
-        )
+        preview(run_of(ratio=0.999, out=tmp_path / "out", data=tokens))
     with pytest.raises(DataError, match="text to learn from"):
         preview(run_of(out=tmp_path / "out"))
     with pytest.raises(OutputError, match="must not exist"):
-        preview(
-            RunSettings.of(model=MODEL, ratio=RATIO, out=compiled.path, data=tokens, **options_of(SETTINGS))
-        )
+        preview(run_of(out=compiled.path, data=tokens))
     (tmp_path / "out.state").mkdir()
     with pytest.raises(OutputError, match="unfinished"):
-        preview(
-            RunSettings.of(
-                model=MODEL, ratio=RATIO, out=tmp_path / "out", data=tokens, **options_of(SETTINGS)
-            )
-        )
+        preview(run_of(out=tmp_path / "out", data=tokens))
 
 
 def test_people_and_programs_are_told_the_same(tokens: Path, tmp_path: Path):
-    found = preview(
-        RunSettings.of(
-            model=MODEL, ratio=RATIO, out=tmp_path / "out", data=tokens, **options_of(SETTINGS), align=1
-        )
-    )
+    found = preview(run_of(out=tmp_path / "out", data=tokens, align=1))
     plain, lines = preview_plain(found), preview_lines(found, "a plan")
     assert plain["dry_run"] is True and plain["ratio"]["requested"] == RATIO
     assert plain["parameters"] == {"dense": found.parameters, "pruned": found.parameters_left}

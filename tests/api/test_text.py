@@ -148,7 +148,8 @@ def test_text_that_cannot_be_used_is_refused_before_the_decoder_is_opened(
     def opened(self):
         raise AssertionError("the decoder was opened")
 
-    monkeypatch.setattr("dispfx.run.readiness.open_model", opened)
+    for room in ("dispfx.run.readiness", "dispfx.api.commands"):
+        monkeypatch.setattr(f"{room}.open_model", opened)
     (tmp_path / "a.jsonl").write_text('{"body": "text"}\n')
     (tmp_path / "latin.txt").write_bytes("naïf".encode("latin-1"))
     (tmp_path / "blank.txt").write_text("\n \n")

@@ -135,3 +135,15 @@ def test_what_goes_into_a_pipe_has_no_colours(word: str, variables: dict[str, st
         capture_output=True, text=True, env=plain | variables, timeout=120, check=False,
     )  # fmt: skip
     assert done.stdout and "\x1b" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["compile", "--help"], ["passes"]])
+def test_a_reader_that_ends_early_is_told_nothing(words: list[str]):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dispfx", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process.stderr:
+        assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 1

@@ -164,9 +164,14 @@ def test_wrong_words_are_refused_before_the_compiler_is_asked(
         "only .jsonl.gz is read": [decoder, "--data", "text.txt.gz"],
         "data-bytes": [decoder, "--data", text, "--data-bytes", 1000],
         "Unknown option: --ratios. Did you mean --ratio?": ["demo", "--ratios", "1"],
-        '"guess" for --estimator. Choose from: "reinmax", "gumbel", "straight-through"': [
+        "estimator must be reinmax or gumbel or straight-through, and 'guess' was given": [
             "demo",
             "--estimator",
+            "guess",
+        ],
+        '"guess" for --hypernetwork. Choose from: "full", "linear", "none"': [
+            "demo",
+            "--hypernetwork",
             "guess",
         ],
         "eval-windows": ["demo", "--eval-windows", "0"],
