@@ -66,7 +66,7 @@ def test_a_report_without_perplexity_and_skills_is_read_back(report: Report):
 
 RUN = RunSettings.of(model="demo", ratio=0.3, align=8, select="before-norm", data_bytes=2**20)
 SET = RUN.fitted(
-    LearnSettings(method="sensitivity", steps=7, lr=1, samples=2, batch_size=4, adaptable=("samples",))
+    LearnSettings(method="fisher", steps=7, lr=1, samples=2, batch_size=4, adaptable=("samples",))
 ).plain()
 
 
