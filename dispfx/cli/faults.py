@@ -155,7 +155,7 @@ def state_folder(out: Path) -> Path:
 
 def _way_on(out: Path | None) -> str:
     """Return how to go on; `out` is what a verb that can resume was to write."""
-    if out is None:
+    if out is None or not out.name:
         return "nothing was written"
     state = state_folder(out)
     if not state.is_dir():

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import nn
@@ -32,11 +33,16 @@ def save_program(exported: ExportedProgram, folder: Path) -> None:
     # torch refuses names that do not end in .pt2.
     partial = folder / f".program-{secrets.token_hex(4)}.pt2"
     try:
-        with _bare(exported):
-            torch.export.save(exported, partial)
+        with _bare(exported), partial.open("wb") as file:
+            writer = _Writer(file)
+            torch.export.save(exported, writer)  # type: ignore[arg-type]
+            if writer.error is not None:
+                raise writer.error
         check_archive(partial)
         os.replace(partial, folder / PROGRAM_FILE)
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
+        raise OutputError(f"the program cannot be written: {error.strerror}", where=str(folder)) from error
+    except RuntimeError as error:
         raise OutputError(
             f"the program cannot be written: {first_line(error)}",
             where=str(folder),
@@ -44,6 +50,26 @@ def save_program(exported: ExportedProgram, folder: Path) -> None:
         ) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+class _Writer:
+    """A file for torch, whose archive ends the process (its destructor throws) where a write fails.
+
+    The first failure is kept in `error`, and what comes after it is dropped.
+    """
+
+    def __init__(self, file: IO[bytes]):
+        self.file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        if self.error is None:
+            try:
+                self.file.write(data)
+                self.file.flush()
+            except OSError as error:
+                self.error = error
+        return len(data)
 
 
 @contextmanager

@@ -111,7 +111,6 @@ def test_a_text_may_begin_with_a_hyphen(dispfx, replaced, words: tuple[str, ...]
         (("compile", "demo", "--bias", "inf", "--ratio", "0.3"), "It must be a finite number"),
         (("bench", "out", "--batch", "8", "--batch", "0"), "for --batch. It must be at least 1"),
         (("compile", "demo", "more", "--ratio", "0.3"), "Unused Tokens: ['more']"),
-        (("compile", "demo", "--ratio", "0.3", "--ratio", "0.4"), "--ratio specified multiple times"),
         (("compile", "--out", "x"), "MODEL is needed"),
         (("compile", "demo", "--out", "x"), "--ratio is needed"),
         (("compile", "demo", "--ratio", "0.3"), "--out is needed"),
