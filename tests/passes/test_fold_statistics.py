@@ -55,7 +55,7 @@ CHANGES: dict[str, Change] = {
     "the largest of each column": lambda w: w / w.max(0, keepdim=True).values,
     "rows of length one": lambda w: F.normalize(w, dim=1),
     "columns of length one": lambda w: F.normalize(w, dim=0),
-    "a quantile": lambda w: w.clamp(max=w.flatten().quantile(0.9)),
+    "a quantile": lambda w: w / w.abs().flatten().quantile(0.9),
     "what is larger than the mean": lambda w: torch.where(w.abs() > w.abs().mean(), w.sign(), 0.0),
     "a product of all with itself": lambda w: w / torch.dot(w.flatten(), w.flatten()).sqrt(),
     "a straight-through estimate": lambda w: w + (w.sign() * w.abs().mean() - w).detach(),
