@@ -36,7 +36,7 @@ from dispfx.run.fitting import fitted_settings
 from dispfx.run.mask_learning import batches_of, learn
 from dispfx.run.writing import device_name, versions
 from dispfx.settings import ComputeSettings, learn_settings
-from dispfx.settings.learning_settings import RECIPES, LearnSettings, Method
+from dispfx.settings.learning_settings import METHOD_ALIASES, RECIPES, LearnSettings, Method
 from dispfx.source import Source, encode, load_source, read_tokens
 
 LEARNED_SHARE = 0.8
@@ -160,7 +160,7 @@ def _settings(model: str, word: str, seed: int) -> tuple[float, LearnSettings]:
     """
     name, _, rest = word.partition(":")
     ratio, _, changes = rest.partition(":")
-    methods = set(get_args(Method)) - {"learned"}
+    methods = {*get_args(Method), *METHOD_ALIASES} - {"learned"}
     if name not in RECIPES and name not in methods:
         raise DispfxError(
             f"a row begins with one of {', '.join([*RECIPES, *sorted(methods)])}, found {name!r}"

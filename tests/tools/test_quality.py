@@ -28,7 +28,8 @@ def test_a_row_names_a_recipe_or_a_method_and_changes_settings(quality):
     ratio, settings = quality._settings("a-model", "informed:0.4:lr=1e-2,steps=7,schedule=cosine", 3)
     assert (ratio, settings.lr, settings.steps, settings.schedule) == (0.4, 1e-2, 7, "cosine")
     assert (settings.seed, settings.start, settings.method) == (3, "sensitivity", "learned")
-    assert quality._settings("a-model", "activation:0.2", 0)[1].method == "activation"
+    assert quality._settings("a-model", "wanda:0.2", 0)[1].method == "wanda"
+    assert quality._settings("a-model", "activation:0.2", 0)[1].method == "wanda", "by its other name"
 
 
 @pytest.mark.parametrize("word", ["learned:0.3", "paper", "paper:half", "paper:0.3:colour=red", ""])
