@@ -7,7 +7,6 @@ plan or a file of settings needs the user's permission first (`names_function` t
 """
 
 import hashlib
-import importlib.util
 import inspect
 import re
 import sys
@@ -87,7 +86,7 @@ def own_function(value: Any) -> OwnFunction:
         content = path.read_bytes()
     except OSError as error:
         raise SourceError(f"the file of {value} cannot be read: {error.strerror}", where=str(path)) from error
-    module = _module(path.resolve(), _digest(content))
+    module = _module(path.resolve(), content)
     function = getattr(module, found["name"], None)
     if not callable(function):
         known = [name for name, entry in vars(module).items() if inspect.isfunction(entry)]
@@ -124,17 +123,19 @@ def identity_of(value: object) -> object:
 
 
 @cache
-def _module(path: Path, digest: str) -> ModuleType:
-    """Run a file as a module; the digest tells whether it changed."""
-    name = f"_own_{path.stem}_{digest}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+def _module(path: Path, content: bytes) -> ModuleType:
+    """Run a file's content as a module.
+
+    Bytecode that Python has cached is not used: it knows a file by its second and its size.
+    """
+    module = ModuleType(f"_own_{path.stem}_{_digest(content)}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
     sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        exec(compile(content, str(path), "exec"), vars(module))  # noqa: S102
     except (Exception, SystemExit) as error:
-        del sys.modules[name]
+        del sys.modules[module.__name__]
         raise SourceError(
             f"{path.name} cannot be run: {type(error).__name__}: {error}", where=_line_of(error)
         ) from error
