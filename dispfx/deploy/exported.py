@@ -1,5 +1,6 @@
 """`program.pt2`: a lowered decoder as a torch.export archive, for modules that transformers does not know."""
 
+import io
 import math
 import os
 import secrets
@@ -7,7 +8,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import nn
@@ -33,15 +33,16 @@ def save_program(exported: ExportedProgram, folder: Path) -> None:
     # torch refuses names that do not end in .pt2.
     partial = folder / f".program-{secrets.token_hex(4)}.pt2"
     try:
-        with _bare(exported), partial.open("wb") as file:
-            writer = _Writer(file)
+        with _bare(exported), _Writer(partial, "w") as writer:
             torch.export.save(exported, writer)  # type: ignore[arg-type]
             if writer.error is not None:
                 raise writer.error
         check_archive(partial)
         os.replace(partial, folder / PROGRAM_FILE)
     except OSError as error:
-        raise OutputError(f"the program cannot be written: {error.strerror}", where=str(folder)) from error
+        raise OutputError(
+            f"the program cannot be written: {error.strerror or first_line(error)}", where=str(folder)
+        ) from error
     except RuntimeError as error:
         raise OutputError(
             f"the program cannot be written: {first_line(error)}",
@@ -52,21 +53,19 @@ def save_program(exported: ExportedProgram, folder: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-class _Writer:
+class _Writer(io.FileIO):
     """A file for torch, whose archive ends the process (its destructor throws) where a write fails.
 
     The first failure is kept in `error`, and what comes after it is dropped.
     """
 
-    def __init__(self, file: IO[bytes]):
-        self.file = file
-        self.error: OSError | None = None
+    error: OSError | None = None
 
-    def write(self, data: bytes) -> int:
-        if self.error is None:
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        rest = memoryview(data)
+        while len(rest) and self.error is None:
             try:
-                self.file.write(data)
-                self.file.flush()
+                rest = rest[super().write(rest) :]
             except OSError as error:
                 self.error = error
         return len(data)

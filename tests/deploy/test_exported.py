@@ -1,4 +1,5 @@
 import json
+import logging
 import os
 import shutil
 import zipfile
@@ -124,6 +125,16 @@ def test_saving_leaves_the_program_as_it_was(tmp_path: Path) -> None:
     assert program.example_inputs is inputs
     assert any(traces)
     assert [node.meta.get("stack_trace") for node in program.graph.nodes] == traces
+
+
+def test_torch_has_nothing_to_say_of_what_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = exported(Decoder().eval())
+    caplog.clear()
+    save_program(program, tmp_path)
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert not any(capfd.readouterr())
 
 
 def test_the_archive_holds_no_path_of_this_machine(folder: Path) -> None:
