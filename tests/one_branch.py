@@ -4,6 +4,7 @@ logits = head(x + down(middle(up(x))))        x = embedding(ids)
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +21,26 @@ WIDTH, INNER, VOCABULARY = 16, 24, 31
 ORDER_OF_SUMS = 1e-5
 
 
-class OneBranch(nn.Module):
-    """Embedding, one residual addition, head."""
+def to_logits(decoder: "OneBranch", x: Tensor) -> Tensor:
+    """Return the logits of the residual stream."""
+    return decoder.head(x)
 
-    def __init__(self, mlp: nn.Module):
+
+class OneBranch(nn.Module):
+    """Embedding, one residual addition, and an end: what the decoder gives for its residual stream."""
+
+    mlp: Any
+
+    def __init__(self, mlp: nn.Module, end: Callable[["OneBranch", Tensor], Any] = to_logits):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.mlp = mlp
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.end = end
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         x = self.embedding(ids)
-        return self.head(x + self.mlp(x))
+        return self.end(self, x + self.mlp(x))
 
 
 class Middle(nn.Module):

@@ -13,29 +13,14 @@ import dispfx
 from dispfx.capturing.module_capture import OTHER_SHAPE, TRACED_SHAPE, capture, export_program, module_logits
 from dispfx.errors import CaptureError
 from dispfx.plan.plan import Plan
-from tests.one_branch import VOCABULARY, WIDTH, Middle, one_branch, require_one_function
+from tests.one_branch import VOCABULARY, WIDTH, Middle, OneBranch, one_branch, require_one_function, to_logits
 from tests.plain_decoders import FORMS, build, perturb
 from tests.programs import token_ids
 
 
-class Decoder(nn.Module):
-    """One branch, with an end that a test writes."""
-
-    def __init__(self, finish: Callable[["Decoder", Tensor], Any] = lambda m, x: m.head(x)):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.mlp = Middle(lambda m, h: F.gelu(h))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.finish = finish
-
-    def forward(self, ids: Tensor) -> Any:
-        x = self.embedding(ids)
-        return self.finish(self, x + self.mlp(x))
-
-
-def decoder(finish: Callable[[Decoder, Tensor], Any] = lambda m, x: m.head(x)) -> Decoder:
+def decoder(finish: Callable[[OneBranch, Tensor], Any] = to_logits) -> OneBranch:
     torch.manual_seed(0)
-    return perturb(Decoder(finish))  # type: ignore[return-value]
+    return perturb(OneBranch(Middle(lambda m, h: F.gelu(h)), finish))  # type: ignore[return-value]
 
 
 IDS = token_ids(2, 9, vocabulary=VOCABULARY)
@@ -88,7 +73,7 @@ def test_the_callers_gradient_mode_is_left_alone():
 
 
 def test_buffers_that_the_module_writes_come_back():
-    def count(m: Decoder, x: Tensor) -> Tensor:
+    def count(m: OneBranch, x: Tensor) -> Tensor:
         m.calls.add_(1)  # type: ignore[operator]
         return m.head(x)
 
@@ -99,7 +84,7 @@ def test_buffers_that_the_module_writes_come_back():
 
 
 def test_a_module_whose_logits_change_from_call_to_call_is_refused():
-    def drift(m: Decoder, x: Tensor) -> Tensor:
+    def drift(m: OneBranch, x: Tensor) -> Tensor:
         m.calls.add_(1)  # type: ignore[operator]
         return m.head(x) * m.calls
 
@@ -164,7 +149,7 @@ def test_parameters_that_the_graph_does_not_read_are_kept_for_the_checkpoint():
 def test_buffers_and_constants_are_read_and_kept():
     table = torch.randn(WIDTH)
 
-    def shifted(m: Decoder, x: Tensor) -> Tensor:
+    def shifted(m: OneBranch, x: Tensor) -> Tensor:
         return m.head(x + m.shift + table)  # type: ignore[operator]
 
     model = decoder(shifted)
@@ -184,7 +169,7 @@ GRADIENT_MODES = {
 
 @pytest.mark.parametrize("name", sorted(GRADIENT_MODES))
 def test_gradient_modes_inside_the_module_are_inlined(name: str):
-    def within(m: Decoder, x: Tensor) -> Tensor:
+    def within(m: OneBranch, x: Tensor) -> Tensor:
         with GRADIENT_MODES[name]():
             y = torch.tanh(x) * 2
         return m.head(y + x)
@@ -196,7 +181,7 @@ def test_gradient_modes_inside_the_module_are_inlined(name: str):
 
 
 def test_autocast_that_is_switched_off_is_inlined():
-    def within(m: Decoder, x: Tensor) -> Tensor:
+    def within(m: OneBranch, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             return m.head(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
@@ -241,7 +226,7 @@ class Output:
     logits: Tensor
 
 
-OUTPUTS: dict[str, Callable[[Decoder, Tensor], Any]] = {
+OUTPUTS: dict[str, Callable[[OneBranch, Tensor], Any]] = {
     "a tuple": lambda m, x: (m.head(x), x),
     "a list": lambda m, x: [m.head(x)],
     "a dict": lambda m, x: {"logits": m.head(x)},
@@ -278,11 +263,14 @@ def test_the_fingerprint_sees_class_paths_shapes_and_values():
     wider = decoder()
     wider.spare = nn.Linear(2, 2)
 
-    class Other(Decoder):
+    class Other(OneBranch):
         pass
 
     torch.manual_seed(0)
-    others = {capture(model).fingerprint for model in (changed, wider, perturb(Other()))}
+    others = {
+        capture(model).fingerprint
+        for model in (changed, wider, perturb(Other(Middle(lambda m, h: F.gelu(h)))))
+    }
     assert same not in others and len(others) == 3
 
 
@@ -321,10 +309,10 @@ def test_one_branch_decoders_of_the_tests_are_decoders():
     assert dispfx.capture(model).model_class == "tests.one_branch.OneBranch"
 
 
-def rounded_by_a_kernel(error: float, *, reference_too: bool) -> Decoder:
+def rounded_by_a_kernel(error: float, *, reference_too: bool) -> OneBranch:
     """A decoder that gives other numbers than its graph, with every attention kernel or the fast ones."""
 
-    def finish(m: Decoder, x: Tensor) -> Tensor:
+    def finish(m: OneBranch, x: Tensor) -> Tensor:
         fast = torch.backends.cuda.flash_sdp_enabled() or reference_too
         if torch.compiler.is_exporting() or not fast:
             return m.head(x)

@@ -5,55 +5,40 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import dispfx
-from tests.one_branch import VOCABULARY, WIDTH, Middle, require_one_function
+from tests.one_branch import VOCABULARY, Middle, OneBranch, require_one_function
 from tests.plain_decoders import perturb
 from tests.programs import token_ids
 
 IDS = token_ids(2, 9, vocabulary=VOCABULARY)
 
 
-class Decoder(nn.Module):
-    """One branch, around whose head a test opens regions."""
-
-    def __init__(self, end: Callable[["Decoder", Tensor], Tensor]):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.mlp = Middle(lambda m, h: F.gelu(h))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.end = end
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        return self.end(self, x + self.mlp(x))
-
-
 def _off():
     return torch.autocast("cpu", enabled=False)
 
 
-def literal(m: Decoder, x: Tensor) -> Tensor:
+def literal(m: OneBranch, x: Tensor) -> Tensor:
     with _off():
         scale = torch.tensor(0.5)
     return m.head(x * scale)
 
 
-def literal_without_gradient(m: Decoder, x: Tensor) -> Tensor:
+def literal_without_gradient(m: OneBranch, x: Tensor) -> Tensor:
     with torch.enable_grad():
         return m.head(x * torch.tensor([0.5]))
 
 
-def in_place(m: Decoder, x: Tensor) -> Tensor:
+def in_place(m: OneBranch, x: Tensor) -> Tensor:
     with _off():
         x = x * 2
         x += 1
     return m.head(x)
 
 
-def through_a_view(m: Decoder, x: Tensor) -> Tensor:
+def through_a_view(m: OneBranch, x: Tensor) -> Tensor:
     """torch has to make this one functional, and the last values of the graph come from a region."""
     with _off():
         y = m.head(x)
@@ -63,7 +48,7 @@ def through_a_view(m: Decoder, x: Tensor) -> Tensor:
         return y * 1.5
 
 
-def written_in_another_region(m: Decoder, x: Tensor) -> Tensor:
+def written_in_another_region(m: OneBranch, x: Tensor) -> Tensor:
     y = x * 2
     with _off():
         y.add_(1)
@@ -73,8 +58,8 @@ def written_in_another_region(m: Decoder, x: Tensor) -> Tensor:
     return m.head(y)
 
 
-def checkpointed(reentrant: bool) -> Callable[[Decoder, Tensor], Tensor]:
-    def end(m: Decoder, x: Tensor) -> Tensor:
+def checkpointed(reentrant: bool) -> Callable[[OneBranch, Tensor], Tensor]:
+    def end(m: OneBranch, x: Tensor) -> Tensor:
         def part(x: Tensor) -> Tensor:
             y = m.head(x)
             y += torch.tensor(0.5)
@@ -85,7 +70,7 @@ def checkpointed(reentrant: bool) -> Callable[[Decoder, Tensor], Tensor]:
     return end
 
 
-def without_inference_mode(m: Decoder, x: Tensor) -> Tensor:
+def without_inference_mode(m: OneBranch, x: Tensor) -> Tensor:
     with torch.inference_mode():
         y = x * torch.tensor(2.0)
         y += 1
@@ -104,9 +89,9 @@ REGIONS = {
 }
 
 
-def decoder(end: Callable[[Decoder, Tensor], Tensor]) -> Decoder:
+def decoder(end: Callable[[OneBranch, Tensor], Tensor]) -> OneBranch:
     torch.manual_seed(0)
-    return perturb(Decoder(end))  # type: ignore[return-value]
+    return perturb(OneBranch(Middle(lambda m, h: F.gelu(h)), end))  # type: ignore[return-value]
 
 
 # What torch says of a checkpoint without a gradient.
@@ -122,7 +107,7 @@ def test_a_region_is_code_like_other_code(name: str):
     require_one_function(model, program)
 
 
-def on(m: Decoder, x: Tensor) -> Tensor:
+def on(m: OneBranch, x: Tensor) -> Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = m.head(x)
         y += 1

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import dispfx
 from dispfx.compiler.programs import lower_program
@@ -10,30 +9,17 @@ from dispfx.ir.program import Program
 from dispfx.passes.last_logits import LastLogits
 from dispfx.pipeline import Pipeline
 from dispfx.plan.plan import Plan
-from tests.one_branch import VOCABULARY, WIDTH, Middle
+from tests.one_branch import VOCABULARY, Middle, OneBranch
 from tests.passes.golden import calls_of, names_of
 from tests.plain_decoders import perturb
 from tests.programs import relative_error, token_ids
 
 
-class Decoder(nn.Module):
-    """One branch, and a way from the head to the logits."""
-
-    def __init__(self, way):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.mlp = Middle(lambda m, h: torch.relu(h))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.way = way
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        return self.way(self.head(x + self.mlp(x)))
-
-
 def lowered(way) -> Program:
     torch.manual_seed(0)
-    program = dispfx.capture(perturb(Decoder(way)))
+    program = dispfx.capture(
+        perturb(OneBranch(Middle(lambda m, h: torch.relu(h)), lambda m, x: way(m.head(x))))
+    )
     return lower_program(program, Plan.random(program, 0.2, seed=0))
 
 
