@@ -44,10 +44,10 @@ from dispfx.fast_decoder.decoder import TrainingDecoder
 from dispfx.ir.program import Program
 from dispfx.learning.records import StepRecord
 from dispfx.learning.text import TokenBatches
-from dispfx.learning.trainer import LearningTask, Watch, learn
+from dispfx.learning.trainer import Watch, learn
 from dispfx.plan.budget import Budget
 from dispfx.run.learning_setup import prepared_loss
-from dispfx.run.mask_learning import batches_of
+from dispfx.run.mask_learning import batches_of, task_of
 from dispfx.settings import ComputeSettings
 from dispfx.settings.learning_settings import LearnSettings
 
@@ -317,15 +317,7 @@ def _learn(
     settings: LearnSettings,
     on_step: Callable[[StepRecord], None],
 ) -> None:
-    task = LearningTask(
-        gated=gated,
-        sites=program.sites,
-        shapes=program.shapes,
-        text=text,
-        budget=Budget(0.3, "blocks", 8),
-        settings=settings,
-        device=program.device,
-    )
+    task = task_of(program, gated, text, Budget(0.3, "blocks", 8), settings)
     learn(task, Watch(on_step=on_step))
 
 

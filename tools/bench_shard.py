@@ -23,7 +23,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,10 @@ from dispfx.fast_decoder.shards import Sharding
 from dispfx.ir.placing import placed
 from dispfx.ir.program import Program
 from dispfx.learning.text import TokenBatches
-from dispfx.learning.trainer import LearningTask, Watch, follow_run, learn
+from dispfx.learning.trainer import Watch, follow_run, learn
 from dispfx.plan.budget import Budget
 from dispfx.run.learning_setup import prepared_loss
-from dispfx.run.mask_learning import batches_of
+from dispfx.run.mask_learning import batches_of, task_of
 from dispfx.settings import ComputeSettings
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.words.chosen_device import local_device
@@ -236,16 +236,8 @@ def _measure(
     ranks: Ranks,
 ) -> None:
     """Set the time of a step, the peak of memory and the rate of useful operations."""
-    task = LearningTask(
-        gated=prepared,
-        sites=program.sites,
-        shapes=program.shapes,
-        text=text,
-        budget=Budget(0.3, "blocks", 8),
-        settings=settings,
-        device=device,
-        ranks=ranks,
-    )
+    task = task_of(program, prepared, text, Budget(0.3, "blocks", 8), settings)
+    task = replace(task, device=device, ranks=ranks)
     ends: list[float] = []
     if device.type == "cuda":
         torch.cuda.empty_cache()

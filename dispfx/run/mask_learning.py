@@ -12,6 +12,7 @@ from dispfx.compiler.programs import gate, require_same_decoder
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError
 from dispfx.ir.program import Program
+from dispfx.learning.learner import Gated
 from dispfx.learning.scores import select_by_score
 from dispfx.learning.text import Batches, TokenBatches, token_vector
 from dispfx.learning.trainer import LearningTask, Watch, follow_run
@@ -122,16 +123,28 @@ def _task(
     ranks: Ranks,
     note: Callable[[str], None] = lambda text: None,
 ) -> LearningTask:
+    gated = prepared_loss(program, text, settings, compute, ranks=ranks, note=note)
+    device = device_of_learning(program, compute)
+    task = task_of(program, gated, text, budget, settings)
+    return replace(task, device=device, ranks=ranks, fingerprint=program.fingerprint)
+
+
+def task_of(
+    program: Program, gated: Gated, text: Batches, budget: Budget, settings: LearnSettings
+) -> LearningTask:
+    """Return what is learned of a program, alone and on its own device.
+
+    Args:
+        gated: the program with gates, in the form that runs.
+    """
     return LearningTask(
-        gated=prepared_loss(program, text, settings, compute, ranks=ranks, note=note),
+        gated=gated,
         sites=program.sites,
         shapes=program.shapes,
         text=text,
         budget=budget,
         settings=settings,
-        device=device_of_learning(program, compute),
-        ranks=ranks,
-        fingerprint=program.fingerprint,
+        device=program.device,
     )
 
 
@@ -152,15 +165,7 @@ def _check_packing(program: Program, settings: LearnSettings) -> None:
 
 def _scored(program: Program, text: Batches, budget: Budget, settings: LearnSettings) -> list[Tensor]:
     gated = gate(program)
-    task = LearningTask(
-        gated=gated,
-        sites=program.sites,
-        shapes=program.shapes,
-        text=text,
-        budget=budget,
-        settings=settings,
-        device=program.device,
-    )
+    task = task_of(program, gated, text, budget, settings)
     return select_by_score(task.problem(), gated.graph, budget)
 
 

@@ -2,15 +2,13 @@
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from dispfx.compiler.programs import gate
 from dispfx.ir.program import Program
 from dispfx.learning.learner import Problem
-from dispfx.learning.trainer import LearningTask
 from dispfx.plan.budget import Budget
-from dispfx.run.mask_learning import batches_of
+from dispfx.run.mask_learning import batches_of, task_of
 from dispfx.settings import LearnSettings
 from tests.programs import token_ids
 
@@ -19,13 +17,5 @@ def problem_of(program: Program, **changes: Any) -> tuple[Problem, fx.GraphModul
     """Return a problem of short sequences, and the gated graph."""
     settings = LearnSettings(**{"seq_len": 6, "batch_size": 2, **changes})
     gated = gate(program)
-    task = LearningTask(
-        gated=gated,
-        sites=program.sites,
-        shapes=program.shapes,
-        text=batches_of(token_ids(1, 60)[0] % program.vocabulary_size, settings),
-        budget=Budget(0.3),
-        settings=settings,
-        device=torch.device("cpu"),
-    )
-    return task.problem(), gated.graph
+    text = batches_of(token_ids(1, 60)[0] % program.vocabulary_size, settings)
+    return task_of(program, gated, text, Budget(0.3), settings).problem(), gated.graph

@@ -16,11 +16,10 @@ from dispfx.ir.program import Program
 from dispfx.learning.learner import Problem, check_samples
 from dispfx.learning.objective import next_token_loss
 from dispfx.learning.scores import score, select_by_score, starting_logits
-from dispfx.learning.trainer import LearningTask
 from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import hard_masks
 from dispfx.plan.plan import Plan
-from dispfx.run.mask_learning import batches_of, learn
+from dispfx.run.mask_learning import batches_of, learn, task_of
 from dispfx.settings.learning_settings import LearnSettings, Method
 from dispfx.source import encode, load_source
 from tests.one_branch import WIDTH
@@ -53,16 +52,7 @@ def problem(program: Program, **changes) -> tuple[Problem, fx.GraphModule]:
     settings = LearnSettings(**{"seq_len": 6, "batch_size": 2, **changes})
     gated = gate(program)
     text = batches_of(TOKENS % program.vocabulary_size, settings)
-    task = LearningTask(
-        gated=gated,
-        sites=program.sites,
-        shapes=program.shapes,
-        text=text,
-        budget=BUDGET,
-        settings=settings,
-        device=program.device,
-    )
-    return task.problem(), gated.graph
+    return task_of(program, gated, text, BUDGET, settings).problem(), gated.graph
 
 
 def by_site(program: Program, values: Tensor) -> dict[str, Tensor]:
