@@ -35,6 +35,7 @@ from dispfx.errors import (
     first_line,
     memory_shortage,
 )
+from dispfx.settings.sections import state_place
 from dispfx.words.chosen_device import check_device, local_device
 
 # Too long a name, a loop of links, a place that may not be read, a file where a folder should be, and the
@@ -148,16 +149,11 @@ def _refused_path(error: Exception) -> DispfxError | None:
     return DispfxError(f"the system does not take this path: {error.strerror}", where=path[:200])
 
 
-def state_folder(out: Path) -> Path:
-    """Return where a run that writes `out` keeps its resumable state."""
-    return out.with_name(out.name + ".state")
-
-
 def _way_on(out: Path | None) -> str:
     """Return how to go on; `out` is what a verb that can resume was to write."""
     if out is None or not out.name:
         return "nothing was written"
-    state = state_folder(out)
+    state = state_place(out)
     if not state.is_dir():
         return "no state was saved yet, so run the same command again"
     if "RANK" in os.environ:

@@ -26,6 +26,7 @@ from dispfx.run.readiness import alignment, ready_to_learn
 from dispfx.run.run_text import Text
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import LearnSettings, RunSettings
+from dispfx.settings.sections import state_place
 from dispfx.source import Source
 
 _OF_A_STATE = (STATE_FILE, PLAN_FILE, METRICS_FILE, TENSORBOARD_FOLDER)
@@ -114,7 +115,7 @@ def state_folder(path: Path, resume: bool) -> Path:
     """
     if not path.name:
         raise OutputError("the output needs a name", where=str(path), hint="name a folder with --out")
-    state = path.with_name(f"{path.name}.state")
+    state = state_place(path)
     if os.path.lexists(state) and not _is_state(state):
         raise OutputError(
             "the run keeps its state here until it is complete, and this is something else",

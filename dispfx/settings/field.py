@@ -1,10 +1,10 @@
 """One setting: its default, documentation, unit, range and spelling, in one place.
 
     @dataclass(frozen=True)
-    class LearnSettings:
+    class LearnSettings(Section):
         steps: int = setting(10_000, "Optimizer steps.", default="5,000; demo: 400", least=1)
 
-A dataclass made of such fields is a *section*.  The command line, its help, the API and the report read
+Such a dataclass is a *section*.  The command line, its help, the API and the report read
 the same fields, so a setting is described once.  The type of a field names its choices (`Literal`).
 """
 
@@ -150,24 +150,24 @@ def section_fields(section: type) -> tuple[Field, ...]:
     )
 
 
-def check_section(section: Any) -> None:
-    """Check every choice and range of a section; to be called from `__post_init__`.
+class Section:
+    """Base of a frozen dataclass whose fields are settings: every choice and range is checked.
 
     Raises:
         DispfxError: naming the setting, what it may be, and what was given.
     """
-    for one in section_fields(type(section)):
-        value = getattr(section, one.name)
-        if value is None:
-            continue
-        if one.choices and not (one.facts.functions and names_function(value)):
-            require_choice(one.choices, value, one.name)
-        numbers = value if isinstance(value, list | tuple) else [value]
-        for number in numbers:
-            if isinstance(number, bool) or not isinstance(number, int | float) or one.facts.allows(number):
+
+    def __post_init__(self) -> None:
+        for one in section_fields(type(self)):
+            value = getattr(self, one.name)
+            if value is None:
                 continue
-            allowed = one.facts.range_text() or "a finite number"
-            raise one.facts.error(f"{one.name} must be {allowed}, and {number!r} was given")
+            if one.choices and not (one.facts.functions and names_function(value)):
+                require_choice(one.choices, value, one.name)
+            for number in value if isinstance(value, list | tuple) else [value]:
+                if _is_number(number) and not one.facts.allows(number):
+                    allowed = one.facts.range_text() or "a finite number"
+                    raise one.facts.error(f"{one.name} must be {allowed}, and {number!r} was given")
 
 
 def refuse_unknown_names(names: Iterable[str], known: Iterable[str]) -> None:
@@ -192,6 +192,10 @@ def _is_a(value: Any, kind: Any) -> bool:
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     return kind in (int, float) and isinstance(value, int if kind is int else int | float)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_literal(kind: Any) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dispfx.errors import DispfxError
-from dispfx.settings.field import check_section, refuse_unknown_names, setting
+from dispfx.settings.field import Section, refuse_unknown_names, setting
 from dispfx.words.choices import choice
 
 EstimatorName = Literal["reinmax", "gumbel", "straight-through"]
@@ -61,19 +61,16 @@ _ADAPTABLE = ("samples", "seq_len", "batch_size")
 
 
 @dataclass(frozen=True)
-class RecipeSettings:
+class RecipeSettings(Section):
     """Which defaults learning starts from."""
 
     recipe: RecipeName | None = setting(
         None, "Settings of learning to start from; each has an option of its own.", default=DEFAULT_RECIPE
     )
 
-    def __post_init__(self) -> None:
-        check_section(self)
-
 
 @dataclass(frozen=True)
-class LearnSettings:
+class LearnSettings(Section):
     """How masks are learned.
 
     Args:
@@ -167,7 +164,7 @@ class LearnSettings:
         """
         if isinstance(self.method, str):
             object.__setattr__(self, "method", METHOD_ALIASES.get(self.method, self.method))
-        check_section(self)
+        super().__post_init__()
         if self.batch_size % self.samples:
             raise DispfxError(
                 f"samples must be a divisor of batch_size ({self.batch_size}), {self.samples} was given",

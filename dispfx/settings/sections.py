@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dispfx.errors import BudgetError, DataError, OutputError
-from dispfx.settings.field import check_section, required, setting
+from dispfx.settings.field import Section, required, setting
 from dispfx.words.chosen_device import check_device
 from dispfx.words.text_origin import TEXT_BYTES, TEXT_FIELD
 
@@ -22,7 +22,7 @@ Export = Literal["none", "onnx", "pt2", "dense"]
 
 
 @dataclass(frozen=True, eq=False)
-class ModelSettings:
+class ModelSettings(Section):
     """Which decoder, and how it is opened."""
 
     model: Any = required("`demo`, a folder, a .gguf file, a hub id, or package.module:function.", takes=str)
@@ -32,12 +32,9 @@ class ModelSettings:
     tokenizer: str | None = setting(None, "Folder or hub id of a tokenizer, if MODEL has none.")
     trust_remote_code: bool = setting(False, "Run code that comes with the checkpoint.", per_run=True)
 
-    def __post_init__(self) -> None:
-        check_section(self)
-
 
 @dataclass(frozen=True, eq=False)
-class TextSettings:
+class TextSettings(Section):
     """Text to learn from and to measure on."""
 
     data: Any = setting(
@@ -79,12 +76,9 @@ class TextSettings:
     )
     eval_windows: int | None = setting(None, "Windows to measure on at most.", default="all", least=1)
 
-    def __post_init__(self) -> None:
-        check_section(self)
-
 
 @dataclass(frozen=True)
-class BudgetSettings:
+class BudgetSettings(Section):
     """How much to remove, and from where."""
 
     ratio: float = required(
@@ -111,13 +105,13 @@ class BudgetSettings:
     )
 
     def __post_init__(self) -> None:
-        check_section(self)
+        super().__post_init__()
         if isinstance(self.skip, str):
             object.__setattr__(self, "skip", (self.skip,))
 
 
 @dataclass(frozen=True)
-class ComputeSettings:
+class ComputeSettings(Section):
     """How fast learning runs and how much memory it takes; the masks stay the same."""
 
     compile: Switch = setting(
@@ -144,7 +138,7 @@ class ComputeSettings:
     )
 
     def __post_init__(self) -> None:
-        check_section(self)
+        super().__post_init__()
         check_device(self.shard_on)
 
     def compiles(self, device: Any) -> bool:
@@ -152,8 +146,30 @@ class ComputeSettings:
         return self.compile == "on" or (self.compile == "auto" and device.type == "cuda")
 
 
+class WritingSection(Section):
+    """Base of a section with the place that a verb writes to."""
+
+    out: Path | None
+
+    @property
+    def path(self) -> Path:
+        """The folder or file to write, with ~ expanded.
+
+        Raises:
+            OutputError: if none was named.
+        """
+        if self.out is None:
+            raise OutputError("a place to write is needed", hint="name one with --out")
+        return Path(self.out).expanduser()
+
+
+def state_place(out: Path) -> Path:
+    """Return DIR.state, where a run that writes `out` keeps what it resumes from."""
+    return out.with_name(f"{out.name}.state")
+
+
 @dataclass(frozen=True)
-class OutputSettings:
+class OutputSettings(WritingSection):
     """What is written, and where."""
 
     out: Path | None = setting(None, "Folder to write. It must not exist.", common=True, per_run=True)
@@ -182,23 +198,3 @@ class OutputSettings:
         common=True,
         per_run=True,
     )
-
-    def __post_init__(self) -> None:
-        check_section(self)
-
-    @property
-    def path(self) -> Path:
-        """The folder or file to write, with ~ expanded.
-
-        Raises:
-            OutputError: if none was named.
-        """
-        if self.out is None:
-            raise OutputError("a place to write is needed", hint="name one with --out")
-        return Path(self.out).expanduser()
-
-    @property
-    def state(self) -> Path:
-        """Where the resumable state of the run is kept."""
-        path = self.path
-        return path.with_name(f"{path.name}.state")

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dispfx.errors import OutputError
-from dispfx.settings.field import check_section, required, setting
+from dispfx.settings.field import Section, required, setting
+from dispfx.settings.sections import WritingSection
 
 Runtime = Literal["torch", "onnx"]
 
 
 @dataclass(frozen=True, eq=False)
-class EvaluationSettings:
+class EvaluationSettings(Section):
     """What a decoder is measured on."""
 
     dense: Any = setting(
@@ -41,9 +41,6 @@ class EvaluationSettings:
     batch_size: int = setting(1, "Questions per forward pass.", least=1)
     out: Path | None = setting(None, "Folder for eval.md and eval.json; `report DIR` shows them.")
 
-    def __post_init__(self) -> None:
-        check_section(self)
-
     @property
     def task_names(self) -> list[str]:
         """Names of tasks, of which a word may hold several, separated by commas."""
@@ -52,7 +49,7 @@ class EvaluationSettings:
 
 
 @dataclass(frozen=True)
-class TuneSettings:
+class TuneSettings(Section):
     """How adapters are trained (LoRA, arXiv 2106.09685)."""
 
     rank: int = setting(16, "Rank of each adapter.", least=1)
@@ -64,12 +61,9 @@ class TuneSettings:
     seq_len: int = setting(None, "Tokens per sequence.", default="512, or what the decoder reads", least=2)
     seed: int = setting(0, "Seed of the adapters' first values and of the order of sequences.", least=0)
 
-    def __post_init__(self) -> None:
-        check_section(self)
-
 
 @dataclass(frozen=True)
-class TuneOutputSettings:
+class TuneOutputSettings(WritingSection):
     """What fine-tuning writes, and where."""
 
     out: Path | None = setting(None, "Folder to write. It must not exist.", common=True, per_run=True)
@@ -79,23 +73,9 @@ class TuneOutputSettings:
     )
     save_every: int = setting(500, "Steps between two saved states.", least=1)
 
-    def __post_init__(self) -> None:
-        check_section(self)
-
-    @property
-    def path(self) -> Path:
-        """The folder to write, with ~ expanded.
-
-        Raises:
-            OutputError: if none was named.
-        """
-        if self.out is None:
-            raise OutputError("a place to write is needed", hint="name one with --out")
-        return Path(self.out).expanduser()
-
 
 @dataclass(frozen=True, eq=False)
-class TimingSettings:
+class TimingSettings(Section):
     """Which steps are timed."""
 
     dense: Any = setting(
@@ -123,12 +103,9 @@ class TimingSettings:
     )
     out: Path | None = setting(None, "Folder for speed.md and speed.json, written after every row.")
 
-    def __post_init__(self) -> None:
-        check_section(self)
-
 
 @dataclass(frozen=True)
-class FormSettings:
+class FormSettings(Section):
     """Which forms of the decoder are written."""
 
     onnx: bool = setting(False, "Write DIR/onnx/.", common=True)
@@ -140,12 +117,9 @@ class FormSettings:
     ort_fusions: bool = setting(False, "Use operators of ONNX Runtime's own where they verify.")
     no_padding: bool = setting(False, "For text without padding only: attention needs no mask.")
 
-    def __post_init__(self) -> None:
-        check_section(self)
-
 
 @dataclass(frozen=True)
-class GenerationSettings:
+class GenerationSettings(Section):
     """How a text is continued."""
 
     prompt: str = required("Text to continue.")
@@ -155,26 +129,23 @@ class GenerationSettings:
     seed: int = setting(0, "Seed of the drawing.")
     runtime: Runtime = setting("torch", "What runs the decoder.")
 
-    def __post_init__(self) -> None:
-        check_section(self)
-
 
 @dataclass(frozen=True)
-class PlanSettings:
+class PlanSettings(Section):
     """Which plan is applied."""
 
     plan: Any = required("A plan.safetensors.", takes=Path)
 
 
 @dataclass(frozen=True)
-class InspectionSettings:
+class InspectionSettings(Section):
     """How much is read."""
 
     config_only: bool = setting(False, "Read the config and no weights.", common=True)
 
 
 @dataclass(frozen=True)
-class FolderSettings:
+class FolderSettings(Section):
     """Which folder."""
 
     folder: Path = required("A folder that dispfx wrote.")
@@ -182,7 +153,7 @@ class FolderSettings:
 
 
 @dataclass(frozen=True)
-class PathsSettings:
+class PathsSettings(Section):
     """What is compared."""
 
     paths: Sequence[Path] = required("Folders that dispfx wrote, or two plans.", repeats=Path)
