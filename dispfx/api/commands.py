@@ -20,7 +20,7 @@ from dispfx.deploy.onnx.legalize import Flavor
 from dispfx.errors import DataError, VerificationError
 from dispfx.ir.lengths import held_to
 from dispfx.ir.program import Program
-from dispfx.quality.agreement import Agreement, agreement
+from dispfx.quality.agreement import Agreement, compare_on_text
 from dispfx.quality.measuring import measure
 from dispfx.quality.perplexity import Perplexity, TextFacts
 from dispfx.report import NullObserver, Observer, load_report
@@ -151,15 +151,15 @@ def agree(folder: Any, **changes: Any) -> Agreement:
     before = _ready(replace(model, model=settings.evaluation.dense))
     after = _ready(replace(model, model=str(model.model), revision=None, dtype=None))
     text, begins = _known_text(chosen, before)
-    return agreement(
+    return compare_on_text(
         before.decoder,
         after.decoder,
         text.tokens,
         context=settings.evaluation.context or min(before.context, after.context),
         windows=settings.text.eval_windows,
         device=model.device or "cpu",
-        bos=begins,
-    )
+        text=TextFacts(text.name, None, begins, text.unknown_share),
+    ).agreement
 
 
 def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> list[Path]:

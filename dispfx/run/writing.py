@@ -36,8 +36,10 @@ from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
 from dispfx.plan.parameter_count import ParameterCount
 from dispfx.plan.plan import Plan
-from dispfx.quality.measuring import measure
+from dispfx.quality.agreement import Comparison
+from dispfx.quality.measuring import measure_both
 from dispfx.report import (
+    Behaviour,
     Bytes,
     FolderContents,
     Parameters,
@@ -184,7 +186,7 @@ def write_output(task: Task, stages: Stages) -> Report:
         form = Form(name, task.source, task.program, task.plan, lowered, opened)
         exported = Written([]) if name == "none" else _exported(target, form, lines, stages)
         with stages("measure"):
-            measured = _perplexity(task, reloaded)
+            measured = _behaviour(task, reloaded)
             skills = _skills(task, reloaded)
         with stages("digest"):
             files = digests(folder)
@@ -283,7 +285,7 @@ def _report(
     task: Task,
     folder: Path,
     lines: tuple[Verification, ...],
-    measured: PerplexityChange | None,
+    measured: tuple[Comparison, ...],
     skills: dict[str, SkillChange],
     files: dict[str, str],
     stages: Stages,
@@ -302,7 +304,8 @@ def _report(
             dense=sum(tensor.numel() * tensor.element_size() for tensor in dense.values()),
             pruned=size,
         ),
-        perplexity=measured,
+        perplexity=_perplexity(measured),
+        behaviour=tuple(map(_behaves, measured)),
         verify=lines,
         sites=tuple(
             SiteWidth(site.name, site.kind, site.size, len(task.plan.kept[site.name]))
@@ -339,25 +342,43 @@ def left_dense(plan: Plan, sites: Sequence[Site]) -> list[Refused]:
     return [Refused(name, reason) for name in branches if name not in cut_branches]
 
 
-def _perplexity(task: Task, reloaded: nn.Module) -> PerplexityChange | None:
-    """Measure the captured and the reloaded decoder on text that was not learned from."""
-    if task.text.measure is None:
+def _perplexity(measured: Sequence[Comparison]) -> PerplexityChange | None:
+    """Return the perplexities on the first text."""
+    if not measured:
         return None
+    first = measured[0]
+    return PerplexityChange(first.dense.value, first.pruned.value, Protocol(**first.dense.protocol))
+
+
+def _behaves(found: Comparison) -> Behaviour:
+    return Behaviour(
+        text=found.dense.protocol["text"],
+        tokens=found.agreement.tokens,
+        kl=found.agreement.kl_nats,
+        top1=found.agreement.top1,
+        perplexity_dense=found.dense.value,
+        perplexity_pruned=found.pruned.value,
+    )
+
+
+def _behaviour(task: Task, reloaded: nn.Module) -> tuple[Comparison, ...]:
+    """Compare the captured and the reloaded decoder on texts that were not learned from."""
+    if not task.text.measured:
+        return ()
     # A plan that was learned has run at the length of its sequences.
     own = task.settings.learning.seq_len if isinstance(task.settings, RunSettings) else None
-    context = window_of(task.source, task.program, own)
-    values = [
-        measure(
-            decoder,
-            task.text.measure,
-            context=context,
+    return tuple(
+        measure_both(
+            task.program.graph_module,
+            reloaded,
+            one.tokens,
+            context=window_of(task.source, task.program, own),
             windows=task.settings.text.eval_windows,
             device=task.program.device,
-            text=task.text.about,
+            text=one.about,
         )
-        for decoder in (task.program.graph_module, reloaded)
-    ]
-    return PerplexityChange(values[0].value, values[1].value, Protocol(**values[0].protocol))
+        for one in task.text.measured
+    )
 
 
 def _skills(task: Task, reloaded: nn.Module) -> dict[str, SkillChange]:
