@@ -25,6 +25,7 @@ from dispfx.plan.plan import Plan, site_keys
 from dispfx.source.context import longest_context, named_context
 from dispfx.source.experts import Experts, experts_as, has_choice_of_experts
 from dispfx.words.choices import require_choice
+from dispfx.words.option_names import option
 
 WriteSpelling = Literal["index-add", "gather-add"]
 
@@ -147,7 +148,7 @@ def apart(
         raise UnsupportedGraphError(
             "documents cannot be kept apart: other dimensions can be pruned then",
             where=program.model_class,
-            hint="leave out --packing documents",
+            hint=f"leave out {option('packing', 'documents')}",
         )
     return twin
 

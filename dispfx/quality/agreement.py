@@ -18,6 +18,7 @@ from torch.nn import functional
 from dispfx.errors import DataError
 from dispfx.quality.logits_by_rows import by_rows
 from dispfx.quality.perplexity import first_predicted, windows_of
+from dispfx.words.option_names import option
 
 # KL is computed in float64.
 _DOUBLE_BYTES = 8
@@ -69,7 +70,7 @@ def agreement(
                 if p_BRV.shape[-1] != q_BRV.shape[-1]:
                     raise DataError(
                         f"the decoders have vocabularies of {p_BRV.shape[-1]} and {q_BRV.shape[-1]} tokens",
-                        hint="--dense is what the folder was compiled from",
+                        hint=f"{option('dense')} is what the folder was compiled from",
                     )
                 rows = slice(max(0, first - place), max(0, ids_BT.shape[1] - place))
                 place += p_BRV.shape[1]

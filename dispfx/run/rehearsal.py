@@ -33,6 +33,7 @@ from dispfx.run.writing import modules_of
 from dispfx.source import Source
 from dispfx.verification.equivalence import SHAPES_BT, compare_decoders, random_token_ids, require
 from dispfx.verification.graphs import tolerance_of
+from dispfx.words.option_names import option
 
 _COMPARED_BYTES, _WRITTEN_BYTES = 2**32, 2**28
 
@@ -129,7 +130,8 @@ def _without_weights(program: Program) -> Program:
 
 def _no_zeroed_decoder(program: Program) -> UnsupportedGraphError:
     return UnsupportedGraphError(
-        "--export dense writes zeros, which would change the statistics that the decoder takes of weights",
+        f"{option('export', 'dense')} writes zeros, which would change "
+        "the statistics that the decoder takes of weights",
         where=next(iter(program.dense_statistics)),
-        hint="leave out --export dense; the folder itself loads with dispfx",
+        hint=f"leave out {option('export', 'dense')}; the folder itself loads with dispfx",
     )
