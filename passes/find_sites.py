@@ -36,6 +36,7 @@ from dispfx.analysis.token_mixing import mixes_tokens
 from dispfx.analysis.zero_values import not_zero
 from dispfx.errors import UnsupportedGraphError
 from dispfx.ir import ops
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import Leaf, Program
 from dispfx.ir.sites import (
     STREAM,
@@ -49,7 +50,6 @@ from dispfx.ir.sites import (
     SiteKind,
     Slice,
 )
-from dispfx.pipeline import PassResult
 from dispfx.words.choices import check_choices
 from dispfx.words.option_names import option
 

@@ -33,7 +33,7 @@ MODULES = (
     "dispfx.quality.agreement",
     "dispfx.verification.equivalence",
     "dispfx.quality.perplexity",
-    "dispfx.pipeline",
+    "dispfx.ir.pipeline",
     "dispfx.report",
 )
 

@@ -17,9 +17,9 @@ from dispfx.analysis.finite_weights import require_finite_weights
 from dispfx.capturing.module_capture import capture as capture_module
 from dispfx.compiler.stages import names_of, run_stage
 from dispfx.errors import CaptureError, PlanMismatchError, UnsupportedGraphError
+from dispfx.ir.pipeline import Pass, Pipeline, further_passes
 from dispfx.ir.program import Program, own_tensor
 from dispfx.ir.sites import Select
-from dispfx.pipeline import Pass, Pipeline, further_passes
 from dispfx.plan.hardening import hard_masks
 from dispfx.plan.plan import Plan, site_keys
 from dispfx.source.context import longest_context, named_context

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from dispfx.compiler.stages import PASSES
-from dispfx.pipeline import printing_after
+from dispfx.ir.pipeline import printing_after
 from dispfx.report import NullObserver, Observer
 from dispfx.words.choices import require_choice
 

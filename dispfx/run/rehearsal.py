@@ -24,9 +24,9 @@ from dispfx.capturing.module_capture import export_program
 from dispfx.compiler.programs import exportable, gated, lower_program
 from dispfx.deploy.exported import save_program
 from dispfx.errors import UnsupportedGraphError
+from dispfx.ir.pipeline import printing_after
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
-from dispfx.pipeline import printing_after
 from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan
 from dispfx.run.writing import modules_of
