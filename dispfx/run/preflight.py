@@ -20,7 +20,7 @@ from dispfx.report.numbers import shown_bytes
 from dispfx.run.learning_setup import own_part
 from dispfx.settings import ComputeSettings, LearnSettings, ModelSettings
 from dispfx.source import dtype_of
-from dispfx.source.stored import loaded_bytes
+from dispfx.source.loaded_size import loaded_bytes
 from dispfx.words.option_names import option
 
 _SURE = 0.85

@@ -14,7 +14,7 @@ from dispfx.estimate.resident import resident_bytes
 from dispfx.run import preflight
 from dispfx.settings import ComputeSettings, ModelSettings
 from dispfx.settings.learning_settings import LearnSettings
-from dispfx.source.stored import loaded_bytes
+from dispfx.source.loaded_size import loaded_bytes
 from tests.captures import plain
 from tests.command_line import run
 from tests.tiny_transformers import tiny_transformer
