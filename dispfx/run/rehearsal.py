@@ -29,7 +29,7 @@ from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
 from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan
-from dispfx.run.writing import modules_of
+from dispfx.run.decoder_files import modules_of
 from dispfx.source import Source
 from dispfx.verification.equivalence import SHAPES_BT, compare_decoders, random_token_ids, require
 from dispfx.verification.graphs import tolerance_of
