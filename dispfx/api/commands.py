@@ -37,6 +37,7 @@ from dispfx.source.context import context_of, longest_context
 from dispfx.source.text import ReadText, bos_tokens, read_text, with_bos
 from dispfx.verification.equivalence import random_token_ids, require
 from dispfx.verification.graphs import exported_lines
+from dispfx.words.option_names import option
 
 # What `inspect` is asked for no ratio with.
 INSPECTED_RATIO = 0.3
@@ -115,7 +116,7 @@ def evaluate(model: Any, *, observer: Observer | None = None, **changes: Any) ->
 def _measured_text(settings: TextSettings) -> TextChoice:
     """Return a text to measure on, which can be read; to be asked before a decoder is opened."""
     if not settings.eval_data:
-        raise DataError("text to measure on is needed", hint="name a text file with --eval-data")
+        raise DataError("text to measure on is needed", hint=f"name a text file with {option('eval_data')}")
     chosen = TextChoice(settings)
     chosen.check()
     return chosen

@@ -52,11 +52,11 @@ from dispfx.report import (
 )
 from dispfx.report.page import write_page
 from dispfx.report.tuning_record import RECORD_FILE, adapter_card, read_record, write_record
+from dispfx.run.folder_report import device_name, versions
 from dispfx.run.folders import Opened, open_folder
 from dispfx.run.plan_learning import remove_state, resumption, state_folder
 from dispfx.run.run_text import Text, TextChoice, open_text
 from dispfx.run.timed_stages import Stages
-from dispfx.run.writing import device_name, versions
 from dispfx.settings.trees import FinetuneSettings
 from dispfx.settings.verb_settings import TuneSettings
 from dispfx.source import Source, dtype_of

@@ -26,6 +26,7 @@ from dispfx.quality.perplexity import (
     protocol_of,
     windows_of,
 )
+from dispfx.words.option_names import option
 
 # KL is computed in float64.
 _DOUBLE_BYTES = 8
@@ -108,5 +109,5 @@ def _require_one_vocabulary(p_BRV: Tensor, q_BRV: Tensor) -> None:
     if p_BRV.shape[-1] != q_BRV.shape[-1]:
         raise DataError(
             f"the decoders have vocabularies of {p_BRV.shape[-1]} and {q_BRV.shape[-1]} tokens",
-            hint="--dense is what the folder was compiled from",
+            hint=f"{option('dense')} is what the folder was compiled from",
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 from dispfx.errors import CaptureError, DataError, first_line
 from dispfx.quality.agreement import Comparison, compare_on_text
 from dispfx.quality.perplexity import Perplexity, TextFacts, perplexity
+from dispfx.words.option_names import option
 
 
 def measure(
@@ -52,5 +53,5 @@ def _running_on(context: int, text: TextFacts) -> Iterator[None]:
             f"perplexity needs a decoder that runs on windows of {context} tokens; this one does not: "
             f"{first_line(error)}",
             where=text.name,
-            hint="measure shorter windows (--context N), or leave out the text to measure on",
+            hint=f"measure shorter windows ({option('context')}), or leave out the text to measure on",
         ) from error

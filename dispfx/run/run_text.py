@@ -30,6 +30,7 @@ from dispfx.source.text import (
 )
 from dispfx.source.text.legibility import WARNED, unknown_share
 from dispfx.words.model_origin import origin_of
+from dispfx.words.option_names import option
 from dispfx.words.text_origin import LINE_BREAK, Reading, check_texts, repeated_texts
 
 _DEMO_CHARACTERS = 1_500_000
@@ -167,7 +168,7 @@ class Text:
                 raise DataError(
                     f"two tokens or more are needed to measure on, and there are {len(one.tokens)}",
                     where=one.about.name,
-                    hint="use a longer text, or name another one to measure on with --eval-data",
+                    hint=f"use a longer text, or name another one to measure on with {option('eval_data')}",
                 )
 
     def require_learnable(self) -> None:
@@ -205,7 +206,7 @@ class Text:
 
 
 def _no_text() -> DataError:
-    return DataError("text to learn from is needed", hint="name a text file with --data")
+    return DataError("text to learn from is needed", hint=f"name a text file with {option('data')}")
 
 
 def open_text(source: Source, chosen: TextChoice) -> Text:
@@ -314,7 +315,7 @@ def separator_of(source: Source) -> int:
     raise DataError(
         "to keep documents apart, a token that ends one is needed, and neither tokenizer nor config names it",
         where=source.name,
-        hint="leave out --packing documents",
+        hint=f"leave out {option('packing', 'documents')}",
     )
 
 
