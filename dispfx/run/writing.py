@@ -54,7 +54,7 @@ from dispfx.report.page import write_page
 from dispfx.run.folders import open_folder
 from dispfx.run.length_checks import window_of
 from dispfx.run.run_text import Text
-from dispfx.run.targets import Form, Target, Written, require_target, save_graph, target_named
+from dispfx.run.targets import Form, Target, Written, export_of, require_target, save_graph, target_named
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import RunSettings
 from dispfx.settings.trees import ApplySettings
@@ -99,7 +99,7 @@ class Task:
     @property
     def exports(self) -> str:
         """The export that was asked for, or the default."""
-        return self.settings.output.export or ("onnx" if self.source.origin == "demo" else "none")
+        return export_of(self.settings.output.export, self.source)
 
     @property
     def runs_own_code(self) -> bool:
