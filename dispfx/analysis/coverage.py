@@ -13,6 +13,7 @@ parameter is counted exactly once:
    pruned, such as heads and the taps of a convolution.
 """
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -228,9 +229,13 @@ class _Reasons:
         leaf = self.leaf_of.get(node.name) if node is not None else None
         if node is None or leaf is None or self._is_refused(leaf, mismatch.reason):
             return mismatch.reason
-        if ops.is_grouped(node) or (ops.packet(node) in _CHOICES and self._chooses(leaf)):
+        if ops.is_grouped(node) or (self._is_choice(node) and self._chooses(leaf)):
             return EXPERTS
         return HEADS.get(leaf.kind, mismatch.reason) if mismatch.grouped else mismatch.reason
+
+    def _is_choice(self, node: fx.Node) -> bool:
+        several = node.args[0] if node.target is operator.getitem else node
+        return isinstance(several, fx.Node) and ops.packet(several) in _CHOICES
 
     def _chooses(self, leaf: Leaf) -> bool:
         return any(ops.packet(self.nodes[name]) is ops.aten.topk for name in leaf.nodes)

@@ -7,8 +7,8 @@ Logits are floats of shape (B, T, V).  In this order:
 2. The one tensor of that shape, unless it looks like a hidden state: its width is that of the token
    embedding, and the embedding has another number of rows.
 3. Of several, the first whose width is the number of the embedding's rows, or the config's vocabulary.
-4. Of several otherwise, the first that is no hidden state, if all those have one width.  A head may have fewer
-   rows than a padded embedding.
+4. Of several otherwise, the first that is no hidden state, if all those have one width.  A head may have
+   fewer rows than a padded embedding.
 5. Otherwise the module is refused, also where a hidden state may have the width of logits.
 """
 
