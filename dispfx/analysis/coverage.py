@@ -181,8 +181,9 @@ class _Reasons:
         """Whether what stops an axis is none of the things that are never pruned."""
         if stop.reason in _NEVER or stop.owned:
             return False
-        if stop.node is None:  # nothing sums over it
-            return not any(site.branch == branch and site.kind == "inner" for site in self.program.sites)
+        if stop.node is None:  # nothing sums over it, as where its features have no site
+            has_site = any(site.branch == branch and site.kind == "inner" for site in self.program.sites)
+            return not has_site and not any(one.name == f"{branch}.inner" for one in self.program.refused)
         return not (ops.packet(stop.node) in ops.CONVOLUTIONS and axis > 1)
 
     def stop(self, path: str, axis: int) -> Mismatch:

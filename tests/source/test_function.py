@@ -106,7 +106,7 @@ def test_a_function_is_found_in_the_current_directory(module: str):
         ("needy", "missing 1 required positional argument: 'size'"),
         ("Lookahead", "change with a later token"),
         ("Pooled", r"logits of shape .* were expected, .* \[\(1, 8\)\]"),
-        ("Lying", "returned dict"),
+        ("Lying", r"the module returns tensors of \[\(1, 8\)\]"),
         ("Lost", "cannot run on token ids"),
     ],
 )
