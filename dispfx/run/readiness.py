@@ -28,6 +28,7 @@ from dispfx.run.ordinary_decoder import require_ordinary
 from dispfx.run.preflight import require_room_for_weights, require_room_to_learn
 from dispfx.run.rehearsal import rehearse
 from dispfx.run.run_text import Text, TextChoice, open_text, require_tokens, separator_of
+from dispfx.run.targets import export_of
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import LearnSettings, RunSettings
 from dispfx.source import Source
@@ -114,7 +115,7 @@ def ready_to_learn(
     batches = text.batches(learning)
     require_room_to_learn(learned_on, learning, settings.compute, ranks)
     with stages("rehearse"):
-        rehearse(source, program, budget.ratio, export)
+        rehearse(source, program, budget.ratio, export_of(export, source))
     return Ready(source, text, batches, program, learned_on, learning, costs)
 
 

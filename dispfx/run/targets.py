@@ -111,6 +111,11 @@ class Written:
 Target = Callable[[Form], Written]
 
 
+def export_of(asked: Any, source: Source) -> Any:
+    """Return the target that was asked for, or the default: ONNX for the demo, none otherwise."""
+    return asked or ("onnx" if source.origin == "demo" else "none")
+
+
 def target_named(export: Any) -> tuple[str, Target]:
     """Return a target's name and what writes it.
 

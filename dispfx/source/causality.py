@@ -9,7 +9,7 @@ B batch, T tokens, V vocabulary
 import torch
 from torch import Tensor, nn
 
-from dispfx.capturing.module_capture import logits_of
+from dispfx.capturing.logits import logits_of, widths_of
 from dispfx.errors import CaptureError, SourceError
 
 # Relative to the largest logit.  Equal prefixes may round differently where experts are grouped by
@@ -50,12 +50,6 @@ def _logits(model: nn.Module, ids_BT: Tensor, name: str) -> Tensor:
             hint="its forward must take int64 token ids first and need nothing else",
         ) from error
     try:
-        return logits_of(output, ids_BT)
+        return logits_of(output, ids_BT, widths_of(model))
     except CaptureError as error:
-        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise SourceError(
-            f"the model must return logits {(*ids_BT.shape, 'vocabulary')} for token ids "
-            f"{tuple(ids_BT.shape)} and returned {found}",
-            where=name,
-            hint="a decoder with a language-model head is needed",
-        ) from error
+        raise SourceError(error.problem, where=name, hint=error.hint) from error
