@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dispfx.errors import DataError
+from dispfx.errors import CaptureError, DataError, first_line
 from dispfx.quality.logits_by_rows import by_rows
+from dispfx.words.option_names import option
 
 
 @dataclass(frozen=True)
@@ -160,3 +161,29 @@ def _exp(mean: float) -> float:
         return math.exp(mean)
     except OverflowError:
         return math.inf
+
+
+def measure(
+    decoder: Callable[[Tensor], Any],
+    tokens: Tensor,
+    *,
+    context: int,
+    text: TextFacts,
+    windows: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Perplexity:
+    """As `perplexity`, one window at a time.
+
+    Raises:
+        DataError: if the text is too short, or the decoder does not run on windows of `context` tokens,
+            as one with a shorter table of positions.
+    """
+    try:
+        return perplexity(decoder, tokens, context=context, windows=windows, device=device, text=text)
+    except (CaptureError, RuntimeError, IndexError, ValueError) as error:
+        raise DataError(
+            f"perplexity needs a decoder that runs on windows of {context} tokens; this one does not: "
+            f"{first_line(error)}",
+            where=text.name,
+            hint=f"measure shorter windows ({option('context')}), or leave out the text to measure on",
+        ) from error

@@ -12,11 +12,11 @@ from torch import nn
 import dispfx
 from dispfx.analysis.coverage import coverage
 from dispfx.demo.probe import skill_probe
-from dispfx.deploy.size import stored_size
+from dispfx.deploy.digests import stored_size
 from dispfx.ir.sites import Site
 from dispfx.plan.parameter_count import ParameterCount
 from dispfx.plan.plan import Plan
-from dispfx.quality.measuring import measure
+from dispfx.quality.perplexity import measure
 from dispfx.report import (
     Bytes,
     FolderContents,
