@@ -1,6 +1,6 @@
-"""SHA-256 of the files that hold a decoder: recorded when a folder is written, compared when it is verified.
+"""Size and SHA-256 of the files that hold a decoder: recorded with a folder, compared when it is verified.
 
-They tell that a file is the one that was written, on any machine.  Forms are compared with each other
+Digests tell that a file is the one that was written, on any machine.  Forms are compared with each other
 besides; a folder with one form alone has nothing else to be compared with.
 """
 
