@@ -15,8 +15,8 @@ from dispfx.estimate.run_estimate import estimate
 from dispfx.run.fitting import settings_of
 from dispfx.run.folders import load
 from dispfx.run.mask_learning import learn
-from dispfx.run.pass_printing import printing
 from dispfx.run.plan_learning import follow_command
+from dispfx.run.timed_stages import printing
 from dispfx.run.written_folder import verify
 from dispfx.settings import (
     BudgetSettings,

@@ -21,8 +21,7 @@ from dispfx.errors import DataError, VerificationError
 from dispfx.ir.lengths import held_to
 from dispfx.ir.program import Program
 from dispfx.quality.agreement import Agreement, compare_on_text
-from dispfx.quality.measuring import measure
-from dispfx.quality.perplexity import Perplexity, TextFacts
+from dispfx.quality.perplexity import Perplexity, TextFacts, measure
 from dispfx.report import NullObserver, Observer, load_report
 from dispfx.run.folders import is_output, open_folder
 from dispfx.run.onnx_folder import FOLDER, onnx_runner, write_onnx
@@ -33,7 +32,7 @@ from dispfx.run.timed_stages import Stages
 from dispfx.settings import ModelSettings, RunSettings, TextSettings
 from dispfx.settings.trees import EvalSettings, ExportSettings, GenerateSettings
 from dispfx.source import config_alone, encode, load_config
-from dispfx.source.context import context_of, longest_context
+from dispfx.source.source import context_of, longest_context
 from dispfx.source.text import ReadText, bos_tokens, read_text, with_bos
 from dispfx.verification.equivalence import random_token_ids, require
 from dispfx.verification.graphs import exported_lines

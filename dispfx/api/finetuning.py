@@ -22,10 +22,9 @@ from torch import nn
 from dispfx.capturing.module_capture import module_logits
 from dispfx.deploy import weights
 from dispfx.deploy.checkpoint import PLAN_FILE, implementations
-from dispfx.deploy.digests import digests
+from dispfx.deploy.digests import digests, stored_size
 from dispfx.deploy.folder import new_folder, refuse_existing
 from dispfx.deploy.section import read_layout
-from dispfx.deploy.size import stored_size
 from dispfx.errors import OutputError
 from dispfx.huggingface.adapter_training import Keeping, TuneStep, train
 from dispfx.huggingface.adapters import (
@@ -37,8 +36,7 @@ from dispfx.huggingface.adapters import (
 from dispfx.huggingface.model_loading import load_model
 from dispfx.huggingface.saving import PrunedModel
 from dispfx.learning.text import TokenBatches
-from dispfx.quality.measuring import measure
-from dispfx.quality.perplexity import Perplexity
+from dispfx.quality.perplexity import Perplexity, measure
 from dispfx.report import (
     FolderContents,
     NullObserver,
@@ -60,8 +58,8 @@ from dispfx.run.timed_stages import Stages
 from dispfx.settings.trees import FinetuneSettings
 from dispfx.settings.verb_settings import TuneSettings
 from dispfx.source import Source, dtype_of
-from dispfx.source.context import longest_context
 from dispfx.source.own_code import is_own_code, private_code
+from dispfx.source.source import longest_context
 from dispfx.verification.equivalence import (
     SHAPES_BT,
     Verification,

@@ -24,6 +24,7 @@ from dispfx.quality.perplexity import (
     first_predicted,
     negative_log_likelihood,
     protocol_of,
+    running_on,
     windows_of,
 )
 from dispfx.words.option_names import option
@@ -74,13 +75,14 @@ def compare_on_text(
         context, windows, device, text: as for `dispfx.quality.perplexity.perplexity`.
 
     Raises:
-        DataError: if the vocabularies differ or there is nothing to predict.
+        DataError: if the vocabularies differ, there is nothing to predict, or a decoder does not run on
+            windows of `context` tokens.
     """
     text = text or TextFacts()
     check_measurable(tokens, context, windows, text)
     likelihoods, divergence = [0.0, 0.0], 0.0
     same, count, used, first = 0, 0, 0, first_predicted(text.bos)
-    with torch.no_grad():
+    with running_on(context, text), torch.no_grad():
         for ids_BT in windows_of(tokens, context, windows, 1, text.bos):
             ids_BT = ids_BT.to(device=device, dtype=torch.int64)
             place = 1

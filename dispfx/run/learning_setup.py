@@ -13,8 +13,8 @@ from dispfx.estimate.resident import resident_bytes
 from dispfx.estimate.run_estimate import estimate
 from dispfx.fast_decoder.preparation import PreparedLoss, TrialBatch, prepare
 from dispfx.fast_decoder.shards import Sharding, rows_of
-from dispfx.ir.placing import placed
 from dispfx.ir.program import Program
+from dispfx.ir.retype import placed
 from dispfx.learning.objective import OBJECTIVES
 from dispfx.learning.text import Batches
 from dispfx.settings import ComputeSettings, LearnSettings

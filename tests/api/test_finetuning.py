@@ -19,7 +19,7 @@ from dispfx.api import apply, evaluate, finetune, verify
 from dispfx.api.finetuning import fitted_tuning
 from dispfx.capturing.module_capture import module_logits
 from dispfx.demo import DECODER_FOLDER
-from dispfx.demo.demo_text import generate_text
+from dispfx.demo.grammar import generate_text
 from dispfx.errors import DataError, DispfxError, OutputError
 from dispfx.huggingface.adapter_training import Keeping, TuneStep, train
 from dispfx.learning.state import STATE_FILE, saved_step
