@@ -28,7 +28,6 @@ from dispfx.huggingface.model_loading import load_model
 from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
 from dispfx.run.folders import Opened
-from dispfx.run.onnx_folder import write_onnx
 from dispfx.run.ordinary_decoder import ordinary_decoder
 from dispfx.source import Source
 from dispfx.verification.equivalence import Verification, compare_decoders, random_token_ids
@@ -169,6 +168,8 @@ def _nothing(form: Form) -> Written:
 def _onnx(form: Form) -> Written:
     def plain() -> torch.fx.GraphModule:
         return lower(form.exportable(), form.plan, write="gather-add")
+
+    from dispfx.run.onnx_folder import write_onnx  # imports onnx, which no other target needs
 
     written = write_onnx(form.opened, plain=plain, shapes=compared_shapes(form.program))
     return Written(written.lines, written.no_cache)
