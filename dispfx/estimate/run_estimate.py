@@ -6,8 +6,8 @@
 
 16 bytes are a weight, its gradient and AdamW's two moments in float32.  `dispfx.estimate.step_memory` counts
 the step.  1.6 and 10 MB are what a process was measured to hold on a CPU: glibc cannot use many of the blocks
-that a step frees again.  On CUDA 1.15 and 300 MB were measured: torch's allocator holds free blocks, and cuBLAS
-has workspaces.  `docs/trust.md` compares estimates with measured memory.
+that a step frees again.  On CUDA 1.15 and 300 MB were measured: torch's allocator holds free blocks, and
+cuBLAS has workspaces.  `docs/trust.md` compares estimates with measured memory.
 
 Time counts products only (`dispfx.estimate.step_work`), and what a step takes beside them on a device.
 """

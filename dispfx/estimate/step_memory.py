@@ -4,8 +4,8 @@
 
 1. An operation keeps the activations that it reads if its result needs a gradient.  Sums, casts, lookups and
    changes of shape keep nothing.  A product keeps an operand only if another operand needs a gradient, so
-   nothing where an activation meets a frozen weight.  Attention keeps its result as well, and functions such as
-   exp keep their result alone.
+   nothing where an activation meets a frozen weight.  Attention keeps its result as well, and functions such
+   as exp keep their result alone.
 2. The loss holds three float32 numbers per logit, of all rows, or of one chunk of them
    (`dispfx.fast_decoder.head_loss`) and then the stream and its gradient.
 3. Gradients: about three values of the largest size within a layer live at once.
