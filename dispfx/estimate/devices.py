@@ -73,10 +73,4 @@ def this_cpu(dtype: torch.dtype) -> Device:
         torch.mm(a, a)
         seconds.append(time.perf_counter() - began)
     rate = 2 * _MEASURED_SIZE**3 / min(seconds[1:])
-    return Device(
-        "this CPU",
-        {dtype: rate},
-        efficiency=CPU_EFFICIENCY,
-        seconds_a_step=_CPU_STEP,
-        seconds_a_branch=_CPU_BRANCH,
-    )
+    return Device("this CPU", {dtype: rate}, 0, CPU_EFFICIENCY, _CPU_STEP, _CPU_BRANCH)

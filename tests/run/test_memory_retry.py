@@ -1,10 +1,6 @@
 """Memory that runs out in the first step of learning: once more with checkpoints, and no other masks."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +12,10 @@ from dispfx.learning.trainer import Watch
 from dispfx.plan.plan import Plan
 from dispfx.run.mask_learning import learn
 from dispfx.settings import ComputeSettings
+from dispfx.settings.sections import Switch
 from tests.captures import plain
+from tests.measure.live_memory import LiveMemory
 
-ROOT = Path(__file__).resolve().parents[2]
 TOLD = "memory ran out in the first step: trying once more with --checkpointing on"
 
 
@@ -73,10 +70,10 @@ def test_a_second_shortage_is_the_error(short: Callable[..., list[int]]):
 
 
 @pytest.mark.parametrize("chosen", ["on", "off"])
-def test_what_a_user_chose_is_not_changed(short: Callable[..., list[int]], chosen: str):
+def test_what_a_user_chose_is_not_changed(short: Callable[..., list[int]], chosen: Switch):
     calls, notes = short(always=True), list[str]()
     with pytest.raises(torch.OutOfMemoryError):
-        learned(notes, ComputeSettings(checkpointing=chosen))  # type: ignore[arg-type]
+        learned(notes, ComputeSettings(checkpointing=chosen))
     assert TOLD not in notes and len(calls) == 1
 
 
@@ -90,38 +87,36 @@ def test_a_later_step_is_not_tried_again(short: Callable[..., list[int]]):
     assert TOLD not in notes and memory_shortage(error.value) is not None
 
 
-LIMITED = """
-import json, resource, sys
-import torch
-torch.set_num_threads(1)
-from dispfx.api import capture, learn
-from dispfx.learning.trainer import Watch
-from dispfx.run.opening import open_model
-from dispfx.settings import ModelSettings
-program = capture(open_model(ModelSettings("demo")).model)
-ids = torch.randint(program.vocabulary_size, (40_000,), generator=torch.Generator().manual_seed(0))
-size = next(line for line in open("/proc/self/status") if line.startswith("VmSize"))
-room = int(sys.argv[1]) * 10**6
-if room:
-    limit = int(size.split()[1]) * 1024 + room
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-notes = []
-sizes = dict(batch_size=64, seq_len=128, samples=1, steps=1, start="uniform", hypernetwork="none")
-plan = learn(program, ids, 0.3, watch=Watch(note=notes.append), **sizes)
-print(json.dumps([notes, {one.site: one.kept.tolist() for one in plan.selections}]))
-"""
+class LimitedMemory(LiveMemory):
+    """Lets memory run out where all tensors together take more than a limit."""
+
+    limit = 10**12
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        super()._count(storage)
+        if self.now > self.limit:
+            raise torch.OutOfMemoryError(f"out of memory: {self.now} of {self.limit} bytes")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is limited, and read in /proc")
-def test_a_process_with_too_little_memory_learns_the_same_with_checkpoints():
-    """Whole, 64 × 128 tokens of the demo take about 650 MB; with checkpoints a third of that."""
+def test_what_the_first_try_held_is_free_for_the_second():
+    program = plain("llama")
+    text = torch.randint(50, (4_000,), generator=torch.Generator().manual_seed(0))
 
-    def run(room: int) -> tuple[list[str], dict[str, list[int]]]:
-        words = [sys.executable, "-W", "ignore", "-c", LIMITED, str(room)]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+    def run(limit: int, checkpointing: Switch) -> tuple[int, list[str], Plan]:
+        notes: list[str] = []
+        sizes = {"batch_size": 8, "seq_len": 64, "samples": 1, "steps": 1}
+        with LimitedMemory(dict(program.tensors()).values()) as memory:
+            memory.limit = limit
+            compute, watch = ComputeSettings("off", checkpointing), Watch(note=notes.append)
+            settings = {"start": "uniform", "hypernetwork": "none", **sizes}
+            plan = learn(program, text, 0.3, compute=compute, watch=watch, **settings)
+        return memory.peak, notes, plan
 
-    (noted, expected), (notes, found) = run(0), run(400)
-    assert TOLD in notes and TOLD not in noted
-    assert found == expected
+    whole, _, expected = run(10**12, "off")
+    least, _, _ = run(10**12, "on")
+    assert least < 0.8 * whole
+    _, notes, found = run((whole + least) // 2, "auto")
+    assert TOLD in notes
+    assert all(
+        torch.equal(a.kept, b.kept) for a, b in zip(expected.selections, found.selections, strict=True)
+    )
