@@ -1,6 +1,7 @@
 """Memory that runs out in the first step of learning: once more with checkpoints, and no other masks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def learned(notes: list[str], compute: ComputeSettings | None = None) -> Plan:
     torch.manual_seed(0)
     ids = torch.randint(program.vocabulary_size or 50, (600,))
     watch = Watch(note=notes.append)
-    sizes = {"batch_size": 2, "seq_len": 16, "samples": 2}
+    sizes: dict[str, Any] = {"batch_size": 2, "seq_len": 16, "samples": 2}
     return learn(program, ids, 0.3, compute=compute, watch=watch, steps=4, lr=0.05, **sizes)
 
 
@@ -104,11 +105,11 @@ def test_what_the_first_try_held_is_free_for_the_second():
 
     def run(limit: int, checkpointing: Switch) -> tuple[int, list[str], Plan]:
         notes: list[str] = []
-        sizes = {"batch_size": 8, "seq_len": 64, "samples": 1, "steps": 1}
+        sizes: dict[str, Any] = {"batch_size": 8, "seq_len": 64, "samples": 1, "steps": 1}
         with LimitedMemory(dict(program.tensors()).values()) as memory:
             memory.limit = limit
             compute, watch = ComputeSettings("off", checkpointing), Watch(note=notes.append)
-            settings = {"start": "uniform", "hypernetwork": "none", **sizes}
+            settings: dict[str, Any] = {"start": "uniform", "hypernetwork": "none", **sizes}
             plan = learn(program, text, 0.3, compute=compute, watch=watch, **settings)
         return memory.peak, notes, plan
 
