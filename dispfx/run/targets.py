@@ -31,7 +31,6 @@ from dispfx.ir.program import Program
 from dispfx.plan.budget import BudgetOf
 from dispfx.plan.plan import Plan
 from dispfx.run.folders import Opened
-from dispfx.run.onnx_folder import write_onnx
 from dispfx.source import Source
 from dispfx.verification.equivalence import Verification, compare_decoders, random_token_ids
 from dispfx.verification.graphs import (
@@ -178,6 +177,8 @@ def _nothing(form: Form) -> Written:
 def _onnx(form: Form) -> Written:
     def plain() -> torch.fx.GraphModule:
         return lower(form.exportable(), form.plan, write="gather-add")
+
+    from dispfx.run.onnx_folder import write_onnx  # imports onnx, which no other target needs
 
     written = write_onnx(form.opened, plain=plain, shapes=compared_shapes(form.program))
     return Written(written.lines, written.no_cache)

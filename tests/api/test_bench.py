@@ -29,7 +29,7 @@ from tests.captures import plain
 from tests.tiny_transformers import tiny_transformer
 
 # The room, which the function of its name hides.
-bench_room = importlib.import_module("dispfx.api.bench")
+bench_room = importlib.import_module("dispfx.api.benching")
 
 
 @pytest.fixture(autouse=True)
