@@ -43,12 +43,12 @@ TAKES_ANY = {
     **{
         f"dispfx/api/{place}": "checked against the settings of its tree"
         for place in (
-            "bench.py:bench",
+            "benching.py:bench",
             "commands.py:agree",
             "commands.py:evaluate",
             "commands.py:export",
             "commands.py:generate",
-            "commands.py:inspect",
+            "inspection.py:inspect",
             "compilation.py:apply",
             "compilation.py:compile",
             "compilation.py:learn_plan",

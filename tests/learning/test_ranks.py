@@ -72,7 +72,7 @@ def test_a_rank_whose_decoder_no_mask_changes_says_so(folder):
 def test_a_rank_that_dies_ends_the_other_and_the_run_can_be_resumed(folder):
     path = folder / "dying"
     leading, following = raised(path)
-    assert following == "died" and leading.startswith("RankLost") and "--resume" in leading
+    assert following == "died" and leading.startswith("RankLost") and "`resume=True`" in leading
     step = saved_step(path / "state")
     assert step is not None and 0 < step < 8
     resumed = alone(path / "state", resume=True, **DYING)
@@ -104,7 +104,7 @@ def test_every_sequence_and_every_mask_is_on_one_rank():
 
 @pytest.mark.parametrize(
     ("size", "batch_size", "samples", "hint"),
-    [(2, 3, 1, "--batch-size 4"), (4, 1, 1, "--batch-size 4"), (4, 12, 3, "--samples 4")],
+    [(2, 3, 1, "`batch_size=4`"), (4, 1, 1, "`batch_size=4`"), (4, 12, 3, "`samples=4`")],
 )
 def test_what_cannot_be_shared_is_refused_with_what_can(size, batch_size, samples, hint):
     with pytest.raises(DispfxError) as caught:
