@@ -40,6 +40,7 @@ from dispfx.learning.text import TokenBatches
 from dispfx.quality.measuring import measure
 from dispfx.quality.perplexity import Perplexity
 from dispfx.report import (
+    FolderContents,
     NullObserver,
     Observer,
     Protocol,
@@ -253,11 +254,10 @@ def _write_merged(
     save_report(report, folder / "report.json")
     card = model_card(
         report,
+        FolderContents(
+            name, tokenizer=opened.tokenizer is not None, own_code=is_own_code(merged, opened.tokenizer)
+        ),
         base_model=told.base,
-        folder=name,
-        data="",
-        tokenizer=opened.tokenizer is not None,
-        own_code=is_own_code(merged, opened.tokenizer),
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
     write_page(folder, name)

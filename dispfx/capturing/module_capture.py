@@ -115,8 +115,11 @@ def capture(
                 program.identity = {**program.identity, shape: _identity(program, called, ids, arguments)}
             except _FixedLength as error:
                 raise _refuse_fixed_length(program, called, ids, error.__cause__, fit) from error.__cause__
-        of_batches = at(*(lambda sequences: (sequences, fit.traced[1]),) * 2)
-        require_any_batch(conditions_of(exported, axis=0), fit.traced, of_batches)
+        of_batches = replace(
+            at(*(lambda sequences: (sequences, fit.traced[1]),) * 2),
+            conditions=partial(conditions_of, axis=0, other=fit.traced[1]),
+        )
+        require_any_batch(of_batches.conditions(exported), fit.traced, of_batches)
         if separator is not None and measured:
             _check_apart(program, model, token_ids(model, vocabulary, fit.other), separator)
     return program

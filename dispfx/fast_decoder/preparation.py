@@ -6,6 +6,7 @@ Whatever is not there, does not fit or does not agree is left out, with a word.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -72,13 +73,25 @@ class PreparedLoss:
         return self.decoder(ids_BT, masks)
 
 
+@dataclass(frozen=True, eq=False)
+class TrialBatch:
+    """What the ways to compute a loss are compared on; every batch of the run has its shape.
+
+    Args:
+        ids_BT: token ids (B, T).
+        samples: S, masks per batch.
+    """
+
+    ids_BT: Tensor
+    samples: int = 1
+
+
 def prepare(
     plain: Program,
     fast: Program,
-    ids_BT: Tensor,
+    trial: TrialBatch,
     compute: ComputeSettings,
     *,
-    samples: int = 1,
     short_of_memory: bool = False,
     note: Callable[[str], None] = lambda text: None,
     agree: Callable[[bool], bool] = lambda holds: holds,
@@ -89,9 +102,8 @@ def prepare(
     Args:
         plain: the gated program.
         fast: the same with simple attention and its outline, where there is one.
-        ids_BT: a batch of the shape of all batches.
+        trial: a batch of the shape of all batches.
         compute: what is wanted.
-        samples: S, masks a batch.
         short_of_memory: whether checkpointing `auto` means on.
         note: told every choice.
         agree: whether something holds here and in every other process of the run.
@@ -102,8 +114,7 @@ def prepare(
             works and differs too much is left out, with a note.
         VerificationError: if the layers of a decoder that is too large to run whole are another function.
     """
-    preparation = _Preparation(plain, fast, ids_BT.to(plain.device), compute, samples, note, agree, sharding)
-    return preparation.run(short_of_memory)
+    return _Preparation(plain, fast, trial, compute, note, agree, sharding).run(short_of_memory)
 
 
 class _Preparation:
@@ -111,17 +122,17 @@ class _Preparation:
         self,
         plain: Program,
         fast: Program,
-        ids_BT: Tensor,
+        trial: TrialBatch,
         compute: ComputeSettings,
-        samples: int,
         note: Callable[[str], None],
         agree: Callable[[bool], bool],
         sharding: Sharding | None,
     ):
-        self.plain, self.fast, self.ids_BT, self.compute, self.note = plain, fast, ids_BT, compute, note
+        self.plain, self.fast, self.compute, self.note = plain, fast, compute, note
+        self.ids_BT = trial.ids_BT.to(plain.device)
         self.sizes = [site.size for site in plain.sites]
         features = sum(self.sizes)
-        shape = (features,) if samples == 1 else (samples, features)
+        shape = (features,) if trial.samples == 1 else (trial.samples, features)
         self.masks = sample_masks(shape, self.ids_BT.device)
         self.agree, self.sharding = agree, sharding
         self.notes: list[str] = []

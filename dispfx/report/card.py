@@ -1,6 +1,7 @@
 """The model card that lies beside the weights: what was done, what it cost, how to load it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 
 from dispfx.report.numbers import shown_perplexity
@@ -10,40 +11,51 @@ from dispfx.report.tuning_record import tuning_lines
 from dispfx.verification.equivalence import Verification
 
 
+@dataclass(frozen=True)
+class FolderContents:
+    """What an output folder holds, which decides how it is loaded.
+
+    Args:
+        folder: its name, for the commands shown.
+        as_modules: whether transformers loads it; a graph alone needs dispfx.load.
+        onnx: whether there is an ONNX model next to the checkpoint.
+        tokenizer: whether there is a tokenizer.
+        code: Python module that makes the decoder's class known to transformers, where that is needed.
+        own_code: whether decoder or tokenizer are code that comes with the folder.
+    """
+
+    folder: str
+    as_modules: bool = True
+    onnx: bool = False
+    tokenizer: bool = True
+    code: str | None = None
+    own_code: bool = False
+
+    @property
+    def name(self) -> str:
+        """Last part of the folder's path."""
+        return PurePath(self.folder).name
+
+
 def model_card(
-    report: Report,
-    *,
-    base_model: str,
-    folder: str,
-    data: str = "",
-    onnx: bool = False,
-    on_hub: bool = False,
-    as_modules: bool = True,
-    tokenizer: bool = True,
-    code: str | None = None,
-    own_code: bool = False,
+    report: Report, contents: FolderContents, *, base_model: str, on_hub: bool = False, data: str = ""
 ) -> str:
     """Return the text of DIR/README.md.
 
     Args:
         report: of the compilation.
+        contents: of DIR.
         base_model: MODEL as the user wrote it.
-        folder: name of the output folder, for the commands shown.
-        data: name of what the masks were learned from; empty where they were not learned.
-        onnx: whether an ONNX model was written beside the checkpoint.
-        as_modules: whether transformers loads the folder; a graph alone needs dispfx.load.
         on_hub: whether `base_model` is a hub id, and so a link that others can follow.
-        tokenizer: whether there is one in the folder.
-        code: Python module that makes the decoder's class known to transformers, where that is needed.
-        own_code: whether decoder or tokenizer are code that comes with the folder.
+        data: name of what the masks were learned from; empty where they were not learned.
     """
     parts = [
         _front_matter(base_model if on_hub else None),
-        f"# {PurePath(folder).name}",
+        f"# {contents.name}",
         _summary(report, base_model),
         _figures(report),
         _tuned(report),
-        _loading(folder, onnx, as_modules, tokenizer, code, own_code),
+        _loading(contents),
         _without_cache(report),
         _origin(report, data),
         _settings(report),
@@ -114,11 +126,9 @@ def _tuned(report: Report) -> str:
     )
 
 
-def _loading(
-    folder: str, onnx: bool, as_modules: bool, tokenizer: bool, code: str | None, own_code: bool
-) -> str:
-    name = PurePath(folder).name
-    trust, flag = (", trust_remote_code=True", " --trust-remote-code") if own_code else ("", "")
+def _loading(contents: FolderContents) -> str:
+    name, code, tokenizer = contents.name, contents.code, contents.tokenizer
+    trust, flag = (", trust_remote_code=True", " --trust-remote-code") if contents.own_code else ("", "")
     with_transformers = [
         *([f"import {code}  # registers the decoder's class"] if code else []),
         "import dispfx  # lets transformers load the folder",
@@ -128,7 +138,7 @@ def _loading(
         *([f'tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})'] if tokenizer else []),
     ]
     # The commands import no code of others.
-    by_command = not (as_modules and code)
+    by_command = not (contents.as_modules and code)
     commands = [
         *([f'dispfx generate {name}{flag} --prompt "…"'] if tokenizer and by_command else []),
         *([f"dispfx verify {name}{flag}"] if by_command else []),
@@ -143,16 +153,16 @@ def _loading(
         "",
         *(
             ["The Python files in this folder are code that runs when it is loaded: read them first.", ""]
-            if own_code
+            if contents.own_code
             else []
         ),
         "```python",
-        *(with_transformers if as_modules else as_graph),
+        *(with_transformers if contents.as_modules else as_graph),
         "```",
     ]
     if commands:
         lines += ["", "```", *commands, "```"]
-    if onnx:
+    if contents.onnx:
         lines += ["", "`onnx/model.onnx` is the same decoder for ONNX Runtime."]
     return "\n".join(lines)
 

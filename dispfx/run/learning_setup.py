@@ -11,7 +11,7 @@ from dispfx.errors import DispfxError
 from dispfx.estimate.free_memory import free_bytes
 from dispfx.estimate.resident import resident_bytes
 from dispfx.estimate.run_estimate import estimate
-from dispfx.fast_decoder.preparation import PreparedLoss, prepare
+from dispfx.fast_decoder.preparation import PreparedLoss, TrialBatch, prepare
 from dispfx.fast_decoder.shards import Sharding, rows_of
 from dispfx.ir.placing import placed
 from dispfx.ir.program import Program
@@ -61,9 +61,8 @@ def prepared_loss(
     return prepare(
         plain,
         fast,
-        ranks.rows(text.batch(0)),
+        TrialBatch(ranks.rows(text.batch(0)), max(1, settings.samples // ranks.size)),
         chosen,
-        samples=max(1, settings.samples // ranks.size),
         short_of_memory=short,
         note=note,
         agree=lambda holds: ranks.all(holds, device),

@@ -23,7 +23,7 @@ from dispfx.deploy.onnx.session import (
     OnnxCachedDecoder,
     OnnxDecoder,
 )
-from dispfx.deploy.section import write_model_files
+from dispfx.deploy.section import ModelFiles
 from dispfx.errors import (
     CaptureError,
     OutputError,
@@ -235,7 +235,7 @@ def _write_configs(opened: Opened, cached: Program, folder: Path) -> None:
 def _write_own_files(opened: Opened, folder: Path) -> Any:
     """Write the decoder's own config and tokenizer, and return its generation config."""
     generation: Any = own_generation_config(opened.path)
-    write_model_files(folder, config=opened.config, generation_config=generation, tokenizer=opened.tokenizer)
+    ModelFiles(opened.config, None, generation, opened.tokenizer).write(folder)
     carry_code(folder, {"AutoConfig": opened.config})
     return generation
 

@@ -18,6 +18,7 @@ from dispfx.analysis.label_map import Mismatch
 from dispfx.compiler.programs import lower
 from dispfx.demo.probe import skill_probe
 from dispfx.deploy.checkpoint import (
+    StoredDecoder,
     own_config,
     require_rebuilt,
     site_indices,
@@ -26,7 +27,7 @@ from dispfx.deploy.checkpoint import (
 )
 from dispfx.deploy.digests import digests
 from dispfx.deploy.folder import new_folder
-from dispfx.deploy.section import write_model_files
+from dispfx.deploy.section import ModelFiles
 from dispfx.deploy.size import stored_size
 from dispfx.errors import SourceError, first_line, memory_shortage
 from dispfx.huggingface.layout import MARK
@@ -38,6 +39,7 @@ from dispfx.plan.plan import Plan
 from dispfx.quality.measuring import measure
 from dispfx.report import (
     Bytes,
+    FolderContents,
     Parameters,
     PerplexityChange,
     Protocol,
@@ -132,14 +134,12 @@ def require_writable(export: Any, source: Source) -> None:
 
 
 def _write_files(source: Source, folder: Path) -> None:
-    write_model_files(
-        folder,
-        config=source.config,
-        architecture=type(source.model).__name__,
-        generation_config=source.generation_config,
-        tokenizer=source.tokenizer,
-    )
+    _model_files(source).write(folder)
     carry_code(folder, {"AutoConfig": source.config, "AutoModelForCausalLM": source.model})
+
+
+def _model_files(source: Source) -> ModelFiles:
+    return ModelFiles(source.config, type(source.model).__name__, source.generation_config, source.tokenizer)
 
 
 def write_output(task: Task, stages: Stages) -> Report:
@@ -257,30 +257,17 @@ def _write_decoder(
     config = task.source.config
     if pruned is not None:
         stored = _stored(task, lowered, pruned)
-        write_checkpoint(
-            folder,
-            parameters=stored[0],
-            buffers=stored[1],
-            layout=pruned.layout if isinstance(pruned, PrunedModel) else pruned.reason,
-            plan=task.plan,
-            sites=task.program.sites,
-            config=config,
-            architecture=type(task.source.model).__name__,
-            generation_config=task.source.generation_config,
-            tokenizer=task.source.tokenizer,
-        )
+        write_checkpoint(folder, _model_files(task.source), stored, task.plan, task.program.sites)
         carry_code(folder, {"AutoConfig": config, "AutoModelForCausalLM": task.source.model})
     if config is None:
         save_graph(task.source, task.program, task.plan, lowered, folder)
         task.plan.save(folder / "plan.safetensors")
 
 
-def _stored(
-    task: Task, lowered: nn.Module, pruned: PrunedModel | Mismatch
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the parameters and the buffers of a checkpoint by their names on disk."""
+def _stored(task: Task, lowered: nn.Module, pruned: PrunedModel | Mismatch) -> StoredDecoder:
+    """Return the tensors of a checkpoint by their names on disk."""
     if isinstance(pruned, PrunedModel):
-        return pruned.stored_parameters(), pruned.stored_buffers()
+        return StoredDecoder(pruned.stored_parameters(), pruned.stored_buffers(), pruned.layout)
     underived = underived_buffers(task.source.model, task.source.config)
     # Nothing that is built from the config has the statistics of the dense weights.
     buffers = {
@@ -289,7 +276,7 @@ def _stored(
         if name in underived or name in task.program.dense_statistics
     }
     indices = site_indices(task.plan, task.program.sites) or {MARK: torch.zeros(1, dtype=torch.int32)}
-    return dict(lowered.named_parameters()), {**buffers, **indices}
+    return StoredDecoder(dict(lowered.named_parameters()), {**buffers, **indices}, pruned.reason)
 
 
 def _report(
@@ -389,16 +376,18 @@ def _write_words(task: Task, folder: Path, report: Report, *, as_modules: bool) 
     save_report(report, folder / "report.json")
     card = model_card(
         report,
+        FolderContents(
+            task.path.name,
+            as_modules=as_modules,
+            onnx=task.exports == "onnx",
+            tokenizer=task.source.tokenizer is not None,
+            code=code_of_class(task.source.model),
+            own_code=task.runs_own_code,
+        ),
         base_model=task.source.name,
-        folder=task.path.name,
+        on_hub=task.source.origin == "hub",
         # What an applied plan was learned from is not known.
         data=task.text.learned_name if task.state is not None else "",
-        onnx=task.exports == "onnx",
-        on_hub=task.source.origin == "hub",
-        as_modules=as_modules,
-        tokenizer=task.source.tokenizer is not None,
-        code=code_of_class(task.source.model),
-        own_code=task.runs_own_code,
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
     log = task.state / "metrics.jsonl" if task.state is not None else None
