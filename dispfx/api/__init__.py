@@ -3,10 +3,18 @@
 from dispfx.analysis.coverage import coverage
 from dispfx.api.bench import bench
 from dispfx.api.commands import agree, evaluate, export, generate, inspect
-from dispfx.api.compilation import apply, compile, learn_plan, run_apply, run_compile, run_learn
+from dispfx.api.compilation import (
+    apply,
+    compile,
+    follow_compile,
+    learn_plan,
+    run_apply,
+    run_compile,
+    run_learn,
+)
 from dispfx.api.doctor import doctor
-from dispfx.api.finetuning import finetune
 from dispfx.api.preview import preview
+from dispfx.api.recovery import follow_recovery, recover, run_recover
 from dispfx.api.tasks import score_tasks
 from dispfx.compiler.cached_programs import CachedDecoder, capture_cached, lower_cached
 from dispfx.compiler.programs import analyse, apart, capture, gate, gated, lower
@@ -52,8 +60,9 @@ __all__ = [
     "estimate",
     "evaluate",
     "export",
-    "finetune",
     "follow_command",
+    "follow_compile",
+    "follow_recovery",
     "gate",
     "gated",
     "generate",
@@ -66,9 +75,11 @@ __all__ = [
     "lower_cached",
     "preview",
     "printing",
+    "recover",
     "run_apply",
     "run_compile",
     "run_learn",
+    "run_recover",
     "score_tasks",
     "settings_of",
     "verify",

@@ -6,28 +6,45 @@ Nothing appears under the output's name before everything in it was verified.  W
 next to it: the state of learning and then the plan are in DIR.state until DIR is complete.
 """
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from dispfx.compiler.programs import only_planned, require_same_decoder
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.distributed.ranks import ALONE, Ranks
-from dispfx.errors import VerificationError
+from dispfx.errors import DispfxError, VerificationError
+from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
 from dispfx.report import NullObserver, Observer, Report, load_report
 from dispfx.run.length_checks import compare_longest, require_onnx_lengths, window_of
 from dispfx.run.opening import open_model
-from dispfx.run.plan_learning import learn_from, remove_state, state_folder
+from dispfx.run.plan_learning import (
+    DRAFT,
+    RECOVERY,
+    follow_command,
+    learn_from,
+    remove_state,
+    state_folder,
+)
 from dispfx.run.preflight import require_room_for_weights
 from dispfx.run.readiness import analysed
-from dispfx.run.run_text import TextChoice, open_text, require_tokens
+from dispfx.run.recovered_folder import recover_folder
+from dispfx.run.recovering import Recovery, train_along
+from dispfx.run.run_text import Text, TextChoice, open_text, require_tokens
 from dispfx.run.timed_stages import Stages
 from dispfx.run.writing import Task, require_writable, write_output
 from dispfx.settings import RunSettings
+from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.settings.trees import ApplySettings
+from dispfx.source import Source
+from dispfx.source.context import context_of
+from dispfx.source.own_code import is_own_code
 
 
 def compile(
@@ -137,6 +154,7 @@ def run_compile(
         remove_state(state_folder(path, resume))
         return load_report(path / "report.json")
     refuse_existing(path)
+    require_recoverable(settings)
     stages = Stages(watcher)
     # The pruned weights are in memory next to the dense ones while the folder is written.
     learned = learn_from(settings, stages, ranks=ranks, copies=2.0 - settings.budget.ratio)
@@ -150,7 +168,113 @@ def run_compile(
         settings=settings.changed(align=learned.plan.budget.align).fitted(learned.settings),
         command=command,
     )
+    if settings.afterwards.recovery is not None:
+        return _recovered(task, settings.afterwards.recovery, stages, ranks)
     return _finish(task, stages)
+
+
+def follow_compile(settings: RunSettings, ranks: Ranks) -> None:
+    """Take part in the work of a process that calls `run_compile` with the same settings.
+
+    Raises:
+        RankLost: if another process ended.
+        DispfxError: as `compile`.
+    """
+    ready = follow_command(settings, ranks)
+    recovery = settings.afterwards.recovery
+    if ready is None or recovery is None:
+        return
+    _together(ranks, ready.program)
+    state = state_folder(settings.output.path, True)
+    train_along(
+        _recovery(recovery, state, ready.source, ready.program, ready.text, settings.output.path, ranks=ranks)
+    )
+
+
+def _recovered(task: Task, recovery: RecoverySettings, stages: Stages, ranks: Ranks) -> Report:
+    """Write the pruned decoder into the state, and DIR from it, trained."""
+    assert task.state is not None and isinstance(task.settings, RunSettings)
+    draft = task.state / DRAFT
+    if not _is_of_plan(draft, task.plan):
+        shutil.rmtree(draft, ignore_errors=True)
+        _written(replace(task, path=draft, is_draft=True), stages)
+    _together(ranks, task.program)
+    job = _recovery(
+        recovery,
+        task.state,
+        task.source,
+        task.program,
+        task.text,
+        task.path,
+        windows=task.settings.text.eval_windows,
+        export=task.asked_export,
+        learned_from=task.text.learned_name,
+        resume=task.settings.output.resume,
+        command=task.command,
+        ranks=ranks,
+    )
+    recover_folder(job, stages)
+    remove_state(task.state)
+    report = load_report(task.path / "report.json")
+    stages.observer.finished(report)
+    return report
+
+
+def _recovery(
+    recovery: RecoverySettings,
+    state: Path,
+    source: Source,
+    program: Program,
+    text: Text,
+    path: Path,
+    **further: Any,
+) -> Recovery:
+    return Recovery(
+        folder=state / DRAFT,
+        path=path,
+        state=state / RECOVERY,
+        dense=source,
+        program=program,
+        text=text,
+        settings=recovery.fitted(program.lengths.within(context_of(source))),
+        base=source.name,
+        own_code=is_own_code(source.model, source.config, source.tokenizer),
+        **further,
+    )
+
+
+def _together(ranks: Ranks, program: Program) -> None:
+    """Wait until the leading rank has written what all of them train."""
+    with ranks.reaching():
+        ranks.send(torch.zeros(1, device=program.device))
+
+
+def _is_of_plan(draft: Path, plan: Plan) -> bool:
+    """Whether an earlier run has written the folder of a plan."""
+    if not (draft / "report.json").is_file():
+        return False
+    return Plan.load(draft / PLAN_FILE).digest == plan.digest
+
+
+def require_recoverable(settings: RunSettings) -> None:
+    """Pass if the pruned decoder can be trained and written as asked, or shall not be trained.
+
+    Raises:
+        DispfxError: if weights are in parts, or a form is asked that is made from the dense weights.
+    """
+    if settings.afterwards.recovery is None:
+        return
+    if settings.compute.shard_on is not None:
+        raise DispfxError(
+            "--recover trains whole weights, and --shard keeps a part of them per process",
+            hint="leave out --shard, or recover the folder later on one device: dispfx recover",
+        )
+    if settings.output.export not in (None, "none", "onnx", "pt2"):
+        raise DispfxError(
+            f"--recover cannot be followed by --export {settings.output.export}, "
+            "which is made from the dense weights",
+            hint="use --export onnx, pt2 or none",
+        )
 
 
 def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks: Ranks = ALONE) -> Plan:
@@ -217,15 +341,20 @@ def run_apply(
 
 
 def _finish(task: Task, stages: Stages) -> Report:
-    """Write the folder; keep the plan where that fails, and remove the state where it does not."""
+    """Write the folder, and remove the state."""
+    report = _written(task, stages)
+    if task.state is not None:
+        remove_state(task.state)
+    stages.observer.finished(report)
+    return report
+
+
+def _written(task: Task, stages: Stages) -> Report:
+    """Write the folder; where that fails, the plan is kept."""
     try:
-        report = write_output(task, stages)
+        return write_output(task, stages)
     except VerificationError as error:
         if task.state is not None:
             plan = task.state / PLAN_FILE
             error.hint = f"the plan is kept: dispfx apply {task.source.name} {plan} --out {task.path}"
         raise
-    if task.state is not None:
-        remove_state(task.state)
-    stages.observer.finished(report)
-    return report

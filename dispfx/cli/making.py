@@ -33,7 +33,7 @@ def compile(settings: RunSettings, screen: Screen) -> None:
         return
     with joined(learns_on) as ranks, screen.observer(ranks.leads) as observer:
         if not ranks.leads:
-            api.follow_command(settings, ranks)
+            api.follow_compile(settings, ranks)
             return
         report = api.run_compile(settings, observer, ranks=ranks, command=command_line())
     _show_folder(screen, report, settings)

@@ -142,8 +142,12 @@ def _quality_rows(report: Any) -> list[Row]:
     tuned = report.tuned
     if tuned is not None:
         protocol = tuned.protocol
-        name = f"perplexity, pruned and tuned ({protocol.windows} × {protocol.context} tokens)"
+        name = f"perplexity, pruned and recovered ({protocol.windows} × {protocol.context} tokens)"
         change = _change(tuned.before, tuned.after)
+        divergence = _change(tuned.kl_before, tuned.kl_after)
+        rows.append(
+            ("KL, pruned and recovered", f"{tuned.kl_before:.4f}", f"{tuned.kl_after:.4f}", divergence)
+        )
         rows.append((name, shown_perplexity(tuned.before), shown_perplexity(tuned.after), change))
     rows.extend(
         (f"skill: {name}", f"{skill.dense:.0%}", f"{skill.pruned:.0%}", f"{skill.pruned - skill.dense:+.0%}")

@@ -74,7 +74,7 @@ from dispfx.verification.graphs import (
     short_shapes,
 )
 
-_PROBE_SEED, _PROBE_SAMPLES = 7, 100
+PROBE_SEED, PROBE_SAMPLES = 7, 100
 _NAMED_VERSIONS = ("torch", "transformers", "safetensors", "onnx", "onnxruntime-gpu", "onnxruntime")
 
 
@@ -87,6 +87,7 @@ class Task:
         state: DIR.state, or None where nothing was learned.
         settings: of the run.
         command: that gives this result again.
+        is_draft: whether another folder is made from this one, which has the other forms then.
     """
 
     path: Path
@@ -97,9 +98,15 @@ class Task:
     text: Text
     settings: RunSettings | ApplySettings
     command: str | None = None
+    is_draft: bool = False
 
     @property
     def exports(self) -> str:
+        """The export that was asked for, or the default; none of a draft."""
+        return "none" if self.is_draft else self.asked_export
+
+    @property
+    def asked_export(self) -> str:
         """The export that was asked for, or the default."""
         return self.settings.output.export or ("onnx" if self.source.origin == "demo" else "none")
 
@@ -365,7 +372,7 @@ def _skills(task: Task, reloaded: nn.Module) -> dict[str, SkillChange]:
     if task.source.origin != "demo":
         return {}
     before, after = (
-        skill_probe(decoder, task.source.tokenizer, _PROBE_SEED, _PROBE_SAMPLES)
+        skill_probe(decoder, task.source.tokenizer, PROBE_SEED, PROBE_SAMPLES)
         for decoder in (task.program.graph_module, reloaded)
     )
     return {skill: SkillChange(before[skill], after[skill]) for skill in before}
