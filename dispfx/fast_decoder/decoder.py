@@ -13,24 +13,38 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dispfx.fast_decoder.bodies import compiled_call, compiled_function
-from dispfx.fast_decoder.head_loss import ChunkLoss, chunk_rows, chunked_loss, loss_and_gradient
+from dispfx.fast_decoder.head_loss import ChunkLoss, chunk_rows, chunked_loss, even_rows, loss_and_gradient
 from dispfx.fast_decoder.layered import BodyCall, LayeredDecoder
 from dispfx.fast_decoder.shards import Sharding, Shards, hollow
 from dispfx.ir import ops
 from dispfx.ir.outline import Body
 from dispfx.ir.program import Program
-from dispfx.learning.objective import next_token_loss, next_tokens
+from dispfx.learning.divergence import (
+    ChunkDivergence,
+    Predictions,
+    divergence_and_gradient,
+    kl_divergence,
+)
+from dispfx.learning.objective import (
+    NEXT_TOKEN,
+    NO_TARGET,
+    MaskedLosses,
+    Objective,
+    loss_of_logits,
+    next_tokens,
+)
 
 # Chunks through the epilogue may run in other kernels than the whole.
 _CHUNK_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 _HALF_TOLERANCE = 0.03
 
 
-class TrainingDecoder(nn.Module):
+class TrainingDecoder(nn.Module, MaskedLosses):
     """A decoder as layers, with the loss in chunks where its epilogue works token by token.
 
     Args:
         program: gated, with its outline.
+        objective: what is learned.
         compiled: compile every kind of layer once.
         checkpointing: keep only what enters a layer, and compute the layer again in the backward pass.
         join: in compiled layers, sum the gradient of projections that read one value where it is written.
@@ -44,12 +58,14 @@ class TrainingDecoder(nn.Module):
         self,
         program: Program,
         *,
+        objective: Objective = NEXT_TOKEN,
         compiled: bool = False,
         checkpointing: bool = False,
         join: bool = True,
         sharding: Sharding | None = None,
     ):
         super().__init__()
+        self.objective = objective
         self.layered = LayeredDecoder(program, None if sharding is None else hollow(program))
         self.shards = None if sharding is None else Shards(self.layered, sharding)
         self.layered.first_needs_gradient = True
@@ -60,7 +76,7 @@ class TrainingDecoder(nn.Module):
         self._join = join
         self._plain = dict(self.layered.bodies)
         self._compiled: dict[Body, BodyCall] = {}
-        self._compiled_chunk: ChunkLoss | None = None
+        self._compiled_chunks: tuple[ChunkLoss, ChunkDivergence] | None = None
         self._compiled_for: tuple[torch.Size, torch.Size] | None = None
         self._runs_compiled = False
         self.checkpoint(checkpointing)
@@ -79,8 +95,11 @@ class TrainingDecoder(nn.Module):
         for part in (*outline.layers, outline.epilogue):
             if wanted and part.body not in self._compiled:
                 self._compiled[part.body] = compiled_call(part, join=self._join)
-        if wanted and self._compiled_chunk is None:
-            self._compiled_chunk = compiled_function(loss_and_gradient)
+        if wanted and self._compiled_chunks is None:
+            self._compiled_chunks = (
+                compiled_function(loss_and_gradient),
+                compiled_function(divergence_and_gradient),
+            )
         self.compiled = wanted
 
     def _choose(self, ids_BT: Tensor, masks: Tensor) -> None:
@@ -106,17 +125,41 @@ class TrainingDecoder(nn.Module):
         """Return logits (B, T, V)."""
         return self.layered(ids_BT, *masks)
 
-    def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
-        """Return the mean next-token loss of a batch under masks (N,) or (S, N) of all sites."""
+    def _loss(self, ids_BT: Tensor, masks: Tensor, objective: Objective, shift: int) -> Tensor:
         self._choose(ids_BT, masks)
-        split = masks.split(self.sizes, -1)
+        own, dense = (given.split(self.sizes, -1) for given in (masks, torch.ones_like(masks)))
         if not self.in_chunks:
-            return next_token_loss(self(ids_BT, split), ids_BT, self.separator)
-        (x_BTD,), _ = self.layered.stream(ids_BT, *split)
-        chunk_loss = self._compiled_chunk if self._runs_compiled else None
+            return loss_of_logits(
+                objective,
+                lambda as_dense: self(ids_BT, dense if as_dense else own),
+                ids_BT,
+                separator=self.separator,
+                shift=shift,
+            )
+        dense_BTD = None
+        if objective.divergence:
+            with torch.no_grad():
+                (dense_BTD,), _ = self.layered.stream(ids_BT, *dense)
+        (x_BTD,), _ = self.layered.stream(ids_BT, *own)
+        targets_BT = next_tokens(ids_BT, self.separator)
+        of_loss, of_divergence = self._compiled_chunks or (None, None)
+        if not self._runs_compiled:
+            of_loss = of_divergence = None
+        parts = []
         with self.layered.epilogue.lend():  # once for all chunks
-            targets_BT = next_tokens(ids_BT, self.separator)
-            return chunked_loss(self._head, x_BTD, targets_BT, self.rows, chunk_loss)
+            if objective.cross_entropy:
+                loss = chunked_loss(self._head, x_BTD, targets_BT, self.rows, of_loss)
+                parts.append(objective.cross_entropy * loss)
+            if dense_BTD is not None:
+                found = kl_divergence(
+                    Predictions(dense_BTD.roll(shift, 1), self._head),
+                    Predictions(x_BTD, self._head),
+                    targets_BT != NO_TARGET,
+                    rows=even_rows(targets_BT.numel(), self.rows),
+                    chunk=of_divergence,
+                )
+                parts.append(objective.divergence * found)
+        return torch.stack(parts).sum()
 
     def _head(self, x_1RD: Tensor) -> Tensor:
         return self.layered.epilogue(x_1RD)[0]

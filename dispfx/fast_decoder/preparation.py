@@ -25,18 +25,24 @@ from dispfx.fast_decoder.gathered import GatheredDecoder
 from dispfx.fast_decoder.replay import ReplayedLoss
 from dispfx.fast_decoder.shards import Sharding
 from dispfx.ir.program import Program
-from dispfx.learning.objective import next_token_loss
+from dispfx.learning.objective import NEXT_TOKEN, MaskedLosses, Objective, loss_of_logits
 from dispfx.settings import ComputeSettings
 
 # The ordinary capture is compared on a short sequence: it holds whole masks and whole logits.
 SHORT = 128
 
 
-class PlainDecoder(nn.Module):
-    """A gated graph with the loss of its whole logits."""
+class PlainDecoder(nn.Module, MaskedLosses):
+    """A gated graph with the loss of its whole logits.
 
-    def __init__(self, program: Program):
+    Args:
+        program: gated.
+        objective: what is learned.
+    """
+
+    def __init__(self, program: Program, objective: Objective = NEXT_TOKEN):
         super().__init__()
+        self.objective = objective
         self.graph = program.graph_module
         self.sizes = [site.size for site in program.sites]
         self.separator = program.separator
@@ -45,9 +51,11 @@ class PlainDecoder(nn.Module):
         """Return logits (B, T, V)."""
         return self.graph(ids_BT, *masks)
 
-    def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
-        """Return the mean next-token loss of a batch under masks (N,) or (S, N)."""
-        return next_token_loss(self(ids_BT, masks.split(self.sizes, -1)), ids_BT, self.separator)
+    def _loss(self, ids_BT: Tensor, masks: Tensor, objective: Objective, shift: int) -> Tensor:
+        def logits(as_dense: bool) -> Tensor:
+            return self(ids_BT, (torch.ones_like(masks) if as_dense else masks).split(self.sizes, -1))
+
+        return loss_of_logits(objective, logits, ids_BT, separator=self.separator, shift=shift)
 
 
 class PreparedLoss:
@@ -65,8 +73,14 @@ class PreparedLoss:
         self.notes = tuple(notes)
 
     def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
-        """Return the mean next-token loss of a batch under masks (N,) or (S, N) of all sites."""
+        """Return what is learned from a batch under masks (N,) or (S, N) of all sites."""
         return self._loss(ids_BT, masks)
+
+    def next_token_loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
+        """Return the mean cross entropy with the next token under masks (N,) or (S, N) of all sites."""
+        if self.decoder.objective == NEXT_TOKEN:
+            return self._loss(ids_BT, masks)
+        return self.decoder.next_token_loss(ids_BT, masks)
 
     def __call__(self, ids_BT: Tensor, masks: Sequence[Tensor]) -> Tensor:
         """Return logits (B, T, V)."""
@@ -80,10 +94,12 @@ class TrialBatch:
     Args:
         ids_BT: token ids (B, T).
         samples: S, masks per batch.
+        objective: what is learned from a batch.
     """
 
     ids_BT: Tensor
     samples: int = 1
+    objective: Objective = NEXT_TOKEN
 
 
 def prepare(
@@ -129,7 +145,7 @@ class _Preparation:
         sharding: Sharding | None,
     ):
         self.plain, self.fast, self.compute, self.note = plain, fast, compute, note
-        self.ids_BT = trial.ids_BT.to(plain.device)
+        self.ids_BT, self.objective = trial.ids_BT.to(plain.device), trial.objective
         self.sizes = [site.size for site in plain.sites]
         features = sum(self.sizes)
         shape = (features,) if trial.samples == 1 else (trial.samples, features)
@@ -138,7 +154,7 @@ class _Preparation:
         self.notes: list[str] = []
 
     def run(self, short_of_memory: bool) -> PreparedLoss:
-        ordinary = PlainDecoder(self.plain)
+        ordinary = PlainDecoder(self.plain, self.objective)
         decoder = self._layers(ordinary)
         if decoder is None:
             if self.compute.compile == "on" or self.compute.checkpointing == "on":
@@ -168,13 +184,17 @@ class _Preparation:
                 )
             self._say("the layers cannot be told apart: the whole graph runs as it is")
             return None
-        decoder = TrainingDecoder(self.fast, join=self.compute.join, sharding=self.sharding)
-        reference = (
-            ordinary.loss if decoder.shards is None else GatheredDecoder(self.plain, decoder.shards).loss
+        decoder = TrainingDecoder(
+            self.fast, objective=self.objective, join=self.compute.join, sharding=self.sharding
         )
+        reference = (
+            ordinary
+            if decoder.shards is None
+            else GatheredDecoder(self.plain, decoder.shards, self.objective)
+        ).trial_loss
         alone = self.masks if self.masks.dim() == 1 else self.masks[0]
         short = self.ids_BT[:1, :SHORT]
-        found = compare(decoder.loss, reference, short, alone, self.plain.dtype, self.sizes)
+        found = compare(decoder.trial_loss, reference, short, alone, self.plain.dtype, self.sizes)
         good, found = self._holds(found, reference, short, alone)
         if not good:
             if decoder.shards is not None:
@@ -197,12 +217,12 @@ class _Preparation:
             # Plain layers keep more than compiled ones; checkpoints do not change what they compute.
             decoder.compile_layers(False)
             decoder.checkpoint(True)
-            return decoder.loss(ids_BT, masks)
+            return decoder.trial_loss(ids_BT, masks)
 
         def compiled(ids_BT: Tensor, masks: Tensor) -> Tensor:
             decoder.compile_layers(True)
             decoder.checkpoint(kept)
-            return decoder.loss(ids_BT, masks)
+            return decoder.trial_loss(ids_BT, masks)
 
         try:
             found = self._compare(compiled, reference)

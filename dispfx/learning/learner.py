@@ -2,7 +2,7 @@
 
     logits = sharpness · hypernetwork()                      (N,)
     masks, slopes = estimator.sample(logits)                 (S, N) each; the masks are a leaf
-    loss = next_token_loss(gated(ids, masks split by site)) + λ · R
+    loss = loss of the predictions(gated(ids, masks split by site)) + λ · R
     ∂loss/∂logits = Σ over S of ∂loss/∂mask · slope          then one backward pass of the hypernetwork
 
     R = mean over S of budget_loss(count(mask)),             or budget_loss(count(sigmoid(logits))); eased
@@ -29,7 +29,7 @@ from dispfx.learning.ahead import Ahead
 from dispfx.learning.estimators import OwnEstimator, estimator
 from dispfx.learning.hypernetwork import build_hypernetwork
 from dispfx.learning.interrupt import uninterrupted
-from dispfx.learning.objective import next_token_loss
+from dispfx.learning.objective import NEXT_TOKEN, OBJECTIVES, Objective, loss_of_logits
 from dispfx.learning.readout import reading
 from dispfx.learning.state import Position, restore_run, run_tensors
 from dispfx.learning.text import Batches
@@ -48,10 +48,14 @@ Gated = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 @runtime_checkable
 class WithLoss(Protocol):
-    """A decoder that knows a better way to its next-token loss than through all logits."""
+    """A decoder that knows a better way to its losses than through all logits."""
 
     def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
-        """Return the mean next-token loss of a batch under masks (N,) or (S, N) of all sites."""
+        """Return what is learned from a batch under masks (N,) or (S, N) of all sites."""
+        ...
+
+    def next_token_loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
+        """Return the mean cross entropy with the next token under masks (N,) or (S, N) of all sites."""
         ...
 
 
@@ -97,13 +101,29 @@ class Problem:
         return self.ranks.rows(self.text.batch(index))
 
     def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
-        """Return the next-token loss of a batch under masks (N,) or (S, N) of all sites."""
+        """Return what is learned from a batch under masks (N,) or (S, N) of all sites."""
+        return self._loss(ids_BT, masks, OBJECTIVES[self.settings.objective])
+
+    def next_token_loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
+        """Return the next-token loss of a batch under masks (N,) or (S, N) of all sites.
+
+        With everything kept its gradient says how much a feature matters; that of a divergence from the dense
+        decoder is zero there.
+        """
+        return self._loss(ids_BT, masks, NEXT_TOKEN)
+
+    def _loss(self, ids_BT: Tensor, masks: Tensor, objective: Objective) -> Tensor:
         ids_BT = ids_BT.to(self.device)
         with self.ranks.reaching():
             if isinstance(self.gated, WithLoss):
-                return self.gated.loss(ids_BT, masks)
-            logits_BTV = self.gated(ids_BT, masks.split([site.size for site in self.sites], -1))
-            return next_token_loss(logits_BTV, ids_BT)
+                found = self.gated.next_token_loss if objective == NEXT_TOKEN else self.gated.loss
+                return found(ids_BT, masks)
+            sizes = [site.size for site in self.sites]
+
+            def logits(as_dense: bool) -> Tensor:
+                return self.gated(ids_BT, (torch.ones_like(masks) if as_dense else masks).split(sizes, -1))
+
+            return loss_of_logits(objective, logits, ids_BT)
 
 
 @dataclass(frozen=True)
@@ -261,7 +281,7 @@ def check_gates(problem: Problem) -> None:
     sizes = [site.size for site in problem.sites]
     mask_N = torch.ones(sum(sizes), device=problem.device)
     masks = problem.ranks.masks(_as_drawn(mask_N, problem.settings)).clone().requires_grad_()
-    loss = problem.loss(problem.batch(0), masks)
+    loss = problem.next_token_loss(problem.batch(0), masks)
     if not loss.requires_grad:
         where = f"rank {problem.ranks.rank}" if problem.ranks.size > 1 else None
         raise PassError("the logits depend on no gate, so there is nothing to learn", where=where)

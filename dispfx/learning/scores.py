@@ -117,7 +117,7 @@ class Scored:
 
     def loss(self, ids_BT: Tensor, masks: Mapping[str, Tensor]) -> Tensor:
         """Return the mean next-token loss under masks of all sites, differentiable in them."""
-        return self.problem.loss(ids_BT, torch.cat([masks[site.name] for site in self.sites]))
+        return self.problem.next_token_loss(ids_BT, torch.cat([masks[site.name] for site in self.sites]))
 
     def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return by site the mean and the mean square of its features where they are gated, (size,) each."""
@@ -254,12 +254,12 @@ def _gradients(problem: Problem, sequences: int) -> Iterator[Tensor]:
     if not (samples == batch_size > 1 and problem.ranks.size == 1):
         for ids_T in _sequences(problem, sequences):
             masks_N = torch.ones(problem.groups.features, device=problem.device, requires_grad=True)
-            loss = problem.loss(ids_T[None], problem.groups.expand(masks_N))
+            loss = problem.next_token_loss(ids_T[None], problem.groups.expand(masks_N))
             yield torch.autograd.grad(loss, masks_N)[0][None]
         return
     for index in range(-(-sequences // batch_size)):
         masks_SN = torch.ones(samples, problem.groups.features, device=problem.device, requires_grad=True)
-        loss = problem.loss(problem.text.batch(index), problem.groups.expand(masks_SN))
+        loss = problem.next_token_loss(problem.text.batch(index), problem.groups.expand(masks_SN))
         # The loss is the mean over sequences, each of which has a share of 1 / S in it.
         yield torch.autograd.grad(loss, masks_SN)[0] * samples
 

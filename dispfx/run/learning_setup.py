@@ -15,6 +15,7 @@ from dispfx.fast_decoder.preparation import PreparedLoss, TrialBatch, prepare
 from dispfx.fast_decoder.shards import Sharding, rows_of
 from dispfx.ir.placing import placed
 from dispfx.ir.program import Program
+from dispfx.learning.objective import OBJECTIVES
 from dispfx.learning.text import Batches
 from dispfx.settings import ComputeSettings, LearnSettings
 
@@ -61,7 +62,11 @@ def prepared_loss(
     return prepare(
         plain,
         fast,
-        TrialBatch(ranks.rows(text.batch(0)), max(1, settings.samples // ranks.size)),
+        TrialBatch(
+            ranks.rows(text.batch(0)),
+            max(1, settings.samples // ranks.size),
+            OBJECTIVES[settings.objective],
+        ),
         chosen,
         short_of_memory=short,
         note=note,

@@ -19,6 +19,7 @@ EstimatorName = Literal["reinmax", "gumbel", "straight-through"]
 HypernetworkName = Literal["full", "linear", "none"]
 Schedule = Literal["constant", "cosine"]
 Start = Literal["uniform", "sensitivity"]
+ObjectiveName = Literal["ce", "kl", "mix"]
 Packing = Literal["joined", "documents"]
 BudgetOn = Literal["masks", "probabilities"]
 Method = Literal["learned", "magnitude", "wanda", "flap", "fisher", "random"]
@@ -102,6 +103,10 @@ class LearnSettings(Section):
     accumulate: int = setting(1, "Forward passes per step; they share one sample of the masks.", least=1)
     packing: Packing = setting(
         "joined", "A sequence is one text, or several documents that do not see each other."
+    )
+    objective: ObjectiveName = setting(
+        "ce",
+        "Loss of the masks: cross entropy with the next token, KL from the dense decoder, or half of each.",
     )
     lr: float = setting(1e-3, "Learning rate of AdamW.", default="3e-3", above=0.0)
     weight_decay: float = setting(0.05, "Weight decay of AdamW.", default="1; demo: 0.05", least=0.0)
