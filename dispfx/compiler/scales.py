@@ -2,6 +2,7 @@
 
     y = linear(scale · x, w)         →    y = linear(x, w')         w' = w · scale along the columns
     h = x + place(scale · (v a + b)) →    h = x + place(v' a + b')  v', b' = v, b · scale along the rows
+    h = x + place(scale · norm · w)  →    h = x + place(norm · w')  w' = w · scale, or (1 + w) · scale − 1
 
 Which parameters take a site's scales follows from its gates: a read or an inner site is folded into the
 products that take its values, a write into what makes them.  Whether that gives the same function is then
@@ -36,10 +37,12 @@ class Fold:
     Args:
         site: its name.
         slices: the parameter axes that take them.
+        shift: what the decoder adds to these parameters before it multiplies by them, as norms with 1 + w do.
     """
 
     site: str
     slices: tuple[Slice, ...]
+    shift: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,10 +103,10 @@ def _ways(lowered: Program, site: Site) -> Iterator[Fold]:
     if site.kind == "write":
         made = tuple(cut for cut in site.slices if cut.parameter not in taken)
         norm = tuple(cut for cut in made if len(lowered.shapes[cut.parameter]) == 1)
-        ways = [made, norm]
+        ways = [Fold(site.name, made), Fold(site.name, norm), Fold(site.name, norm, shift=1.0)]
     else:
-        ways = [tuple(cut for cut in site.slices if cut.parameter in taken)]
-    yield from (Fold(site.name, cuts) for cuts in dict.fromkeys(ways) if cuts)
+        ways = [Fold(site.name, tuple(cut for cut in site.slices if cut.parameter in taken))]
+    yield from (way for way in dict.fromkeys(ways) if way.slices)
 
 
 def _taken(lowered: Program, site: Site) -> set[str]:
@@ -171,7 +174,7 @@ def _folded(
             tensor = found.get(cut.parameter, own[cut.parameter].detach().float())
             spread = scale if cut.labels is None else _of_positions(cut.labels, mask, scale)
             shape = [-1] + [1] * (tensor.dim() - 1 - cut.axis)
-            found[cut.parameter] = tensor * spread.view(shape)
+            found[cut.parameter] = (tensor + fold.shift) * spread.view(shape) - fold.shift
     return {path: tensor.to(own[path].dtype) for path, tensor in found.items()}
 
 

@@ -23,6 +23,7 @@ VERBS = [
     "eval",
     "export",
     "generate",
+    "recover",
     "finetune",
     "bench",
     "report",
