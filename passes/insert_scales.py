@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from dispfx.analysis.positions import kept_features, kept_positions
+from dispfx.ir import ops
 from dispfx.ir.ops import aten, packet
 from dispfx.ir.program import INDEX_PREFIX, Program
 from dispfx.ir.sites import STREAM, UNTOUCHED, GatePoint, Site
@@ -82,7 +83,7 @@ def _edges(nodes: Mapping[str, fx.Node], site: Site) -> list[tuple[GatePoint, li
         return []
     found = []
     for point in site.gates:
-        if point.statistics:
+        if point.statistics or any(_takes_statistics(nodes.get(user)) for user in point.users):
             continue
         if point.rows is not None or point.value not in nodes:
             return []
@@ -92,6 +93,10 @@ def _edges(nodes: Mapping[str, fx.Node], site: Site) -> list[tuple[GatePoint, li
             return []
         found.append((point, list(dict.fromkeys(known))))
     return found
+
+
+def _takes_statistics(user: fx.Node | None) -> bool:
+    return user is not None and packet(user) in ops.AVERAGES | ops.NORMS
 
 
 def _edge(user: fx.Node | None, value: fx.Node, site: Site) -> Edge | None:

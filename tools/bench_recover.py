@@ -7,11 +7,11 @@
     python tools/bench_recover.py --model demo --data a.txt --test b.txt --second c.txt --out OUT \\
         --ratios 0.3 --learn-steps 3 --steps 4 --batch-size 2 --seq-len 32 --windows 2
 
-A plan is learned for each ratio, unless --plans names one, and applied once; each kind of recovery begins with
-that folder.  Nothing learns from --test or --second: what training holds out is the end of --data.  A row has
-perplexity, KL(dense ‖ pruned) per token and top-1 agreement on both texts, tokens learned from, and seconds of
-training.  recover.json and recover.md are written after every row; folders stay in --out, and a row whose
-folder is there is not trained again.
+A plan is learned for each ratio, unless --plans names one, and applied once; each kind of recovery begins
+with that folder.  Nothing learns from --test or --second: what training holds out is the end of --data.  A
+row has perplexity, KL(dense ‖ pruned) per token and top-1 agreement on both texts, tokens learned from and
+seconds.  recover.json and recover.md are written after every row; folders stay in --out, and a row
+whose folder is there is not trained again.
 """
 
 import argparse

@@ -236,7 +236,7 @@ def _recovery(
         dense=source,
         program=program,
         text=text,
-        settings=recovery.fitted(program.lengths.within(context_of(source))),
+        settings=recovery.fitted(program.lengths.within(context_of(source)), demo=source.origin == "demo"),
         base=source.name,
         own_code=is_own_code(source.model, source.config, source.tokenizer),
         **further,

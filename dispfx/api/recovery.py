@@ -121,7 +121,9 @@ def _job(settings: RecoverSettings, state: Path, stages: Stages, ranks: Ranks) -
         dense=source,
         program=program,
         text=text,
-        settings=training.fitted(program.lengths.within(longest_context(source.config))),
+        settings=training.fitted(
+            program.lengths.within(longest_context(source.config)), demo=source.origin == "demo"
+        ),
         windows=settings.text.eval_windows,
         merge=settings.output.merge,
         resume=settings.output.resume,

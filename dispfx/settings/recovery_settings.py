@@ -15,7 +15,13 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "weights": {"steps": 1000, "lr": 2e-4},
     "lora": {"steps": 1000, "lr": 1e-3},
 }
-_SEQ_LEN = 512
+# The demo is small: it takes larger steps, and fewer of them.
+_DEFAULTS_OF_DEMO: Mapping[str, Mapping[str, Any]] = {
+    "scales": {"steps": 200, "lr": 3e-2},
+    "weights": {"steps": 200, "lr": 2e-3},
+    "lora": {"steps": 200, "lr": 1e-2},
+}
+_SEQ_LEN, _SEQ_LEN_OF_DEMO = 512, 128
 _MEASUREMENTS = 20
 
 
@@ -29,14 +35,18 @@ class RecoverySettings(Section):
         common=True,
     )
     # These four are None until a decoder and a kind of training say more.
-    steps: int = setting(None, "Optimizer steps at most.", default="1,000; scales: 600", least=1, common=True)
+    steps: int = setting(
+        None, "Optimizer steps at most.", default="1,000; scales: 600; demo: 200", least=1, common=True
+    )
     lr: float | None = setting(
         None,
         "Highest learning rate of AdamW; it rises over the first 5% of the steps and falls to zero.",
-        default="2e-4; scales: 1e-2, lora: 1e-3",
+        default="2e-4; scales: 1e-2; lora: 1e-3",
         above=0.0,
     )
-    seq_len: int = setting(None, "Tokens per sequence.", default="512, or what the decoder reads", least=2)
+    seq_len: int = setting(
+        None, "Tokens per sequence.", default="512, or what the decoder reads; demo: 128", least=2
+    )
     measure_every: int = setting(
         None, "Steps between two measurements of held-out KL.", default="a twentieth of the steps", least=1
     )
@@ -49,14 +59,20 @@ class RecoverySettings(Section):
     seed: int = setting(0, "Seed of the adapters' first values and of the order of sequences.", least=0)
     save_every: int = setting(500, "Steps between two saved states.", least=1, per_run=True)
 
-    def fitted(self, context: int) -> Self:
-        """Return the settings with nothing left open, for a decoder that reads `context` tokens."""
-        steps = self.steps or _DEFAULTS[self.train]["steps"]
+    def fitted(self, context: int, *, demo: bool = False) -> Self:
+        """Return the settings with nothing left open.
+
+        Args:
+            context: tokens that the decoder reads.
+            demo: whether it is the embedded one.
+        """
+        defaults = (_DEFAULTS_OF_DEMO if demo else _DEFAULTS)[self.train]
+        steps = self.steps or defaults["steps"]
         return replace(
             self,
             steps=steps,
-            lr=self.lr or _DEFAULTS[self.train]["lr"],
-            seq_len=self.seq_len or min(_SEQ_LEN, context),
+            lr=self.lr or defaults["lr"],
+            seq_len=self.seq_len or min(_SEQ_LEN_OF_DEMO if demo else _SEQ_LEN, context),
             measure_every=self.measure_every or max(1, steps // _MEASUREMENTS),
         )
 
@@ -72,7 +88,7 @@ class AfterwardsSettings(Section):
         common=True,
     )
     recover_steps: int | None = setting(
-        None, "Optimizer steps of --recover at most.", default="1,000; scales: 600", least=1
+        None, "Optimizer steps of --recover at most.", default="1,000; scales: 600; demo: 200", least=1
     )
 
     @property

@@ -28,7 +28,7 @@ from tests.programs import relative_error, token_ids
 from tests.pruned_modules import writers
 
 SETTINGS = RecoverySettings(lr=3e-3, steps=8, batch_size=4, seq_len=48, measure_every=4)
-QUICK = RecoverySettings(lr=3e-3, steps=4, batch_size=2, seq_len=16, measure_every=2)
+QUICK = RecoverySettings(lr=1e-3, steps=12, batch_size=2, seq_len=16, measure_every=3)
 IDS = token_ids(2, 7, vocabulary=90)
 
 
@@ -194,12 +194,13 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_module_without_a_class_of_transformers_recovers_and_goes_on_to_the_same_bits(
     train: Any, graph: Path, tokens: Path, tmp_path: Path
 ):
-    given = words(tokens, tmp_path / "whole", replace(QUICK, train=train, lr=1e-2), **{"dense": MODEL})
+    lr = {"weights": 1e-3, "scales": 1e-2}[train]
+    given = words(tokens, tmp_path / "whole", replace(QUICK, train=train, lr=lr), **{"dense": MODEL})
     told = recover(graph, **given)
     assert told.kept and told.kl_after < told.kl_before
     assert all(line.holds for line in verify(tmp_path / "whole"))
     out, state = tmp_path / "out", tmp_path / "out.state"
-    for stop, said in ((1, "no state in"), (3, "going on at step 1")):
+    for stop, said in ((1, "no state in"), (5, "going on at step 1")):
         watcher = Stopped(stop)
         with pytest.raises(KeyboardInterrupt):
             recover(graph, **given | {"out": out, "resume": True}, observer=watcher)
@@ -212,7 +213,7 @@ def test_a_module_without_a_class_of_transformers_recovers_and_goes_on_to_the_sa
     decoders = [dispfx.load(folder) for folder in (out, tmp_path / "whole", graph)]
     ids = token_ids(2, 9)
     first, second, before = (one(ids) for one in decoders)
-    assert torch.equal(first, second) and relative_error(first, before) > 1e-3
+    assert torch.equal(first, second) and relative_error(first, before) > 1e-4
 
     watcher = Watcher()
     assert recover(graph, **given | {"out": out, "resume": True}, observer=watcher) == told

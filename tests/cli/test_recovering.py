@@ -4,10 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
-from dispfx.report import Tuning
+import dispfx as library
+from dispfx.api import verify
+from dispfx.report import Tuning, load_report
 from dispfx.settings.recovery_settings import RecoverySettings
+from tests.api.conftest import MODEL, RATIO, random_tokens
 from tests.cli.asked import asked
+from tests.processes import started
+from tests.programs import relative_error, token_ids
 from tests.report.test_tuning import TOLD
 
 
@@ -113,3 +119,46 @@ def test_compile_hands_recovery_on(dispfx, replaced, report, tmp_path: Path):
 
 def test_the_record_of_a_run_has_what_is_shown():
     assert isinstance(TOLD, Tuning) and TOLD.kept
+
+
+_LEARNING = ["--ratio", str(RATIO), "--steps", "3", "--seq-len", "16", "--batch-size", "2", "--align", "1"]
+_TRAINING = ["--steps", "6", "--lr", "1e-3", "--seq-len", "16", "--batch-size", "2"]
+
+
+def launched(*given: object) -> None:
+    """Run a command by two processes."""
+    with started(["dispfx", *map(str, given), "--launch", "2"], together=True) as process:
+        said, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, said
+
+
+def told_by(folder: Path) -> Tuning:
+    told = load_report(folder / "report.json").tuned
+    assert told is not None and told.kept
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_two_processes_recover_what_one_does(tmp_path: Path):
+    text = tmp_path / "tokens.safetensors"
+    save_file({"tokens": random_tokens()}, text)
+    compiled = tmp_path / "compiled"
+    launched("compile", MODEL, *_LEARNING, "--data", text, "--recover", "weights", "--recover-steps", 6,
+             "--out", compiled)  # fmt: skip
+    assert not compiled.with_name("compiled.state").exists()
+    assert all(line.holds for line in verify(compiled)) and told_by(compiled).steps == 6
+
+    plan = compiled / "plan.safetensors"
+    library.api.apply(MODEL, plan, data=text, out=tmp_path / "pruned")
+    words = ["--dense", MODEL, "--data", text, *_TRAINING]
+    launched("recover", tmp_path / "pruned", *words, "--out", tmp_path / "two")
+    found = library.recover(
+        tmp_path / "pruned", dense=MODEL, data=text, out=tmp_path / "one", steps=6, lr=1e-3, seq_len=16,
+        batch_size=2,
+    )  # fmt: skip
+    told = told_by(tmp_path / "two")
+    assert told.kl_after == pytest.approx(found.kl_after, rel=1e-4) and found.kl_after < found.kl_before
+    ids = token_ids(2, 9)
+    one, two, before = (library.load(tmp_path / name)(ids) for name in ("one", "two", "pruned"))
+    assert relative_error(two, one) < 1e-5 < 1e-4 < relative_error(before, one)
