@@ -34,8 +34,8 @@ from torch import fx
 
 from dispfx.ir import ops
 from dispfx.ir.ops import argument, aten, packet
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import Program
-from dispfx.pipeline import PassResult
 
 _ASSERTIONS = ops.packets("_assert_tensor_metadata _assert_async _assert_scalar sym_constrain_range_for_size")
 _NO_OPS = ops.packets("alias detach lift_fresh_copy")

@@ -36,6 +36,7 @@ from dispfx.analysis.token_mixing import mixes_tokens
 from dispfx.analysis.zero_values import not_zero
 from dispfx.errors import UnsupportedGraphError
 from dispfx.ir import ops
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import Leaf, Program
 from dispfx.ir.sites import (
     STREAM,
@@ -49,8 +50,8 @@ from dispfx.ir.sites import (
     SiteKind,
     Slice,
 )
-from dispfx.pipeline import PassResult
 from dispfx.words.choices import check_choices
+from dispfx.words.option_names import option
 
 _BRANCHES_SHOWN = 4
 
@@ -388,7 +389,7 @@ def _no_whole_stream(mismatch: Mismatch) -> UnsupportedGraphError:
     return UnsupportedGraphError(
         f"one selection for the whole stream does not fit this decoder: {mismatch.reason}",
         where=where,
-        hint="prune it with --select after-norm, the default",
+        hint=f"prune it with {option('select', 'after-norm')}, the default",
     )
 
 
@@ -399,7 +400,7 @@ def _require_named(program: Program, skip: tuple[str, ...]) -> None:
         if not fnmatch.filter(branches, pattern):
             more = ", …" if len(branches) > _BRANCHES_SHOWN else ""
             raise UnsupportedGraphError(
-                f"--skip must name a branch, and {pattern!r} names none",
+                f"{option('skip')} must name a branch, and {pattern!r} names none",
                 where=program.model_class,
                 hint=f"branches are {', '.join(branches[:_BRANCHES_SHOWN])}{more}; * is any characters",
             )
@@ -407,7 +408,7 @@ def _require_named(program: Program, skip: tuple[str, ...]) -> None:
 
 def _nothing_left(program: Program, skip: tuple[str, ...]) -> UnsupportedGraphError:
     reasons = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in program.refused[:4])
-    hint = f"--skip leaves out {', '.join(skip)}" if skip else "dispfx inspect shows every refusal"
+    hint = f"{option('skip')} leaves out {', '.join(skip)}" if skip else "dispfx inspect shows every refusal"
     return UnsupportedGraphError(
         f"at least one branch must be prunable; all were refused ({reasons or 'none found'})",
         where=program.model_class,

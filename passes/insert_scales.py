@@ -27,9 +27,9 @@ from torch import Tensor, fx, nn
 from dispfx.analysis.positions import kept_features, kept_positions
 from dispfx.ir import ops
 from dispfx.ir.ops import aten, packet
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import INDEX_PREFIX, Program
 from dispfx.ir.sites import STREAM, UNTOUCHED, GatePoint, Site
-from dispfx.pipeline import PassResult
 
 SCALE_PREFIX = "dispfx_scale"
 # From a write's value to the addition that takes it: a cast, and its place among zeros.

@@ -29,7 +29,7 @@ from dispfx import api
 from dispfx.errors import DispfxError
 from dispfx.files.atomic import replacing
 from dispfx.report import NullObserver, load_report
-from dispfx.run.writing import device_name, versions
+from dispfx.run.folder_report import device_name, versions
 
 KINDS = ("none", "scales", "weights")
 TEXTS = ("test", "second")

@@ -174,7 +174,7 @@ def prune(model: Any, row: Row, folder: Path) -> None:
     from dispfx.deploy.checkpoint import StoredDecoder, write_checkpoint
     from dispfx.deploy.section import ModelFiles
     from dispfx.plan.plan import Plan
-    from dispfx.run.writing import modules_of
+    from dispfx.run.decoder_files import modules_of
     from dispfx.verification.graphs import ZeroedDecoder, module_lines, zeroed_tensors
 
     program = api.capture(model)

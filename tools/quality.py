@@ -33,8 +33,8 @@ from dispfx.learning.trainer import Watch
 from dispfx.quality.measuring import measure
 from dispfx.quality.perplexity import TextFacts
 from dispfx.run.fitting import fitted_settings
+from dispfx.run.folder_report import device_name, versions
 from dispfx.run.mask_learning import batches_of, learn
-from dispfx.run.writing import device_name, versions
 from dispfx.settings import ComputeSettings, learn_settings
 from dispfx.settings.learning_settings import METHOD_ALIASES, RECIPES, LearnSettings, Method
 from dispfx.source import Source, encode, load_source, read_tokens

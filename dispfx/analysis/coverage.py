@@ -31,7 +31,7 @@ HEADS = {
 }
 EXPERTS = "experts, of which a router chooses, are not pruned"
 UNREAD = "not read by the graph"
-SKIPPED = "left out by --skip"
+SKIPPED = "left out on request"
 UNSUMMED = "no product of a branch sums over it"
 
 

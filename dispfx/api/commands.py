@@ -20,7 +20,7 @@ from dispfx.deploy.onnx.legalize import Flavor
 from dispfx.errors import DataError, VerificationError
 from dispfx.ir.lengths import held_to
 from dispfx.ir.program import Program
-from dispfx.quality.agreement import Agreement, agreement
+from dispfx.quality.agreement import Agreement, compare_on_text
 from dispfx.quality.measuring import measure
 from dispfx.quality.perplexity import Perplexity, TextFacts
 from dispfx.report import NullObserver, Observer, load_report
@@ -37,6 +37,7 @@ from dispfx.source.context import context_of, longest_context
 from dispfx.source.text import ReadText, bos_tokens, read_text, with_bos
 from dispfx.verification.equivalence import random_token_ids, require
 from dispfx.verification.graphs import exported_lines
+from dispfx.words.option_names import option
 
 # What `inspect` is asked for no ratio with.
 INSPECTED_RATIO = 0.3
@@ -115,7 +116,7 @@ def evaluate(model: Any, *, observer: Observer | None = None, **changes: Any) ->
 def _measured_text(settings: TextSettings) -> TextChoice:
     """Return a text to measure on, which can be read; to be asked before a decoder is opened."""
     if not settings.eval_data:
-        raise DataError("text to measure on is needed", hint="name a text file with --eval-data")
+        raise DataError("text to measure on is needed", hint=f"name a text file with {option('eval_data')}")
     chosen = TextChoice(settings)
     chosen.check()
     return chosen
@@ -151,15 +152,15 @@ def agree(folder: Any, **changes: Any) -> Agreement:
     before = _ready(replace(model, model=settings.evaluation.dense))
     after = _ready(replace(model, model=str(model.model), revision=None, dtype=None))
     text, begins = _known_text(chosen, before)
-    return agreement(
+    return compare_on_text(
         before.decoder,
         after.decoder,
         text.tokens,
         context=settings.evaluation.context or min(before.context, after.context),
         windows=settings.text.eval_windows,
         device=model.device or "cpu",
-        bos=begins,
-    )
+        text=TextFacts(text.name, None, begins, text.unknown_share),
+    ).agreement
 
 
 def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> list[Path]:

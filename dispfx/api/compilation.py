@@ -22,6 +22,7 @@ from dispfx.errors import DispfxError, VerificationError
 from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
 from dispfx.report import NullObserver, Observer, Report, load_report
+from dispfx.run.decoder_files import Task, require_writable
 from dispfx.run.length_checks import compare_longest, require_onnx_lengths, window_of
 from dispfx.run.opening import open_model
 from dispfx.run.plan_learning import (
@@ -38,13 +39,14 @@ from dispfx.run.recovered_folder import recover_folder
 from dispfx.run.recovering import Recovery, train_along
 from dispfx.run.run_text import Text, TextChoice, open_text, require_tokens
 from dispfx.run.timed_stages import Stages
-from dispfx.run.writing import Task, require_writable, write_output
+from dispfx.run.writing import write_output
 from dispfx.settings import RunSettings
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.settings.trees import ApplySettings
 from dispfx.source import Source
 from dispfx.source.context import context_of
 from dispfx.source.own_code import is_own_code
+from dispfx.words.option_names import option
 
 
 def compile(
@@ -266,14 +268,14 @@ def require_recoverable(settings: RunSettings) -> None:
         return
     if settings.compute.shard_on is not None:
         raise DispfxError(
-            "--recover trains whole weights, and --shard keeps a part of them per process",
-            hint="leave out --shard, or recover the folder later on one device: dispfx recover",
+            f"{option('recover')} trains whole weights, and with {option('shard')} each process has a part",
+            hint=f"leave out {option('shard')}, or recover the folder later on one device",
         )
     if settings.output.export not in (None, "none", "onnx", "pt2"):
         raise DispfxError(
-            f"--recover cannot be followed by --export {settings.output.export}, "
+            f"{option('recover')} cannot be followed by {option('export', settings.output.export)}, "
             "which is made from the dense weights",
-            hint="use --export onnx, pt2 or none",
+            hint=f"use {option('export', 'onnx')}, pt2 or none",
         )
 
 

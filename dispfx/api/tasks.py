@@ -14,6 +14,7 @@ from dispfx.settings import ModelSettings
 from dispfx.settings.trees import EvalSettings
 from dispfx.source.context import context_of, longest_context
 from dispfx.source.text import tokens_in_front
+from dispfx.words.option_names import option
 
 
 def score_tasks(model: Any, *, observer: Observer | None = None, **changes: Any) -> TaskScores:
@@ -42,7 +43,7 @@ def score_tasks(model: Any, *, observer: Observer | None = None, **changes: Any)
     if bos == "on" and not tokens_in_front(words):
         raise DataError(
             "lm-eval leaves it to the tokenizer to add a beginning-of-sequence token, and this one adds none",
-            hint="leave out --bos on, or measure on a text with --eval-data",
+            hint=f"leave out {option('bos', 'on')}, or measure on a text with {option('eval_data')}",
         )
     scores = []
     for task in harness.tasks:
@@ -77,7 +78,7 @@ def _decoder(settings: ModelSettings) -> tuple[nn.Module, Any, int]:
         raise _unknown(name)
     if words is None:
         raise DataError(
-            "tasks are text, which needs a tokenizer", where=name, hint="name one with --tokenizer"
+            "tasks are text, which needs a tokenizer", where=name, hint=f"name one with {option('tokenizer')}"
         )
     return model, words, longest
 

@@ -27,6 +27,7 @@ from dispfx.fast_decoder.shards import Sharding
 from dispfx.ir.program import Program
 from dispfx.learning.objective import NEXT_TOKEN, MaskedLosses, Objective, loss_of_logits
 from dispfx.settings import ComputeSettings
+from dispfx.words.option_names import option
 
 # The ordinary capture is compared on a short sequence: it holds whole masks and whole logits.
 SHORT = 128
@@ -160,7 +161,7 @@ class _Preparation:
             if self.compute.compile == "on" or self.compute.checkpointing == "on":
                 raise DispfxError(
                     "compiling and checkpointing need the decoder's layers, which cannot be told apart here",
-                    hint="leave out --compile and --checkpointing",
+                    hint=f"leave out {option('compile')} and {option('checkpointing')}",
                 )
             return PreparedLoss(ordinary.loss, ordinary, self.notes)
         wanted = self.compute.checkpointing
@@ -180,7 +181,7 @@ class _Preparation:
                 raise UnsupportedGraphError(
                     "the weights cannot lie in parts: the layers cannot be told apart",
                     where=self.fast.model_class,
-                    hint="leave out --shard",
+                    hint=f"leave out {option('shard')}",
                 )
             self._say("the layers cannot be told apart: the whole graph runs as it is")
             return None
@@ -251,7 +252,7 @@ class _Preparation:
         if self.compute.compile == "on" or self.sharding is not None:
             raise DispfxError(
                 f"the layers cannot be compiled: {first_line(error)}",
-                hint="use --compile off",
+                hint=f"use {option('compile', 'off')}",
             ) from error
 
     def _replay(self, decoder: TrainingDecoder) -> Loss:

@@ -36,6 +36,7 @@ from dispfx.learning.text import Batches
 from dispfx.learning.update import Slopes, Update, fastest_update
 from dispfx.plan.hardening import Groups, ParameterCount
 from dispfx.settings.learning_settings import LearnSettings, seed_for
+from dispfx.words.option_names import option
 
 # Kernels round otherwise for a batch than for one sequence, bfloat16 ones by about 1e-2 of a logit.
 _SAMPLE_TOLERANCE = 2e-3
@@ -288,7 +289,8 @@ def check_gates(problem: Problem) -> None:
     if not math.isfinite(loss.item()):
         raise DispfxError(
             f"the decoder's loss with everything kept is {loss.item()}, before anything was learned",
-            hint="use --dtype float32 or bfloat16, and check that the tokenizer belongs to the decoder",
+            hint=f"use {option('dtype', 'float32')} or bfloat16, "
+            "and check that the tokenizer belongs to the decoder",
         )
     loss.backward()
     assert masks.grad is not None
@@ -301,7 +303,7 @@ def check_gates(problem: Problem) -> None:
         raise PassError(
             f"every gate must act on the loss, and {len(dead)} of {len(sizes)} get a gradient of zero",
             where=", ".join(dead[:5]) + (" …" if len(dead) > 5 else ""),
-            hint="leave these branches dense with --skip",
+            hint=f"leave these branches dense with {option('skip')}",
         )
 
 
@@ -375,7 +377,7 @@ def _as_drawn(mask_N: Tensor, settings: LearnSettings) -> Tensor:
 def _no_samples(samples: int, reason: str) -> DispfxError:
     return DispfxError(
         f"{samples} samples of the masks a batch were asked, and this decoder mixes its sequences: {reason}",
-        hint="use --samples 1",
+        hint=f"use {option('samples', 1)}",
     )
 
 
@@ -383,5 +385,6 @@ def _diverged(position: Position, loss: float) -> DispfxError:
     return DispfxError(
         f"learning was stopped at step {position.step}: the loss ({loss}) or its gradient was not finite "
         f"{position.bad_in_a_row} times in a row",
-        hint="use a smaller --lr, or --dtype float32 or bfloat16; the state before is kept for --resume",
+        hint=f"use a smaller {option('lr')}, or {option('dtype', 'float32')} or bfloat16; "
+        f"the state before is kept for {option('resume')}",
     )

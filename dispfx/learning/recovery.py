@@ -31,6 +31,7 @@ from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
 from dispfx.learning.state import Position, load_state, save_state
 from dispfx.learning.text import Batches
 from dispfx.settings.recovery_settings import RecoverySettings
+from dispfx.words.option_names import option
 
 _LARGEST_NORM = 1.0
 _WARM_UP = 0.05
@@ -309,7 +310,7 @@ class _Run:
             raise DataError(
                 "the processes of the run find different states to resume from",
                 where=str(folder),
-                hint="put --out on a disk that all hosts share",
+                hint=f"put {option('out')} on a disk that all hosts share",
             )
         if found is None:
             return
@@ -319,7 +320,7 @@ class _Run:
             raise DataError(
                 f"the state to resume from is damaged: {error}",
                 where=str(folder),
-                hint="start again without --resume",
+                hint=f"start again without {option('resume')}",
             ) from error
 
     @torch.no_grad()
@@ -361,7 +362,7 @@ def _require_shape(name: str, found: Tensor, wanted: Tensor) -> None:
 def _not_finite(what: str, value: float) -> DispfxError:
     return DispfxError(
         f"{what} is {value}, and nothing was written",
-        hint="try a smaller --lr, or --dtype float32, without --resume where a state was saved",
+        hint=f"try a smaller {option('lr')}, without {option('resume')} where a state was saved",
     )
 
 

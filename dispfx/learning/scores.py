@@ -37,6 +37,7 @@ from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import Groups, hard_masks, harden
 from dispfx.plan.plan_making import site_scores
 from dispfx.settings.learning_settings import METHOD_ALIASES, Method, seed_for
+from dispfx.words.option_names import option
 from dispfx.words.own_function import OwnFunction, own_or_choice, shown
 
 SEQUENCES = 64
@@ -151,10 +152,10 @@ def _require_finite(scores_N: Tensor, problem: Problem) -> None:
         if not bool(scores.isfinite().all()):
             method = shown(problem.settings.method)
             raise DispfxError(
-                f"the scores of --method {method} must be finite: found NaN or infinity in {site.name}; the "
-                "decoder's activations contain NaN or infinity",
+                f"the scores of {option('method', method)} must be finite: "
+                f"found NaN or infinity in {site.name}; the decoder's activations contain NaN or infinity",
                 where=site.slices[0].parameter,
-                hint="use --dtype float32 or bfloat16, or another --method",
+                hint=f"use {option('dtype', 'float32')} or bfloat16, or another {option('method')}",
             )
 
 

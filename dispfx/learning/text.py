@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dispfx.errors import DataError
 from dispfx.settings.learning_settings import seed_for
+from dispfx.words.option_names import option
 
 HELD_OUT_SHARE = 0.1
 _DIGEST_CHUNK = 1 << 16
@@ -97,7 +98,7 @@ class TokenBatches:
             raise DataError(
                 f"a sequence of {self.seq_len} tokens has no room for text after the {len(self.bos)} that it "
                 "begins with",
-                hint="use a larger --seq-len, or --bos off",
+                hint=f"use a larger {option('seq_len')}, or {option('bos', 'off')}",
             )
         if self.windows < 1:
             held_out = 0 if self.held_out is None else len(self.held_out)
@@ -105,7 +106,7 @@ class TokenBatches:
             raise DataError(
                 f"one sequence needs {self._stride:,} tokens, and the text to learn from has "
                 f"{len(self.tokens):,}{aside}",
-                hint="give a longer text, or a smaller --seq-len",
+                hint=f"give a longer text, or a smaller {option('seq_len')}",
             )
 
     @staticmethod

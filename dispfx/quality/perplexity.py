@@ -56,6 +56,11 @@ class Perplexity:
     value: float
     protocol: Mapping[str, Any]
 
+    @classmethod
+    def of(cls, loss: float, protocol: Mapping[str, Any]) -> "Perplexity":
+        """Return the perplexity of a mean negative log-likelihood, in nats."""
+        return cls(_exp(loss), protocol)
+
 
 def perplexity(
     decoder: Callable[[Tensor], Any],
@@ -82,6 +87,28 @@ def perplexity(
         DataError: if there is no token to predict, or `context` or `windows` leaves none.
     """
     text = text or TextFacts()
+    check_measurable(tokens, context, windows, text)
+    first = first_predicted(text.bos)
+    likelihood, predicted, used = 0.0, 0, 0
+    with torch.no_grad():
+        for ids_BT in windows_of(tokens, context, windows, batch_size, text.bos):
+            ids_BT = ids_BT.to(device=device, dtype=torch.int64)
+            place = 1
+            for logits_BRV in by_rows(decoder, ids_BT).chunks(ids_BT):
+                likelihood += negative_log_likelihood(logits_BRV, ids_BT, place, first)
+                place += logits_BRV.shape[1]
+                del logits_BRV  # before the next chunk is made
+            predicted += ids_BT[:, first:].numel()
+            used += len(ids_BT)
+    return Perplexity.of(likelihood / predicted, protocol_of(text, context, used, predicted))
+
+
+def check_measurable(tokens: Tensor, context: int, windows: int | None, text: TextFacts) -> None:
+    """Pass if there is something to predict.
+
+    Raises:
+        DataError: if there is no token to predict, or `context` or `windows` leaves none.
+    """
     fewest = max(2, len(text.bos) + 1)
     if context < fewest:
         raise DataError(f"a window must hold {fewest} tokens or more, and the context is {context}")
@@ -91,24 +118,19 @@ def perplexity(
         raise DataError(
             f"the text must have 2 tokens or more to predict one, and has {len(tokens)}", where=text.name
         )
-    first = first_predicted(text.bos)
-    likelihood, predicted, used = 0.0, 0, 0
-    with torch.no_grad():
-        for ids_BT in windows_of(tokens, context, windows, batch_size, text.bos):
-            ids_BT = ids_BT.to(device=device, dtype=torch.int64)
-            likelihood += _negative_log_likelihood(decoder, ids_BT, first)
-            predicted += ids_BT[:, first:].numel()
-            used += len(ids_BT)
-    protocol = {
+
+
+def protocol_of(text: TextFacts, context: int, windows: int, tokens: int) -> dict[str, Any]:
+    """Return the protocol of a measurement, as `Perplexity` has it."""
+    return {
         "text": text.name,
         "context": context,
-        "windows": used,
-        "tokens": predicted,
+        "windows": windows,
+        "tokens": tokens,
         "held_out_share": text.held_out_share,
         "bos": text.bos,
         "unknown_share": text.unknown_share,
     }
-    return Perplexity(_exp(likelihood / predicted), protocol)
 
 
 def windows_of(
@@ -137,21 +159,18 @@ def _begun(ids_BT: Tensor, bos: tuple[int, ...]) -> Tensor:
     return torch.cat([torch.tensor(bos).expand(len(ids_BT), -1), ids_BT.to("cpu", torch.int64)], dim=1)
 
 
-def _negative_log_likelihood(decoder: Callable[[Tensor], Any], ids_BT: Tensor, first: int) -> float:
-    """Return -Σ log p of every token from place `first` of each window, in nats."""
-    total, place = 0.0, 1
-    for logits_BRV in by_rows(decoder, ids_BT).chunks(ids_BT):
-        # Token `place` is predicted by the first row.
-        skipped = max(0, first - place)
-        targets_BR = ids_BT[:, place + skipped : place + logits_BRV.shape[1]].to(logits_BRV.device)
-        for logits_RV, targets_R in zip(logits_BRV[:, skipped:], targets_BR, strict=True):
-            losses_R = functional.cross_entropy(
-                logits_RV[: len(targets_R)].float(), targets_R, reduction="none"
-            )
-            total += float(losses_R.double().sum())
-            del logits_RV
-        place += logits_BRV.shape[1]
-        del logits_BRV  # before the next chunk is made
+def negative_log_likelihood(logits_BRV: Tensor, ids_BT: Tensor, place: int, first: int) -> float:
+    """Return -Σ log p of the tokens that some rows of logits predict, in nats.
+
+    Args:
+        place: of the token that the first row predicts.
+        first: place of the first token of a window that counts.
+    """
+    total, skipped = 0.0, max(0, first - place)
+    targets_BR = ids_BT[:, place + skipped : place + logits_BRV.shape[1]].to(logits_BRV.device)
+    for logits_RV, targets_R in zip(logits_BRV[:, skipped:], targets_BR, strict=True):
+        losses_R = functional.cross_entropy(logits_RV[: len(targets_R)].float(), targets_R, reduction="none")
+        total += float(losses_R.double().sum())
     return total
 
 

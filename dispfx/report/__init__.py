@@ -20,6 +20,7 @@ from dispfx.report.card import FolderContents, model_card
 from dispfx.report.json_form import from_json, load_report, save_report, to_json, to_plain
 from dispfx.report.observer import NullObserver, Observer, TerminalObserver
 from dispfx.report.schema import (
+    Behaviour,
     Bytes,
     Parameters,
     PerplexityChange,
@@ -34,6 +35,7 @@ from dispfx.report.schema import (
 )
 
 __all__ = [
+    "Behaviour",
     "Bytes",
     "FolderContents",
     "NullObserver",

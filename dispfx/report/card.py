@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from dispfx.report.numbers import shown_perplexity
-from dispfx.report.schema import Report
+from dispfx.report.schema import Behaviour, Report
 from dispfx.report.settings_table import settings_rows
 from dispfx.report.tuning_record import tuning_lines
 from dispfx.verification.equivalence import Verification
@@ -93,7 +93,9 @@ def _figures(report: Report) -> str:
         f"| bytes | {report.bytes.dense:,} | {report.bytes.pruned:,} |",
     ]
     measured = report.perplexity
-    if measured is not None:
+    lines += [_of_text(one) for one in report.behaviour[:1]]
+    lines += [_of_text(one, f", {one.text}") for one in report.behaviour[1:]]
+    if measured is not None and not report.behaviour:
         lines.append(
             f"| perplexity | {shown_perplexity(measured.dense)} | {shown_perplexity(measured.pruned)} |"
         )
@@ -114,7 +116,20 @@ def _figures(report: Report) -> str:
         f"windows of {protocol.context} tokens without overlap, {protocol.tokens:,} predicted tokens."
         f"{protocol.begins}",
     ]
+    if report.behaviour:
+        lines[-1] += (
+            " KL is the mean over tokens of KL(dense ‖ pruned) in nats; the percentage is how often both "
+            "decoders find the same token likeliest."
+        )
     return "\n".join(lines)
+
+
+def _of_text(one: Behaviour, of: str = "") -> str:
+    return (
+        f"| KL per token{of} | 0 | {one.kl:.4f} ({one.top1:.1%}) |\n"
+        f"| perplexity{of} | {shown_perplexity(one.perplexity_dense)} "
+        f"| {shown_perplexity(one.perplexity_pruned)} |"
+    )
 
 
 def _tuned(report: Report) -> str:
@@ -178,7 +193,11 @@ def _without_cache(report: Report) -> str:
 
 
 def _origin(report: Report, data: str) -> str:
-    learned = f" The masks were learned from {data}." if data else ""
+    learned = (
+        (f" The masks were learned from {data}; figures measured on text of that kind flatter them.")
+        if data
+        else ""
+    )
     gives = "these weights again" if report.tuned is None else "the weights before they were tuned"
     return (
         f"## How it was made\n\n```\n{report.command}\n```\n\n"

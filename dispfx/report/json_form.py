@@ -29,7 +29,7 @@ def to_json(report: Report) -> str:
     plain = to_plain(report)
     for absent in [
         name
-        for name in ("skills", "tuned", "files", "settings", "onnx_without_cache", "lengths")
+        for name in ("behaviour", "skills", "tuned", "files", "settings", "onnx_without_cache", "lengths")
         if not getattr(report, name)
     ]:
         del plain[absent]

@@ -13,6 +13,9 @@ from dispfx.learning.recovery import HeldOut
 from dispfx.settings.recovery_settings import Train
 from dispfx.verification.equivalence import Verification
 
+# Less is what rounding may do.
+_NOTICED_KL = 0.01
+
 
 @dataclass(frozen=True)
 class Ratio:
@@ -80,6 +83,31 @@ class PerplexityChange:
     dense: float
     pruned: float
     protocol: Protocol
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """How alike the pruned and the dense decoder predict a text; the first one's windows are `perplexity`'s.
+
+    Args:
+        text: its name.
+        tokens: that were predicted.
+        kl: mean over tokens of KL(dense ‖ pruned), in nats.
+        top1: share of tokens for which both find the same one likeliest.
+        perplexity_dense, perplexity_pruned: on this text.
+    """
+
+    text: str
+    tokens: int
+    kl: float
+    top1: float
+    perplexity_dense: float
+    perplexity_pruned: float
+
+    @property
+    def flattered(self) -> bool:
+        """Whether the pruned decoder predicts the text better than the dense one, and otherwise than it."""
+        return self.perplexity_pruned < self.perplexity_dense and self.kl > _NOTICED_KL
 
 
 @dataclass(frozen=True)
@@ -170,6 +198,7 @@ class Report:
         parameters: before and after.
         bytes: before and after.
         perplexity: before and after; None where no text was given to measure on.
+        behaviour: of the two decoders on each text that was measured; empty in reports without such an entry.
         verify: every comparison of two forms of the pruned decoder.
         sites: what each site keeps.
         refused: what was left dense.
@@ -203,6 +232,7 @@ class Report:
     device: str
     seconds: Mapping[str, float]
     command: str
+    behaviour: tuple[Behaviour, ...] = ()
     skills: Mapping[str, SkillChange] = field(default_factory=dict)
     tuned: Tuning | None = None
     files: Mapping[str, str] = field(default_factory=dict)

@@ -107,7 +107,7 @@ class Opened:
             raise OutputError(
                 "this needs a checkpoint, and the folder holds program.pt2 alone",
                 where=str(self.path),
-                hint="name other forms when the folder is written, as in apply MODEL PLAN --export onnx",
+                hint="write other forms with the folder, as in `dispfx apply MODEL PLAN --export onnx`",
             )
         return self.program.graph_module
 

@@ -18,6 +18,7 @@ from dispfx.ir.program import Program
 from dispfx.learning.objective import OBJECTIVES
 from dispfx.learning.text import Batches
 from dispfx.settings import ComputeSettings, LearnSettings
+from dispfx.words.option_names import option
 
 # Of what is free; the rest is for what kernels need and an allocator rounds up.
 _USABLE = 0.9
@@ -93,7 +94,7 @@ def _sharding(program: Program, compute: ComputeSettings, ranks: Ranks) -> Shard
     if ranks.size == 1:
         raise DispfxError(
             "the weights lie in parts on several processes, and there is one",
-            hint="use --launch N or torchrun with --shard, or leave out --shard",
+            hint=f"use {option('launch')} or torchrun with {option('shard')}, or leave out {option('shard')}",
         )
     return Sharding(rows_of(dict(program.tensors())), ranks.size, torch.device(compute.shard_on))
 

@@ -24,6 +24,7 @@ from dispfx.run.fitting import fitted_settings, settings_for
 from dispfx.run.learning_setup import device_of_learning, prepared_loss
 from dispfx.settings import BudgetSettings, ComputeSettings, LearnSettings, changed_settings, learn_settings
 from dispfx.settings.field import section_fields
+from dispfx.words.option_names import option
 from dispfx.words.own_function import shown
 
 
@@ -83,8 +84,9 @@ def learn(
     if chosen.method != "learned":
         if compute is not None and compute.shard_on is not None:
             raise DispfxError(
-                f"--shard is for learning, and --method {shown(chosen.method)} scores features once",
-                hint="leave out --shard",
+                f"{option('shard')} is for learning, and "
+                f"{option('method', shown(chosen.method))} scores features once",
+                hint=f"leave out {option('shard')}",
             )
         if start_from is not None:
             raise DispfxError(f"method {shown(chosen.method)} scores features once, and starts from no plan")
@@ -158,8 +160,9 @@ def _check_packing(program: Program, settings: LearnSettings) -> None:
         )
     if settings.method != "learned":
         raise DispfxError(
-            f"--packing documents is for learning, --method {shown(settings.method)} scores features once",
-            hint="leave out --packing",
+            f"{option('packing', 'documents')} is for learning, and "
+            f"{option('method', shown(settings.method))} scores features once",
+            hint=f"leave out {option('packing')}",
         )
 
 

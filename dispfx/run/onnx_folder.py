@@ -42,6 +42,7 @@ from dispfx.source.own_code import carry_code
 from dispfx.verification.equivalence import SHAPES_BT, Verification, random_token_ids, require
 from dispfx.verification.onnx_model import Answers, Reference, onnx_lines, whole_answers, with_cached_answers
 from dispfx.words.choices import require_choice
+from dispfx.words.option_names import option
 
 FOLDER = "onnx"
 
@@ -92,7 +93,7 @@ def write_onnx(
         VerificationError: if a comparison does not hold; nothing is left behind.
         UnsupportedGraphError: if the exporter cannot translate the decoder.
     """
-    require_choice(get_args(WriteSpelling), write, "--write")
+    require_choice(get_args(WriteSpelling), write, option("write"))
     if opened.plan is not None and opened.plan.lengths is not None:
         require_onnx_lengths(opened.plan.lengths, named_context(opened.config))
     answers = whole_answers(_reference(opened), shapes)
@@ -209,7 +210,7 @@ def _spelled(program: Program, write: WriteSpelling) -> Program:
     if program.dtype in (torch.float16, torch.bfloat16):
         raise UnsupportedGraphError(
             f"ONNX Runtime has no adding scatter for {str(program.dtype).removeprefix('torch.')}",
-            hint="leave out --write index-add",
+            hint=f"leave out {option('write', 'index-add')}",
         )
     return program
 

@@ -13,6 +13,7 @@ from dispfx.plan.budget import BudgetOf
 from dispfx.plan.plan import Plan
 from dispfx.source import Source
 from dispfx.verification.graphs import dense_lines
+from dispfx.words.option_names import option
 
 
 def ordinary_decoder(source: Source, program: Program, plan: Plan, lowered: nn.Module) -> Any:
@@ -57,5 +58,5 @@ def _no_ordinary_decoder(reason: str, source: Source) -> UnsupportedGraphError:
     return UnsupportedGraphError(
         f"no smaller decoder of this class is an ordinary one: {reason}",
         where=type(source.model).__name__,
-        hint="leave out --export dense; the folder itself loads with dispfx",
+        hint=f"leave out {option('export', 'dense')}; the folder itself loads with dispfx",
     )

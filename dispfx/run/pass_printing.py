@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from dispfx.compiler.stages import PASSES
-from dispfx.pipeline import printing_after
+from dispfx.ir.pipeline import printing_after
 from dispfx.report import NullObserver, Observer
 from dispfx.words.choices import require_choice
 
@@ -21,7 +21,7 @@ def printing(names: Sequence[str], observer: Observer | None = None) -> Iterator
         DispfxError: if there is no pass of a name, listing the passes that there are.
     """
     for name in names:
-        require_choice(PASSES, name, "--print-after")
+        require_choice(PASSES, name, "a pass to print after")
     watcher = observer or NullObserver()
     with printing_after(names, watcher.printed) as printer:
         yield

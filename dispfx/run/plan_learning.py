@@ -28,6 +28,7 @@ from dispfx.run.timed_stages import Stages
 from dispfx.settings import LearnSettings, RunSettings
 from dispfx.settings.sections import state_place
 from dispfx.source import Source
+from dispfx.words.option_names import option
 
 # A folder without recovery, and the state of recovery, where that was asked for.
 DRAFT, RECOVERY = "pruned", "recovery"
@@ -120,19 +121,21 @@ def state_folder(path: Path, resume: bool) -> Path:
         OutputError: if DIR.state exists and is not to be resumed, or holds what no run wrote.
     """
     if not path.name:
-        raise OutputError("the output needs a name", where=str(path), hint="name a folder with --out")
+        raise OutputError(
+            "the output needs a name", where=str(path), hint=f"name a folder with {option('out')}"
+        )
     state = state_place(path)
     if os.path.lexists(state) and not _is_state(state):
         raise OutputError(
             "the run keeps its state here until it is complete, and this is something else",
             where=str(state),
-            hint="name another folder with --out",
+            hint=f"name another folder with {option('out')}",
         )
     if state.exists() and not resume:
         raise OutputError(
             "an unfinished run left its state",
             where=str(state),
-            hint="go on with --resume, or remove that folder to start anew",
+            hint=f"go on with {option('resume')}, or remove that folder to start anew",
         )
     return state
 

@@ -20,7 +20,8 @@ from dispfx.report.numbers import shown_bytes
 from dispfx.run.learning_setup import own_part
 from dispfx.settings import ComputeSettings, LearnSettings, ModelSettings
 from dispfx.source import dtype_of
-from dispfx.source.stored import loaded_bytes
+from dispfx.source.loaded_size import loaded_bytes
+from dispfx.words.option_names import option
 
 _SURE = 0.85
 
@@ -47,7 +48,8 @@ def require_room_for_weights(model: ModelSettings, *, copies: float = 1.0) -> No
                 copies * size,
                 free,
                 device,
-                "--dtype bfloat16 halves float32 weights; `dispfx inspect MODEL --config-only` needs none",
+                f"{option('dtype', 'bfloat16')} halves float32 weights; "
+                "`dispfx inspect MODEL --config-only` needs none",
             )
 
 
@@ -75,10 +77,10 @@ def require_room_to_learn(
             needed,
             free,
             program.device,
-            "a smaller --batch-size or --seq-len"
-            + (", --checkpointing on" if chosen.checkpointing == "off" else "")
-            + (", --hypernetwork linear" if settings.hypernetwork == "full" else "")
-            + ", or --launch N",
+            f"a smaller {option('batch_size')} or {option('seq_len')}"
+            + (f", {option('checkpointing', 'on')}" if chosen.checkpointing == "off" else "")
+            + (f", {option('hypernetwork', 'linear')}" if settings.hypernetwork == "full" else "")
+            + f", or {option('launch')}",
         )
 
 

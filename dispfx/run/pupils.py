@@ -36,6 +36,7 @@ from dispfx.source import Source, dtype_of
 from dispfx.verification.equivalence import SHAPES_BT, Verification, compare_decoders
 from dispfx.verification.graphs import TOLERANCES
 from dispfx.words.choices import choice
+from dispfx.words.option_names import option
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +138,7 @@ def _scales(program: Program, plan: Plan, settings: RecoverySettings) -> Pupil:
         raise DispfxError(
             "no scale of a site can be folded into the weights of this decoder",
             where=program.model_class,
-            hint="use --train weights",
+            hint=f"use {option('train', 'weights')}",
         )
     program.graph_module.requires_grad_(False)
     student = graph_student(for_training(scaled.program, settings.seq_len), scaled.scales)
@@ -169,7 +170,7 @@ def _adapters(opened: Opened, dtype: str | None, settings: RecoverySettings) -> 
         raise OutputError(
             "adapters need a folder that transformers loads, and this one holds a graph",
             where=str(opened.path),
-            hint="use --train weights or --train scales",
+            hint=f"use {option('train', 'weights')} or {option('train', 'scales')}",
         )
     model = with_adapters(own_model(opened, dtype), settings, str(opened.path)).eval()
     return Pupil(adapted_student(model), partial(module_logits, model), model, dict, lambda values: [])

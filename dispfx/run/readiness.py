@@ -19,6 +19,7 @@ from dispfx.ir.program import Program
 from dispfx.ir.sites import Select
 from dispfx.learning.text import Batches
 from dispfx.plan.latency_table import CostTable, latency_table
+from dispfx.run.decoder_files import require_writable
 from dispfx.run.fitting import fitted_settings
 from dispfx.run.learning_setup import device_of_learning
 from dispfx.run.length_checks import require_lengths, require_onnx_lengths
@@ -28,7 +29,6 @@ from dispfx.run.preflight import require_room_for_weights, require_room_to_learn
 from dispfx.run.rehearsal import rehearse
 from dispfx.run.run_text import Text, TextChoice, open_text, require_tokens, separator_of
 from dispfx.run.timed_stages import Stages
-from dispfx.run.writing import require_writable
 from dispfx.settings import LearnSettings, RunSettings
 from dispfx.source import Source
 from dispfx.source.context import context_of

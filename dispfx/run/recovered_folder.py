@@ -7,7 +7,7 @@ anew.  The result is never worse than DIR on the second text: where KL has risen
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,11 +29,9 @@ from dispfx.huggingface.adapters import load_adapters, save_adapters
 from dispfx.huggingface.saving import PrunedModel
 from dispfx.ir.program import Program
 from dispfx.learning.recovery import Keeping, Recovered, RecoveryStep, recover
-from dispfx.quality.agreement import Agreement
-from dispfx.quality.perplexity import Perplexity
+from dispfx.quality.agreement import Comparison
 from dispfx.report import (
     FolderContents,
-    PerplexityChange,
     Protocol,
     Report,
     SkillChange,
@@ -44,13 +42,20 @@ from dispfx.report import (
 )
 from dispfx.report.page import write_page
 from dispfx.report.tuning_record import RECORD_FILE, adapter_card, write_record
+from dispfx.run.folder_report import (
+    PROBE_SAMPLES,
+    PROBE_SEED,
+    behaviour_of,
+    device_name,
+    perplexity_change,
+    versions,
+)
 from dispfx.run.folders import Opened, open_folder
 from dispfx.run.onnx_folder import write_onnx
 from dispfx.run.plan_learning import resumption
 from dispfx.run.pupils import Pupil, own_model
 from dispfx.run.recovering import Gauge, Recovery, training_of
 from dispfx.run.timed_stages import Stages
-from dispfx.run.writing import PROBE_SAMPLES, PROBE_SEED, device_name, versions
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.source.own_code import is_own_code, private_code
 from dispfx.source.transformers_classes import code_of_class
@@ -88,22 +93,24 @@ def recover_folder(job: Recovery, stages: Stages) -> Tuning:
         lowered, pupil, task = training_of(job, opened)
     with stages("measure"):
         gauge = Gauge(job)
-        before = gauge.perplexity(pupil.decoder), gauge.agreement(pupil.decoder)
+        before = gauge.all(pupil.decoder)
     if job.resume:
         stages.observer.note(resumption(job.state))
     with stages("recover"):
         run = recover(task, Keeping(job.state, job.resume, _watch(job.settings, stages)))
     with stages("measure"):
-        agreed = gauge.agreement(pupil.decoder)
-    kept = agreed.kl_nats < before[1].kl_nats
+        found = gauge.on(pupil.decoder, gauge.second).agreement.kl_nats
+    kl = before[-1].agreement.kl_nats
+    kept = found < kl
     if not kept:
         stages.observer.note(
-            f"recovery did not help: KL on {gauge.second.name or 'the second text'} was "
-            f"{before[1].kl_nats:.4f} and became {agreed.kl_nats:.4f}; the weights stay what they were"
+            f"recovery did not help: KL on {gauge.second.about.name or 'the second text'} was {kl:.4f} "
+            f"and became {found:.4f}; the weights stay what they were"
         )
     trained = sum(one.numel() for one in task.student.trained.values())
-    told = _told(job, run, trained, Outcome(*before, agreed if kept else before[1], kept))
-    return Writer(job, opened, lowered, pupil, gauge, stages).write(told, run)
+    told = _told(job, run, trained, before)
+    writer = Writer(job, opened, lowered, pupil, gauge, stages)
+    return writer.write(replace(told, kept=kept), run)
 
 
 def _watch(settings: RecoverySettings, stages: Stages) -> Callable[[RecoveryStep], None]:
@@ -113,36 +120,31 @@ def _watch(settings: RecoverySettings, stages: Stages) -> Callable[[RecoveryStep
     return on_step
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Perplexity before training, KL on the second text before and after, and whether the result is kept."""
-
-    perplexity: Perplexity
-    before: Agreement
-    after: Agreement
-    kept: bool
-
-
-def _told(job: Recovery, run: Recovered, trained: int, outcome: Outcome) -> Tuning:
-    settings = job.settings
+def _told(job: Recovery, run: Recovered, trained: int, before: Sequence[Comparison]) -> Tuning:
+    """Return the record of a run; what was reached is still what was before."""
     chosen = ("train", "rank", "alpha", "lr", "steps", "batch_size", "seq_len", "seed")
+    first, second = before[0].pruned, before[-1].agreement
     return Tuning(
         base=job.base or str(job.folder),
         dense=job.dense.name,
         data=job.text.learned_name,
         parameters=trained,
-        before=outcome.perplexity.value,
-        after=outcome.perplexity.value,
-        protocol=Protocol(**outcome.perplexity.protocol),
-        kl_before=outcome.before.kl_nats,
-        kl_after=outcome.after.kl_nats,
-        kl_text=job.second_text.name,
-        kl_tokens=outcome.after.tokens,
-        kept=outcome.kept,
+        before=first.value,
+        after=first.value,
+        protocol=Protocol(**first.protocol),
+        kl_before=second.kl_nats,
+        kl_after=second.kl_nats,
+        kl_text=job.second_text.about.name,
+        kl_tokens=second.tokens,
+        kept=False,
         held_out=run.held_out,
         steps_done=len(run.steps),
-        **{name: getattr(settings, name) for name in chosen},
+        **{name: getattr(job.settings, name) for name in chosen},
     )
+
+
+def _reached(told: Tuning, after: Sequence[Comparison]) -> Tuning:
+    return replace(told, after=after[0].pruned.value, kl_after=after[-1].agreement.kl_nats)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,8 +172,7 @@ class Writer:
         save_adapters(self.pupil.module, folder)
         adapted = load_adapters(own_model(self.opened), folder)
         with self.stages("measure"):
-            after = self.gauge.perplexity(partial(module_logits, adapted)).value
-        told = replace(told, after=after)
+            told = _reached(told, self.gauge.all(partial(module_logits, adapted)))
         card = adapter_card(told, self.job.path.name, own_code=is_own_code(adapted.get_base_model()))
         (folder / "README.md").write_text(card, encoding="utf-8")
         return told
@@ -186,13 +187,17 @@ class Writer:
         no_cache = self._exported(again, lines)
         with self.stages("measure"):
             decoder = partial(module_logits, again.decoder)
-            told = replace(told, after=self.gauge.perplexity(decoder).value)
+            after = self.gauge.all(decoder)
+        told = _reached(told, after)
         if is_saved_again(self.opened.path):
             self.stages.observer.note("the folder has no report that the recovered one could continue")
             return told
         with self.stages("digest"):
             files = digests(folder)
-        report = self._report(folder, told, tuple(lines), files, decoder)
+        with self.stages("measure"):
+            skills = self._skills(decoder)
+        report = self._report(folder, told, tuple(lines), after, files)
+        report = replace(report, skills=skills)
         report = replace(report, onnx_without_cache=no_cache)
         save_report(report, folder / "report.json")
         contents = FolderContents(
@@ -293,22 +298,19 @@ class Writer:
         folder: Path,
         told: Tuning,
         lines: tuple[Verification, ...],
+        after: tuple[Comparison, ...],
         files: dict[str, str],
-        decoder: Callable[[Tensor], Any],
     ) -> Report:
         """Return the report of OUT: the plan's figures, and what was measured on the new weights."""
         was = load_report(self.opened.path / "report.json")
         parameters, size = stored_size(folder)
-        with self.stages("measure"):
-            dense = self._dense_perplexity(was, told)
-            skills = self._skills(was, decoder)
         cut = tuple(line for line in was.verify if not line.name.startswith(_OF_FILES))
         return replace(
             was,
             parameters=replace(was.parameters, pruned=parameters),
             bytes=replace(was.bytes, pruned=size),
-            perplexity=PerplexityChange(dense, told.after, told.protocol),
-            skills=skills,
+            perplexity=perplexity_change(after),
+            behaviour=tuple(map(behaviour_of, after)),
             verify=(*cut, *lines),
             versions=versions(),
             device=device_name(self.job.device),
@@ -318,13 +320,8 @@ class Writer:
             files=files,
         )
 
-    def _dense_perplexity(self, was: Report, told: Tuning) -> float:
-        known = was.perplexity
-        if known is not None and known.protocol == told.protocol:
-            return known.dense
-        return self.gauge.dense_perplexity().value
-
-    def _skills(self, was: Report, decoder: Callable[[Tensor], Any]) -> dict[str, SkillChange]:
+    def _skills(self, decoder: Callable[[Tensor], Any]) -> dict[str, SkillChange]:
+        was = load_report(self.opened.path / "report.json")
         if not was.skills:
             return {}
         after = skill_probe(decoder, self.job.dense.tokenizer, PROBE_SEED, PROBE_SAMPLES)

@@ -25,18 +25,18 @@ from dispfx.errors import DataError
 from dispfx.ir.program import Program
 from dispfx.learning.recovery import Keeping, RecoveryTask, recover
 from dispfx.learning.text import TokenBatches
-from dispfx.quality.agreement import Agreement, agreement
-from dispfx.quality.measuring import measure
-from dispfx.quality.perplexity import Perplexity
+from dispfx.quality.agreement import Comparison
+from dispfx.quality.measuring import measure_both
 from dispfx.run.folders import Opened, open_folder
 from dispfx.run.length_checks import window_of
 from dispfx.run.pupils import Pupil, folder_plan, lowered_of, pupil_of
-from dispfx.run.run_text import Text, split_held_out
+from dispfx.run.run_text import MeasuredText, Text, split_held_out
 from dispfx.run.students import graph_predictions
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.source import Source
+from dispfx.words.option_names import option
 
-# Held-out text is measured again and again, the second text twice.
+# Held-out text is measured again and again, the second text three times.
 _MOST_HELD_OUT_TOKENS = 2**15
 _MOST_COMPARED_TOKENS = 2**16
 
@@ -94,7 +94,7 @@ class Recovery:
         return window_of(self.dense, self.program, None)
 
     @property
-    def second_text(self) -> "SecondText":
+    def second_text(self) -> MeasuredText:
         """What the recovered decoder must not be worse on."""
         return second_text_of(self.text)
 
@@ -103,24 +103,21 @@ class Recovery:
         return open_folder(self.folder, device=self.device, trust_remote_code=self.own_code)
 
 
-@dataclass(frozen=True)
-class SecondText:
-    """The text that decides whether recovered weights are kept."""
+def second_text_of(text: Text) -> MeasuredText:
+    """Return the text that a recovered decoder must not be worse on: the last one of those measured.
 
-    name: str
-    tokens: Tensor
-    bos: tuple[int, ...]
-
-
-def second_text_of(text: Text) -> SecondText:
-    """Return what the recovered decoder must not be worse on: the text to measure on.
+    It is the project's text of many kinds, unless the user named several or the tokenizer does not know it.
 
     Raises:
         DataError: if there is none.
     """
-    if text.measure is None:
-        raise DataError("recovery needs text to measure on", hint="name a text with --eval-data or --data")
-    return SecondText(text.about.name, text.measure[:_MOST_COMPARED_TOKENS], text.about.bos)
+    if not text.measured:
+        raise DataError(
+            "recovery needs text to measure on",
+            hint=f"name a text with {option('data')} or {option('eval_data')}",
+        )
+    last = text.measured[-1]
+    return MeasuredText(last.tokens[:_MOST_COMPARED_TOKENS], last.about)
 
 
 def train_along(job: Recovery) -> None:
@@ -154,7 +151,7 @@ def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], P
             f"held-out text needs {job.settings.seq_len} tokens or more, and the last tenth of the data has "
             f"{0 if text.held_out is None else len(text.held_out):,}",
             where=job.text.learned_name,
-            hint="use more text, or a smaller --seq-len",
+            hint=f"use more text, or a smaller {option('seq_len')}",
         )
     task = RecoveryTask(
         student=pupil.student,
@@ -189,36 +186,24 @@ def _fingerprint(job: Recovery, opened: Opened) -> str:
 
 
 class Gauge:
-    """Measures decoders on the texts of a job."""
+    """Measures decoders on the texts of a job, beside the dense one."""
 
     def __init__(self, job: Recovery):
         self._job = job
         self.second = job.second_text
-        self._dense = job.program.graph_module
 
-    def perplexity(self, decoder: Callable[[Tensor], Any]) -> Perplexity:
-        """Return the perplexity on the text to measure on."""
-        assert self._job.text.measure is not None
-        return measure(
+    def all(self, decoder: Callable[[Tensor], Any]) -> tuple[Comparison, ...]:
+        """Compare a decoder with the dense one on all texts, the second text last."""
+        return tuple(self.on(decoder, one) for one in (*self._job.text.measured[:-1], self.second))
+
+    def on(self, decoder: Callable[[Tensor], Any], text: MeasuredText) -> Comparison:
+        """Compare a decoder with the dense one on one text."""
+        return measure_both(
+            self._job.program.graph_module,
             decoder,
-            self._job.text.measure,
+            text.tokens,
             context=self._job.context,
             windows=self._job.windows,
             device=self._job.device,
-            text=self._job.text.about,
-        )
-
-    def dense_perplexity(self) -> Perplexity:
-        """Return that of the dense decoder."""
-        return self.perplexity(self._dense)
-
-    def agreement(self, decoder: Callable[[Tensor], Any]) -> Agreement:
-        """Return how alike a decoder and the dense one predict the second text."""
-        return agreement(
-            self._dense,
-            decoder,
-            self.second.tokens,
-            context=self._job.context,
-            device=self._job.device,
-            bos=self.second.bos,
+            text=text.about,
         )

@@ -24,15 +24,16 @@ from dispfx.capturing.module_capture import export_program
 from dispfx.compiler.programs import exportable, gated, lower_program
 from dispfx.deploy.exported import save_program
 from dispfx.errors import UnsupportedGraphError
+from dispfx.ir.pipeline import printing_after
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
-from dispfx.pipeline import printing_after
 from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan
-from dispfx.run.writing import modules_of
+from dispfx.run.decoder_files import modules_of
 from dispfx.source import Source
 from dispfx.verification.equivalence import SHAPES_BT, compare_decoders, random_token_ids, require
 from dispfx.verification.graphs import tolerance_of
+from dispfx.words.option_names import option
 
 _COMPARED_BYTES, _WRITTEN_BYTES = 2**32, 2**28
 
@@ -129,7 +130,8 @@ def _without_weights(program: Program) -> Program:
 
 def _no_zeroed_decoder(program: Program) -> UnsupportedGraphError:
     return UnsupportedGraphError(
-        "--export dense writes zeros, which would change the statistics that the decoder takes of weights",
+        f"{option('export', 'dense')} writes zeros, which would change "
+        "the statistics that the decoder takes of weights",
         where=next(iter(program.dense_statistics)),
-        hint="leave out --export dense; the folder itself loads with dispfx",
+        hint=f"leave out {option('export', 'dense')}; the folder itself loads with dispfx",
     )

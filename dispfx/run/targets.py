@@ -39,6 +39,7 @@ from dispfx.verification.graphs import (
     tolerance_of,
     zeroed_tensors,
 )
+from dispfx.words.option_names import option
 from dispfx.words.own_function import OwnFunction, own_or_choice
 
 DENSE_FOLDER = "dense"
@@ -135,9 +136,10 @@ def require_target(export: Any, source: Source) -> None:
         target_named(export)
     if export == "dense" and source.config is None:
         raise DispfxError(
-            "--export dense writes a checkpoint of transformers, which does not know this module",
+            f"{option('export', 'dense')} writes a checkpoint of transformers, "
+            "which does not know this module",
             where=source.name,
-            hint="--export pt2 writes the pruned graph",
+            hint=f"{option('export', 'pt2')} writes the pruned graph",
         )
 
 

@@ -6,12 +6,14 @@ from contextlib import contextmanager
 
 from dispfx.errors import DispfxError, MemoryShortage, first_line, memory_shortage
 from dispfx.report import Observer
+from dispfx.words.option_names import option
 
 # What makes a stage need less memory; the others need what they need.
 _LESS = {
-    "open": "--dtype bfloat16 halves float32 weights",
-    "learn": "use a smaller --batch-size or --seq-len, or --checkpointing on",
-    "tune": "use a smaller --batch-size or --seq-len",
+    "open": f"{option('dtype', 'bfloat16')} halves float32 weights",
+    "learn": f"use a smaller {option('batch_size')} or {option('seq_len')}, "
+    f"or {option('checkpointing', 'on')}",
+    "tune": f"use a smaller {option('batch_size')} or {option('seq_len')}",
 }
 _MORE = "end other programs, or use a machine or a card with more memory"
 

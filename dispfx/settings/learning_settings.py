@@ -14,6 +14,7 @@ from typing import Any, Literal
 from dispfx.errors import DispfxError
 from dispfx.settings.field import Section, refuse_unknown_names, setting
 from dispfx.words.choices import choice
+from dispfx.words.option_names import option
 
 EstimatorName = Literal["reinmax", "gumbel", "straight-through"]
 HypernetworkName = Literal["full", "linear", "none"]
@@ -172,7 +173,8 @@ class LearnSettings(Section):
         super().__post_init__()
         if self.batch_size % self.samples:
             raise DispfxError(
-                f"samples must be a divisor of batch_size ({self.batch_size}), {self.samples} was given",
+                f"{option('samples')} must be a divisor of {option('batch_size')} ({self.batch_size}), "
+                f"and {self.samples} was given",
                 where="LearnSettings.samples",
             )
 

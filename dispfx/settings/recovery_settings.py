@@ -88,7 +88,7 @@ class AfterwardsSettings(Section):
         common=True,
     )
     recover_steps: int | None = setting(
-        None, "Optimizer steps of --recover at most.", default="1,000; scales: 600; demo: 200", least=1
+        None, "Optimizer steps of the recovery at most.", default="1,000; scales: 600; demo: 200", least=1
     )
 
     @property

@@ -60,9 +60,7 @@ class RecoveredSettings(WritingSection):
     """What recovery writes, and where."""
 
     out: Path | None = setting(None, "Folder to write. It must not exist.", common=True, per_run=True)
-    merge: bool = setting(
-        False, "With --train lora: write a whole folder with the adapters merged in, instead of adapters."
-    )
+    merge: bool = setting(False, "Of adapters: write a whole folder with the adapters merged in.")
     resume: bool = setting(
         False, "Continue from the state that an interrupted run left.", common=True, per_run=True
     )

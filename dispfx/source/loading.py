@@ -17,6 +17,7 @@ from dispfx.source.tokenizer import load_tokenizer
 from dispfx.words.choices import choice
 from dispfx.words.chosen_device import chosen_device
 from dispfx.words.model_origin import origin_of
+from dispfx.words.option_names import option
 
 # An index names weights that should lie beside it.
 _WEIGHT_ENDINGS = (
@@ -113,7 +114,9 @@ def config_alone(spec: str) -> bool:
 
 def _check_revision(spec: str, origin: str, revision: str | None) -> None:
     if revision is not None and origin != "hub":
-        raise SourceError("--revision chooses a version of a hub id, and MODEL is none", where=spec)
+        raise SourceError(
+            f"{option('revision')} chooses a version of a hub id, and MODEL is none", where=spec
+        )
 
 
 def _location(spec: str, origin: str, revision: str | None) -> Location:
@@ -132,10 +135,10 @@ def _with_tokenizer(source: Source, tokenizer: str | None, trust_remote_code: bo
     if tokenizer is None:
         return source
     folder = Path(tokenizer).expanduser()
-    location = Location(str(folder)) if folder.is_dir() else reach_hub(tokenizer, None, "--tokenizer")
+    location = Location(str(folder)) if folder.is_dir() else reach_hub(tokenizer, None, option("tokenizer"))
     loaded, files = load_tokenizer(location, trust_remote_code)
     if loaded is None:
-        raise SourceError("--tokenizer names a folder without a tokenizer", where=tokenizer)
+        raise SourceError(f"{option('tokenizer')} names a folder without a tokenizer", where=tokenizer)
     return Source(
         source.model, loaded, source.config, source.name, source.origin, source.generation_config, files
     )
@@ -149,4 +152,4 @@ def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    return choice(_DTYPES, dtype, "--dtype")
+    return choice(_DTYPES, dtype, option("dtype"))

@@ -25,6 +25,7 @@ from dispfx.source.source import Source
 from dispfx.source.tokenizer import load_tokenizer
 from dispfx.source.transformers_classes import known_config
 from dispfx.words.model_origin import Origin
+from dispfx.words.option_names import option
 
 
 def load_pretrained(
@@ -101,7 +102,7 @@ def _needs_own_code(what: str, spec: str) -> SourceError:
     return SourceError(
         f"{what} needs code that comes with the checkpoint",
         where=spec,
-        hint="read that code, then allow it with --trust-remote-code",
+        hint=f"read that code, then allow it with {option('trust_remote_code', True)}",
     )
 
 

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 
 from dispfx.errors import DataError
 from dispfx.words.choices import require_choice
+from dispfx.words.option_names import option
 from dispfx.words.preconditions import check_files
 
 Bos = Literal["auto", "on", "off"]
@@ -98,7 +99,7 @@ class Reading:
             DataError: if fewer than one byte may be read.
             DispfxError: if there is no such choice of `bos`.
         """
-        require_choice(get_args(Bos), self.bos, "--bos")
+        require_choice(get_args(Bos), self.bos, option("bos"))
         if self.most_bytes < 1:
             raise DataError(f"one byte of text or more must be read, and {self.most_bytes} were asked")
 
@@ -140,7 +141,8 @@ def check_texts(words: Sequence[str | PurePath], weights: Sequence[float] | None
             )
     if weights and len(weights) != len(words):
         raise DataError(
-            f"one --data-weight a --data is needed, and there are {len(weights)} for {len(words)}",
+            f"one {option('data_weight')} per {option('data')} is needed, "
+            f"and there are {len(weights)} for {len(words)}",
             hint="give as many weights as texts, in the same order, or none",
         )
 
@@ -163,9 +165,9 @@ def repeated_texts(data: Sequence[str | PurePath], eval_data: Sequence[str | Pur
     learned, measured = list(map(text_origin, data)), list(map(text_origin, eval_data))
     twice = [one for index, one in enumerate(learned) if any(same_text(one, o) for o in learned[:index])]
     both = [one for one in measured if any(same_text(one, other) for other in learned)]
-    of_both = "--eval-data and --data both have {}: perplexity is measured on text that was learned from"
+    of_both = "{} is learned from and measured on: perplexity is measured on text that was learned from"
     return [
-        *(f"--data has {one.name} twice: text that is held out is learned from too" for one in twice),
+        *(f"{one.name} is named twice: text that is held out is learned from too" for one in twice),
         *(of_both.format(one.name) for one in both),
     ]
 

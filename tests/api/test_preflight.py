@@ -14,7 +14,7 @@ from dispfx.estimate.resident import resident_bytes
 from dispfx.run import preflight
 from dispfx.settings import ComputeSettings, ModelSettings
 from dispfx.settings.learning_settings import LearnSettings
-from dispfx.source.stored import loaded_bytes
+from dispfx.source.loaded_size import loaded_bytes
 from tests.captures import plain
 from tests.command_line import run
 from tests.tiny_transformers import tiny_transformer
@@ -130,7 +130,7 @@ def test_weights_that_do_not_fit_are_refused_with_what_is_missing(free: Any):
     free(int(0.8 * size))
     with pytest.raises(DispfxError, match=r"0\.7 MB are missing") as refusal:
         preflight.require_room_for_weights(ModelSettings("demo"))
-    assert refusal.value.exit_code == 2 and "--dtype bfloat16" in str(refusal.value)
+    assert refusal.value.exit_code == 2 and "`dtype='bfloat16'`" in str(refusal.value)
     with pytest.raises(DispfxError):
         free(int(1.2 * size))
         preflight.require_room_for_weights(ModelSettings("demo"), copies=1.7)
@@ -152,7 +152,7 @@ def test_learning_that_does_not_fit_is_refused_with_what_would_help(free: Any):
     free(int(0.8 * whole))
     with pytest.raises(DispfxError, match="are missing") as refusal:
         preflight.require_room_to_learn(program, settings, off)
-    assert "--batch-size" in str(refusal.value) and "--checkpointing on" in str(refusal.value)
+    assert "`batch_size`" in str(refusal.value) and "`checkpointing='on'`" in str(refusal.value)
     preflight.require_room_to_learn(program, settings, auto)
     free(int(0.8 * least))
     with pytest.raises(DispfxError):

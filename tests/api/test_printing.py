@@ -28,7 +28,7 @@ def test_every_file_of_a_pass_has_its_name_in_the_list():
 
 @pytest.mark.parametrize("name", ["lower_gates", "no-such-pass", ""])
 def test_an_unknown_pass_is_an_error_that_lists_the_passes(name: str):
-    listed = r"--print-after must be canonicalize or .*outline-layers"
+    listed = r"a pass to print after must be canonicalize or .*outline-layers"
     with pytest.raises(DispfxError, match=listed) as error, printing([name]):
         pytest.fail("nothing runs")
     assert error.value.exit_code == 2

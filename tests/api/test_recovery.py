@@ -19,6 +19,8 @@ from dispfx.demo import DECODER_FOLDER
 from dispfx.demo.demo_text import generate_text
 from dispfx.errors import DataError, DispfxError, OutputError, PlanMismatchError
 from dispfx.learning.state import saved_step
+from dispfx.quality.agreement import Comparison
+from dispfx.quality.measuring import measure_both
 from dispfx.report import Report, Tuning, load_report
 from dispfx.run.plan_learning import DRAFT, RECOVERY
 from dispfx.settings.recovery_settings import RecoverySettings
@@ -101,6 +103,7 @@ def test_sizes_files_plan_and_the_proof_of_the_cut_stay(recovered: tuple[Path, T
     own = {"weights": set(), "scales": {"folded = scaled"}, "lora": {"merged = adapters"}}[told.train]
     assert names - before == {"reloaded = recovered", "gather-add = checkpoint"} | own
     assert report.perplexity is not None and report.perplexity.pruned == told.after
+    assert report.behaviour[-1].kl == told.kl_after != was.behaviour[-1].kl
     assert set(report.skills) == set(was.skills) != set()
     files = {file.name for file in out.iterdir()} - {file.name for file in pruned.iterdir()}
     assert files == {"recovery.json"}
@@ -222,14 +225,13 @@ def test_a_module_without_a_class_of_transformers_recovers_and_goes_on_to_the_sa
 
 def test_weights_that_got_worse_are_not_kept(graph: Path, tokens: Path, tmp_path: Path, monkeypatch: Any):
     """Held-out KL may fall where that of the second text rises."""
-    values = iter([0.5, 0.7])
+    values = iter([0.5, 0.7, 0.5])  # before, of what was trained, and of what was written
 
-    def agreed(dense: Any, pruned: Any, text: Any, **options: Any) -> Any:
-        from dispfx.quality.agreement import Agreement
+    def compared(*given: Any, **options: Any) -> Comparison:
+        found = measure_both(*given, **options)
+        return replace(found, agreement=replace(found.agreement, kl_nats=next(values)))
 
-        return Agreement(next(values), 0.5, len(text))
-
-    monkeypatch.setattr("dispfx.run.recovering.agreement", agreed)
+    monkeypatch.setattr("dispfx.run.recovering.measure_both", compared)
     watcher = Watcher()
     told = recover(graph, **words(tokens, tmp_path / "out", QUICK, dense=MODEL), observer=watcher)
     assert not told.kept and told.kl_before == told.kl_after == 0.5

@@ -119,7 +119,7 @@ def source_of(model: nn.Module, config: Any = None) -> Any:
 
 def test_a_dense_checkpoint_of_a_decoder_with_statistics_of_weights_is_refused():
     model = one_branch(lambda: ChangedMiddle(ternary))
-    with pytest.raises(UnsupportedGraphError, match="--export dense"):
+    with pytest.raises(UnsupportedGraphError, match="`export='dense'`"):
         rehearse(source_of(model), dispfx.capture(model), 0.3, "dense")
 
 

@@ -159,7 +159,7 @@ def test_wrong_words_are_refused_before_the_compiler_is_asked(
         "this is a folder": [decoder, "--data", decoder],
         "the text is empty": [decoder, "--data", empty],
         "text to learn from is needed": [decoder],
-        "one --data-weight a --data": [decoder, "--data", text, "--data-weight", 1, "--data-weight", 1],
+        "one --data-weight per --data": [decoder, "--data", text, "--data-weight", 1, "--data-weight", 1],
         "no name of a data set": [decoder, "--data", "datasets:"],
         "only .jsonl.gz is read": [decoder, "--data", "text.txt.gz"],
         "data-bytes": [decoder, "--data", text, "--data-bytes", 1000],

@@ -8,10 +8,10 @@ import dispfx
 from dispfx.compiler.programs import lower_program
 from dispfx.compiler.scales import Scaled, insert_scales
 from dispfx.compiler.stages import run_stage
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.ir.sites import STREAM
 from dispfx.passes.insert_scales import SCALE_PREFIX, InsertScales
-from dispfx.pipeline import Pipeline
 from dispfx.plan.plan import Plan
 from tests.one_branch import VOCABULARY as SMALL
 from tests.one_branch import Middle, one_branch

@@ -17,7 +17,7 @@ def test_the_card_tells_the_whole_story(report: Report):
         'AutoModelForCausalLM.from_pretrained("demo")',
         "dispfx verify demo",
         "onnx/model.onnx",
-        "learned from text.txt.",
+        "learned from text.txt; figures measured on text of that kind flatter them.",
         "Seed 7",
         "torch 2.13.0",
         "| lowered = gated | 2 × 9 | 1.20e-07 | 1e-05 |",

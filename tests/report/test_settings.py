@@ -18,7 +18,7 @@ def test_every_setting_is_a_row_with_its_value():
     rows = dict(settings_rows(SET))
     assert rows["steps"] == "10,000" and rows["lr"] == "0.003" and rows["lambda"] == "7.0"
     assert rows["antithetic"] == "yes" and rows["constrained"] == "no" and rows["data bytes"] == "134,217,728"
-    assert rows["budget on"] == "masks" and len(rows) == 28
+    assert rows["budget on"] == "masks" and len(rows) == 29
 
 
 def test_a_score_has_the_rows_of_what_it_looks_at():

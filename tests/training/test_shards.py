@@ -102,7 +102,7 @@ def test_one_rank_cannot_have_a_part():
 
 def test_scores_are_not_learned_in_parts():
     settings = changed(method="magnitude")
-    with pytest.raises(DispfxError, match="leave out --shard"):
+    with pytest.raises(DispfxError, match="leave out `shard`"):
         learn(program_of("pre-norm"), text_of(settings), 0.3, settings=settings, compute=IN_PARTS)
 
 

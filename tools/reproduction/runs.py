@@ -34,9 +34,9 @@ from dispfx.plan.plan import Plan
 from dispfx.quality.measuring import measure
 from dispfx.report.run import read_steps
 from dispfx.run.fitting import fitted_settings
+from dispfx.run.folder_report import device_name, versions
 from dispfx.run.mask_learning import learn
 from dispfx.run.run_text import Text, TextChoice, open_text, require_tokens
-from dispfx.run.writing import device_name, versions
 from dispfx.settings import ComputeSettings, TextSettings, learn_settings
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source import Source, encode, load_source

@@ -21,6 +21,7 @@ from dispfx.deploy.onnx.lifting import lifted
 from dispfx.deploy.onnx.tidying import tidy
 from dispfx.errors import UnsupportedGraphError, first_line
 from dispfx.ir.program import Program
+from dispfx.words.option_names import option
 
 OPSET = 23
 # What the converter of torch can write: older sets lack operators that it uses.
@@ -95,7 +96,7 @@ def _translated(
     """
     if opset not in OPSETS:
         raise UnsupportedGraphError(
-            f"--opset must lie between {OPSETS[0]} and {OPSETS[-1]}, {opset} was given"
+            f"{option('opset')} must lie between {OPSETS[0]} and {OPSETS[-1]}, {opset} was given"
         )
     try:
         return _converted(lifted(module), signature, opset)
@@ -106,7 +107,7 @@ def _translated(
     except torch.onnx.errors.OnnxExporterError as error:
         raise UnsupportedGraphError(
             f"the ONNX exporter cannot translate this decoder: {first_line(error)}",
-            hint="compile with --export none, or --export pt2",
+            hint=f"compile with {option('export', 'none')}, or {option('export', 'pt2')}",
         ) from error
 
 

@@ -10,6 +10,7 @@
 from typing import Any
 
 from dispfx.errors import DataError
+from dispfx.words.option_names import option
 from dispfx.words.text_origin import Bos
 
 # A tokenizer of one alphabet may find no token in a text of another.
@@ -44,8 +45,8 @@ def bos_tokens(choice: Bos, tokenizer: Any | None, *, given_ids: bool = False) -
         return ()
     if tokenizer is None:
         raise DataError(
-            "--bos on takes the token from a tokenizer, and this decoder has none",
-            hint="name one with --tokenizer, or leave out --bos on",
+            f"{option('bos', 'on')} takes the token from a tokenizer, and this decoder has none",
+            hint=f"name one with {option('tokenizer')}, or leave out {option('bos', 'on')}",
         )
     front = tokens_in_front(tokenizer)
     if front or choice == "auto":
@@ -53,9 +54,9 @@ def bos_tokens(choice: Bos, tokenizer: Any | None, *, given_ids: bool = False) -
     token = getattr(tokenizer, "bos_token_id", None)
     if not isinstance(token, int):
         raise DataError(
-            "--bos on needs a beginning-of-sequence token, and the tokenizer has no bos_token",
+            f"{option('bos', 'on')} needs a beginning-of-sequence token, and the tokenizer has no bos_token",
             where=type(tokenizer).__name__,
-            hint="leave out --bos on: the decoder was trained without such a token",
+            hint=f"leave out {option('bos', 'on')}: the decoder was trained without such a token",
         )
     return (token,)
 

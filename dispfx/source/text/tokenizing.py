@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dispfx.errors import DataError
 from dispfx.source.text.token_file import TOKENS
+from dispfx.words.option_names import option
 
 # A tokenizer needs about 300 bytes a token while it works: 0.4 GB for so long an English text.
 _WHOLE_CHARACTERS = 4 * 2**20
@@ -45,7 +46,8 @@ def encode_stream(texts: Iterable[str], tokenizer: Any | None, *, where: str | N
         raise DataError(
             "a tokenizer is needed to read text, and this model has none",
             where=where,
-            hint=f"name one with --tokenizer, or pass a .safetensors file with an integer vector '{TOKENS}'",
+            hint=f"name one with {option('tokenizer')}, "
+            f"or pass a .safetensors file with an integer vector '{TOKENS}'",
         )
     cut = pieces(texts)
     found = []
