@@ -188,9 +188,8 @@ def follow_compile(settings: RunSettings, ranks: Ranks) -> None:
         return
     _together(ranks, ready.program)
     state = state_folder(settings.output.path, True)
-    train_along(
-        _recovery(recovery, state, ready.source, ready.program, ready.text, settings.output.path, ranks=ranks)
-    )
+    job = _recovery(recovery, state, ready.source, ready.program, ready.text, settings.output.path)
+    train_along(replace(job, resume=settings.output.resume, ranks=ranks))
 
 
 def _recovered(task: Task, recovery: RecoverySettings, stages: Stages, ranks: Ranks) -> Report:
@@ -201,13 +200,8 @@ def _recovered(task: Task, recovery: RecoverySettings, stages: Stages, ranks: Ra
         shutil.rmtree(draft, ignore_errors=True)
         _written(replace(task, path=draft, is_draft=True), stages)
     _together(ranks, task.program)
-    job = _recovery(
-        recovery,
-        task.state,
-        task.source,
-        task.program,
-        task.text,
-        task.path,
+    job = replace(
+        _recovery(recovery, task.state, task.source, task.program, task.text, task.path),
         windows=task.settings.text.eval_windows,
         export=task.asked_export,
         learned_from=task.text.learned_name,
@@ -229,8 +223,8 @@ def _recovery(
     program: Program,
     text: Text,
     path: Path,
-    **further: Any,
 ) -> Recovery:
+    """Return what is to be trained, and towards what, as every rank knows it."""
     return Recovery(
         folder=state / DRAFT,
         path=path,
@@ -241,7 +235,6 @@ def _recovery(
         settings=recovery.fitted(program.lengths.within(context_of(source)), demo=source.origin == "demo"),
         base=source.name,
         own_code=is_own_code(source.model, source.config, source.tokenizer),
-        **further,
     )
 
 

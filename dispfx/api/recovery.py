@@ -83,6 +83,7 @@ def follow_recovery(settings: RecoverSettings, ranks: Ranks) -> None:
     """
     if _is_complete(settings):
         return
+    # The leading rank may have begun to write it.
     state = state_folder(settings.output.path, True)
     train_along(_job(settings, state, Stages(NullObserver()), ranks))
 

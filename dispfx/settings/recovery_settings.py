@@ -11,15 +11,15 @@ Recover = Literal["none", "scales", "weights"]
 
 # What nobody chose, by what is trained.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "scales": {"steps": 600, "lr": 1e-2},
-    "weights": {"steps": 1000, "lr": 2e-4},
-    "lora": {"steps": 1000, "lr": 1e-3},
+    "scales": {"steps": 600, "lr": 1e-2, "batch_size": 16},
+    "weights": {"steps": 1000, "lr": 2e-4, "batch_size": 16},
+    "lora": {"steps": 1000, "lr": 1e-3, "batch_size": 16},
 }
 # The demo is small: it takes larger steps, and fewer of them.
 _DEFAULTS_OF_DEMO: Mapping[str, Mapping[str, Any]] = {
-    "scales": {"steps": 200, "lr": 3e-2},
-    "weights": {"steps": 200, "lr": 2e-3},
-    "lora": {"steps": 200, "lr": 1e-2},
+    "scales": {"steps": 200, "lr": 3e-2, "batch_size": 8},
+    "weights": {"steps": 200, "lr": 2e-3, "batch_size": 8},
+    "lora": {"steps": 200, "lr": 1e-2, "batch_size": 8},
 }
 _SEQ_LEN, _SEQ_LEN_OF_DEMO = 512, 128
 _MEASUREMENTS = 20
@@ -34,7 +34,7 @@ class RecoverySettings(Section):
         "What is trained: a scale per kept feature, folded into the weights; all weights; adapters (LoRA).",
         common=True,
     )
-    # These four are None until a decoder and a kind of training say more.
+    # These five are None until a decoder and a kind of training say more.
     steps: int = setting(
         None, "Optimizer steps at most.", default="1,000; scales: 600; demo: 200", least=1, common=True
     )
@@ -50,7 +50,9 @@ class RecoverySettings(Section):
     measure_every: int = setting(
         None, "Steps between two measurements of held-out KL.", default="a twentieth of the steps", least=1
     )
-    batch_size: int = setting(8, "Sequences per step, of all processes.", least=1, common=True)
+    batch_size: int = setting(
+        None, "Sequences per step, of all processes.", default="16; demo: 8", least=1, common=True
+    )
     patience: int = setting(
         5, "Measurements of held-out KL in a row without a better one that end the run.", least=1
     )
@@ -72,6 +74,7 @@ class RecoverySettings(Section):
             self,
             steps=steps,
             lr=self.lr or defaults["lr"],
+            batch_size=self.batch_size or defaults["batch_size"],
             seq_len=self.seq_len or min(_SEQ_LEN_OF_DEMO if demo else _SEQ_LEN, context),
             measure_every=self.measure_every or max(1, steps // _MEASUREMENTS),
         )

@@ -83,8 +83,11 @@ def test_a_recovered_folder_is_nearer_to_the_dense_decoder_and_verifies(
     out, told = recovered
     assert told.kept and told.kl_after < (0.9 if told.train == "scales" else 0.6) * told.kl_before
     assert told.held_out[-1].kl < told.held_out[0].kl and [one.step for one in told.held_out] == [0, 4, 8]
-    found = [agree(folder, dense="demo", eval_data=str(other)).kl_nats for folder in (pruned, out)]
-    assert [told.kl_before, told.kl_after] == pytest.approx(found, rel=1e-4)
+    reports = [load_report(folder / "report.json") for folder in (pruned, out)]
+    assert told.kl_after == reports[1].behaviour[-1].kl and told.kl_text == reports[1].behaviour[-1].text
+    assert told.kl_before == pytest.approx(reports[0].behaviour[-1].kl, rel=1e-4)
+    by_hand = agree(out, dense="demo", eval_data=str(other), eval_windows=1).kl_nats
+    assert reports[1].behaviour[0].kl == pytest.approx(by_hand, rel=1e-4)
     values = [evaluate(str(folder), eval_data=str(other), eval_windows=1).value for folder in (pruned, out)]
     assert [told.before, told.after] == pytest.approx(values, rel=1e-5)
     lines = verify(out)
