@@ -202,7 +202,9 @@ def _recovered(task: Task, recovery: RecoverySettings, stages: Stages, ranks: Ra
     _together(ranks, task.program)
     job = replace(
         _recovery(recovery, task.state, task.source, task.program, task.text, task.path),
+        context=window_of(task.source, task.program, task.settings.learning.seq_len),
         windows=task.settings.text.eval_windows,
+        measured=load_report(draft / "report.json"),
         export=task.asked_export,
         learned_from=task.text.learned_name,
         resume=task.settings.output.resume,
@@ -233,6 +235,7 @@ def _recovery(
         program=program,
         text=text,
         settings=recovery.fitted(program.lengths.within(context_of(source)), demo=source.origin == "demo"),
+        context=window_of(source, program, None),
         base=source.name,
         own_code=is_own_code(source.model, source.config, source.tokenizer),
     )

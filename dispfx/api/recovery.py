@@ -11,6 +11,7 @@ from dispfx.huggingface.adapters import peft_library
 from dispfx.report import NullObserver, Observer, Tuning
 from dispfx.report.tuning_record import RECORD_FILE, read_record
 from dispfx.run.folders import open_folder
+from dispfx.run.length_checks import window_of
 from dispfx.run.opening import open_model
 from dispfx.run.plan_learning import remove_state, state_folder
 from dispfx.run.pupils import folder_plan, stored_dtype
@@ -125,6 +126,7 @@ def _job(settings: RecoverSettings, state: Path, stages: Stages, ranks: Ranks) -
         settings=training.fitted(
             program.lengths.within(longest_context(source.config)), demo=source.origin == "demo"
         ),
+        context=window_of(source, program, None),
         windows=settings.text.eval_windows,
         merge=settings.output.merge,
         resume=settings.output.resume,

@@ -53,7 +53,7 @@ from dispfx.run.folder_report import (
 from dispfx.run.folders import Opened, open_folder
 from dispfx.run.onnx_folder import write_onnx
 from dispfx.run.plan_learning import resumption
-from dispfx.run.pupils import Pupil, own_model
+from dispfx.run.pupils import Pupil, lowered_of, own_model
 from dispfx.run.recovering import Gauge, Recovery, training_of
 from dispfx.run.timed_stages import Stages
 from dispfx.settings.recovery_settings import RecoverySettings
@@ -93,19 +93,18 @@ def recover_folder(job: Recovery, stages: Stages) -> Tuning:
         lowered, pupil, task = training_of(job, opened)
     with stages("measure"):
         gauge = Gauge(job)
-        before = gauge.all(pupil.decoder)
+        before = _known(job.measured) or _before(gauge.all(pupil.decoder))
     if job.resume:
         stages.observer.note(resumption(job.state))
     with stages("recover"):
         run = recover(task, Keeping(job.state, job.resume, _watch(job.settings, stages)))
     with stages("measure"):
         found = gauge.on(pupil.decoder, gauge.second).agreement.kl_nats
-    kl = before[-1].agreement.kl_nats
-    kept = found < kl
+    kept = found < before.kl
     if not kept:
         stages.observer.note(
-            f"recovery did not help: KL on {gauge.second.about.name or 'the second text'} was {kl:.4f} "
-            f"and became {found:.4f}; the weights stay what they were"
+            f"recovery did not help: KL on {gauge.second.about.name or 'the second text'} was "
+            f"{before.kl:.4f} and became {found:.4f}; the weights stay what they were"
         )
     trained = sum(one.numel() for one in task.student.trained.values())
     told = _told(job, run, trained, before)
@@ -120,22 +119,43 @@ def _watch(settings: RecoverySettings, stages: Stages) -> Callable[[RecoveryStep
     return on_step
 
 
-def _told(job: Recovery, run: Recovered, trained: int, before: Sequence[Comparison]) -> Tuning:
+@dataclass(frozen=True)
+class Before:
+    """Perplexity on the first text and KL on the second one, of a decoder that is still to be trained."""
+
+    perplexity: float
+    protocol: Protocol
+    kl: float
+    tokens: int
+
+
+def _before(found: Sequence[Comparison]) -> Before:
+    first, second = found[0].pruned, found[-1].agreement
+    return Before(first.value, Protocol(**first.protocol), second.kl_nats, second.tokens)
+
+
+def _known(report: Report | None) -> Before | None:
+    if report is None or report.perplexity is None or not report.behaviour:
+        return None
+    first, second = report.perplexity, report.behaviour[-1]
+    return Before(first.pruned, first.protocol, second.kl, second.tokens)
+
+
+def _told(job: Recovery, run: Recovered, trained: int, before: Before) -> Tuning:
     """Return the record of a run; what was reached is still what was before."""
     chosen = ("train", "rank", "alpha", "lr", "steps", "batch_size", "seq_len", "seed")
-    first, second = before[0].pruned, before[-1].agreement
     return Tuning(
         base=job.base or str(job.folder),
         dense=job.dense.name,
         data=job.text.learned_name,
         parameters=trained,
-        before=first.value,
-        after=first.value,
-        protocol=Protocol(**first.protocol),
-        kl_before=second.kl_nats,
-        kl_after=second.kl_nats,
+        before=before.perplexity,
+        after=before.perplexity,
+        protocol=before.protocol,
+        kl_before=before.kl,
+        kl_after=before.kl,
         kl_text=job.second_text.about.name,
-        kl_tokens=second.tokens,
+        kl_tokens=before.tokens,
         kept=False,
         held_out=run.held_out,
         steps_done=len(run.steps),
@@ -225,7 +245,8 @@ class Writer:
             return self._merged(folder, kept)
         values = self.pupil.values() if kept else {}
         lines = self.pupil.proof(values) if kept else []
-        program = self.lowered()
+        # Training has changed the weights in place.
+        program = self.lowered() if kept else lowered_of(self.job.opened(), self.job.dense, self.job.program)
         if kept:
             tensors = {path: _parameter(values, path, tensor) for path, tensor in program.tensors()}
             program.rebuild(tensors)

@@ -27,8 +27,8 @@ from dispfx.learning.recovery import Keeping, RecoveryTask, recover
 from dispfx.learning.text import TokenBatches
 from dispfx.quality.agreement import Comparison
 from dispfx.quality.measuring import measure_both
+from dispfx.report import Report
 from dispfx.run.folders import Opened, open_folder
-from dispfx.run.length_checks import window_of
 from dispfx.run.pupils import Pupil, folder_plan, lowered_of, pupil_of
 from dispfx.run.run_text import MeasuredText, Text, split_held_out
 from dispfx.run.students import graph_predictions
@@ -36,9 +36,8 @@ from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.source import Source
 from dispfx.words.option_names import option
 
-# Held-out text is measured again and again, the second text three times.
+# Held-out text is measured again and again.
 _MOST_HELD_OUT_TOKENS = 2**15
-_MOST_COMPARED_TOKENS = 2**16
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,8 +51,10 @@ class Recovery:
         dense: what `folder` was compiled from.
         program: of `dense`.
         text: to learn from and to measure on.
-        windows: to measure perplexity on at most.
+        context: tokens per window to measure on.
+        windows: to measure on at most.
         settings: of the training, fitted.
+        measured: report of `folder`, where its figures are those of the same texts and windows.
         export: form that is written next to the checkpoint: none, onnx or pt2.
         learned_from: name of what the masks were learned from, if that is known.
         base: what the record says that was trained; `folder` by default.
@@ -72,7 +73,9 @@ class Recovery:
     program: Program
     text: Text
     settings: RecoverySettings
+    context: int
     windows: int | None = None
+    measured: Report | None = None
     export: str = "none"
     learned_from: str = ""
     base: str = ""
@@ -87,11 +90,6 @@ class Recovery:
     def device(self) -> torch.device:
         """Where the decoders are."""
         return self.program.device
-
-    @property
-    def context(self) -> int:
-        """Tokens per window of perplexity."""
-        return window_of(self.dense, self.program, None)
 
     @property
     def second_text(self) -> MeasuredText:
@@ -116,8 +114,7 @@ def second_text_of(text: Text) -> MeasuredText:
             "recovery needs text to measure on",
             hint=f"name a text with {option('data')} or {option('eval_data')}",
         )
-    last = text.measured[-1]
-    return MeasuredText(last.tokens[:_MOST_COMPARED_TOKENS], last.about)
+    return text.measured[-1]
 
 
 def train_along(job: Recovery) -> None:
@@ -194,7 +191,7 @@ class Gauge:
 
     def all(self, decoder: Callable[[Tensor], Any]) -> tuple[Comparison, ...]:
         """Compare a decoder with the dense one on all texts, the second text last."""
-        return tuple(self.on(decoder, one) for one in (*self._job.text.measured[:-1], self.second))
+        return tuple(self.on(decoder, one) for one in self._job.text.measured)
 
     def on(self, decoder: Callable[[Tensor], Any], text: MeasuredText) -> Comparison:
         """Compare a decoder with the dense one on one text."""
