@@ -11,23 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from dispfx.compiler.programs import only_planned, require_same_decoder
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.distributed.ranks import ALONE, Ranks
-from dispfx.errors import DispfxError, VerificationError
-from dispfx.ir.program import Program
+from dispfx.errors import VerificationError
 from dispfx.plan.plan import Plan
 from dispfx.report import NullObserver, Observer, Report, load_report
 from dispfx.run.decoder_files import Task, require_writable
+from dispfx.run.draft_recovery import is_of_plan, recovery_of_draft, require_recoverable, wait_for_draft
 from dispfx.run.length_checks import compare_longest, require_onnx_lengths, window_of
 from dispfx.run.opening import open_model
 from dispfx.run.plan_learning import (
     DRAFT,
-    RECOVERY,
     follow_command,
     learn_from,
     remove_state,
@@ -36,17 +34,13 @@ from dispfx.run.plan_learning import (
 from dispfx.run.preflight import require_room_for_weights
 from dispfx.run.readiness import analysed
 from dispfx.run.recovered_folder import recover_folder
-from dispfx.run.recovering import Recovery, train_along
-from dispfx.run.run_text import Text, TextChoice, open_text, require_tokens
+from dispfx.run.recovering import train_along
+from dispfx.run.run_text import TextChoice, open_text, require_tokens
 from dispfx.run.timed_stages import Stages
 from dispfx.run.writing import write_output
 from dispfx.settings import RunSettings
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.settings.trees import ApplySettings
-from dispfx.source import Source
-from dispfx.source.context import context_of
-from dispfx.source.own_code import is_own_code
-from dispfx.words.option_names import option
 
 
 def compile(
@@ -186,9 +180,9 @@ def follow_compile(settings: RunSettings, ranks: Ranks) -> None:
     recovery = settings.afterwards.recovery
     if ready is None or recovery is None:
         return
-    _together(ranks, ready.program)
+    wait_for_draft(ranks, ready.program)
     state = state_folder(settings.output.path, True)
-    job = _recovery(recovery, state, ready.source, ready.program, ready.text, settings.output.path)
+    job = recovery_of_draft(recovery, state, ready.source, ready.program, ready.text, settings.output.path)
     train_along(replace(job, resume=settings.output.resume, ranks=ranks))
 
 
@@ -196,12 +190,12 @@ def _recovered(task: Task, recovery: RecoverySettings, stages: Stages, ranks: Ra
     """Write the pruned decoder into the state, and DIR from it, trained."""
     assert task.state is not None and isinstance(task.settings, RunSettings)
     draft = task.state / DRAFT
-    if not _is_of_plan(draft, task.plan):
+    if not is_of_plan(draft, task.plan):
         shutil.rmtree(draft, ignore_errors=True)
         _written(replace(task, path=draft, is_draft=True), stages)
-    _together(ranks, task.program)
+    wait_for_draft(ranks, task.program)
     job = replace(
-        _recovery(recovery, task.state, task.source, task.program, task.text, task.path),
+        recovery_of_draft(recovery, task.state, task.source, task.program, task.text, task.path),
         context=window_of(task.source, task.program, task.settings.learning.seq_len),
         windows=task.settings.text.eval_windows,
         measured=load_report(draft / "report.json"),
@@ -216,63 +210,6 @@ def _recovered(task: Task, recovery: RecoverySettings, stages: Stages, ranks: Ra
     report = load_report(task.path / "report.json")
     stages.observer.finished(report)
     return report
-
-
-def _recovery(
-    recovery: RecoverySettings,
-    state: Path,
-    source: Source,
-    program: Program,
-    text: Text,
-    path: Path,
-) -> Recovery:
-    """Return what is to be trained, and towards what, as every rank knows it."""
-    return Recovery(
-        folder=state / DRAFT,
-        path=path,
-        state=state / RECOVERY,
-        dense=source,
-        program=program,
-        text=text,
-        settings=recovery.fitted(program.lengths.within(context_of(source)), demo=source.origin == "demo"),
-        context=window_of(source, program, None),
-        base=source.name,
-        own_code=is_own_code(source.model, source.config, source.tokenizer),
-    )
-
-
-def _together(ranks: Ranks, program: Program) -> None:
-    """Wait until the leading rank has written what all of them train."""
-    with ranks.reaching():
-        ranks.send(torch.zeros(1, device=program.device))
-
-
-def _is_of_plan(draft: Path, plan: Plan) -> bool:
-    """Whether an earlier run has written the folder of a plan."""
-    if not (draft / "report.json").is_file():
-        return False
-    return Plan.load(draft / PLAN_FILE).digest == plan.digest
-
-
-def require_recoverable(settings: RunSettings) -> None:
-    """Pass if the pruned decoder can be trained and written as asked, or shall not be trained.
-
-    Raises:
-        DispfxError: if weights are in parts, or a form is asked that is made from the dense weights.
-    """
-    if settings.afterwards.recovery is None:
-        return
-    if settings.compute.shard_on is not None:
-        raise DispfxError(
-            f"{option('recover')} trains whole weights, and with {option('shard')} each process has a part",
-            hint=f"leave out {option('shard')}, or recover the folder later on one device",
-        )
-    if settings.output.export not in (None, "none", "onnx", "pt2"):
-        raise DispfxError(
-            f"{option('recover')} cannot be followed by {option('export', settings.output.export)}, "
-            "which is made from the dense weights",
-            hint=f"use {option('export', 'onnx')}, pt2 or none",
-        )
 
 
 def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks: Ranks = ALONE) -> Plan:
