@@ -17,7 +17,7 @@ from dispfx.run.plan_learning import remove_state, state_folder
 from dispfx.run.pupils import folder_plan, stored_dtype
 from dispfx.run.readiness import analysed
 from dispfx.run.recovered_folder import recover_folder
-from dispfx.run.recovering import Recovery, train_along
+from dispfx.run.recovering import Recovery, longest_sequence, train_along
 from dispfx.run.run_text import TextChoice, open_text, require_tokens
 from dispfx.run.timed_stages import Stages
 from dispfx.settings.trees import RecoverSettings
@@ -116,6 +116,7 @@ def _job(settings: RecoverSettings, state: Path, stages: Stages, ranks: Ranks) -
     text.require_measurable()
     program = only_planned(analysed(source, stages, (), plan.select), plan)
     require_tokens(source, text, program.vocabulary_size)
+    readable = program.lengths.within(longest_context(source.config))
     return Recovery(
         folder=folder,
         path=settings.output.path,
@@ -123,9 +124,7 @@ def _job(settings: RecoverSettings, state: Path, stages: Stages, ranks: Ranks) -
         dense=source,
         program=program,
         text=text,
-        settings=training.fitted(
-            program.lengths.within(longest_context(source.config)), demo=source.origin == "demo"
-        ),
+        settings=training.fitted(longest_sequence(text, readable), demo=source.origin == "demo"),
         context=window_of(source, program, None),
         windows=settings.text.eval_windows,
         merge=settings.output.merge,

@@ -14,7 +14,7 @@ from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
 from dispfx.run.length_checks import window_of
 from dispfx.run.plan_learning import DRAFT, RECOVERY
-from dispfx.run.recovering import Recovery
+from dispfx.run.recovering import Recovery, longest_sequence
 from dispfx.run.run_text import Text
 from dispfx.settings import RunSettings
 from dispfx.settings.recovery_settings import RecoverySettings
@@ -40,7 +40,9 @@ def recovery_of_draft(
         dense=source,
         program=program,
         text=text,
-        settings=recovery.fitted(program.lengths.within(context_of(source)), demo=source.origin == "demo"),
+        settings=recovery.fitted(
+            longest_sequence(text, program.lengths.within(context_of(source))), demo=source.origin == "demo"
+        ),
         context=window_of(source, program, None),
         base=source.name,
         own_code=is_own_code(source.model, source.config, source.tokenizer),

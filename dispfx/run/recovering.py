@@ -165,12 +165,24 @@ def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], P
 
 def _batches(job: Recovery) -> TokenBatches:
     """Cut the text into batches; the end of the data is held out, whatever is measured on."""
-    text, settings = job.text, job.settings
+    settings = job.settings
+    sizes = settings.seq_len, settings.batch_size, settings.seed
+    learn, held_out = _learned_and_held_out(job.text)
+    return TokenBatches(learn, *sizes, held_out, bos=job.text.bos)
+
+
+def longest_sequence(text: Text, context: int) -> int:
+    """Return how many tokens a sequence may have: what the decoder reads, and no more than are held out."""
+    _, held_out = _learned_and_held_out(text)
+    return max(2, min(context, len(held_out) + len(text.bos)))
+
+
+def _learned_and_held_out(text: Text) -> tuple[Tensor, Tensor]:
+    """Return the data without its end, and that; another text to measure on is not looked at."""
     learn, held_out = text.learn, text.held_out
     if text.about.held_out_share is None:
         learn, held_out = zip(*map(split_held_out, learn), strict=True)
-    sizes = settings.seq_len, settings.batch_size, settings.seed
-    return TokenBatches(torch.cat(learn), *sizes, torch.cat(held_out), bos=text.bos)
+    return torch.cat(learn), torch.cat(held_out)
 
 
 def _fingerprint(job: Recovery, opened: Opened) -> str:

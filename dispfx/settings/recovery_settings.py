@@ -18,7 +18,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 # The demo is small: it takes larger steps, and fewer of them.
 _DEFAULTS_OF_DEMO: Mapping[str, Mapping[str, Any]] = {
     "scales": {"steps": 200, "lr": 2e-2, "batch_size": 8},
-    "weights": {"steps": 200, "lr": 5e-4, "batch_size": 8},
+    "weights": {"steps": 200, "lr": 1e-3, "batch_size": 8},
     "lora": {"steps": 200, "lr": 1e-2, "batch_size": 8},
 }
 _SEQ_LEN, _SEQ_LEN_OF_DEMO = 512, 128
