@@ -305,7 +305,7 @@ class _Run:
             DataError: if something is missing in it, has another shape, or not every rank finds it.
         """
         found = load_state(folder, self.task.identity)
-        step = torch.tensor(-1.0 if found is None else found[0].step, device=self.task.device)
+        step = torch.tensor(float(-1 if found is None else found[0].step), device=self.task.device)
         if float(self.task.ranks.average(step.clone())) != float(step):
             raise DataError(
                 "the processes of the run find different states to resume from",

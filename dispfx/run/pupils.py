@@ -22,6 +22,7 @@ from dispfx.compiler.stages import for_training
 from dispfx.deploy.checkpoint import PLAN_FILE, implementations
 from dispfx.deploy.exported import load_program
 from dispfx.deploy.section import read_layout
+from dispfx.deploy.weights import read_headers
 from dispfx.errors import DispfxError, OutputError
 from dispfx.huggingface.adapters import with_adapters
 from dispfx.huggingface.model_loading import load_model
@@ -97,7 +98,10 @@ def folder_plan(opened: Opened) -> Plan:
 
 def stored_dtype(opened: Opened) -> Dtype | None:
     """Return the dtype of a folder's weights where they have one dtype alone, else None."""
-    dtypes = {one.dtype for one in opened.decoder.parameters() if one.is_floating_point()}
+    if opened.plan is None:
+        dtypes = {one.dtype for one in opened.decoder.parameters() if one.is_floating_point()}
+    else:
+        dtypes = {one.dtype for one in read_headers(opened.path).values() if one.is_parameter}
     names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
     found = names.pop() if len(names) == 1 else None
     return found if found in get_args(Dtype) else None  # type: ignore[return-value]
