@@ -179,7 +179,6 @@ def recover(task: RecoveryTask, keeping: Keeping) -> Recovered:
 
 def learning_rate(settings: RecoverySettings, step: int) -> float:
     """Return the learning rate of a step, counted from 0: a short rise, then half a cosine to 0."""
-    assert settings.lr is not None
     rise = min(1.0, (step + 1) / max(1.0, _WARM_UP * settings.steps))
     return settings.lr * rise * 0.5 * (1.0 + math.cos(math.pi * step / settings.steps))
 

@@ -38,7 +38,7 @@ class RecoverySettings(Section):
     steps: int = setting(
         None, "Optimizer steps at most.", default="1,000; scales: 600; demo: 200", least=1, common=True
     )
-    lr: float | None = setting(
+    lr: float = setting(
         None,
         "Highest learning rate of AdamW; it rises over the first 5% of the steps and falls to zero.",
         default="2e-4; scales: 1e-2; lora: 1e-3",

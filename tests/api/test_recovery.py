@@ -201,7 +201,7 @@ def test_a_module_without_a_class_of_transformers_recovers_and_goes_on_to_the_sa
     train: Any, graph: Path, tokens: Path, tmp_path: Path
 ):
     lr = {"weights": 1e-3, "scales": 1e-2}[train]
-    given = words(tokens, tmp_path / "whole", replace(QUICK, train=train, lr=lr), **{"dense": MODEL})
+    given: dict[str, Any] = words(tokens, tmp_path / "whole", replace(QUICK, train=train, lr=lr), dense=MODEL)
     told = recover(graph, **given)
     assert told.kept and told.kl_after < told.kl_before
     assert all(line.holds for line in verify(tmp_path / "whole"))
@@ -222,7 +222,7 @@ def test_a_module_without_a_class_of_transformers_recovers_and_goes_on_to_the_sa
     assert torch.equal(first, second) and relative_error(first, before) > 1e-4
 
     watcher = Watcher()
-    assert recover(graph, **given | {"out": out, "resume": True}, observer=watcher) == told
+    assert recover(graph, **{**given, "out": out, "resume": True, "observer": watcher}) == told
     assert watcher.notes == [f"{out} is complete; there is nothing to do"] and not watcher.stages
 
 

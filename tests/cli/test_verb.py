@@ -67,7 +67,7 @@ def test_help_begins_with_what_most_runs_need(dispfx):
     ]
     assert places == sorted(places)
     groups = [line for line in shown.splitlines() if line.startswith("╭─")]
-    assert len(groups) == 9, "each with a sentence"
+    assert len(groups) == 10, "each with a sentence"
 
 
 def test_help_says_what_a_verb_takes_and_writes(dispfx):
