@@ -14,7 +14,9 @@ Rules (each closure follows `dispfx.analysis.label_map`):
 4. A weight that several products use, or that two branches read, belongs to one site.
 5. What a branch writes must be zero where its weights are (`dispfx.analysis.zero_values`): a constant that it
    adds cannot be cut with them.
-6. A site that does not fit is refused with its reason; the other sites of the branch stay.
+6. A site that does not fit is refused with its reason; the other sites of the branch stay.  So is every axis
+   of a block weight that was no seed of a site, such as one that a product of three operands sums over
+   (`dispfx.analysis.coverage`).
 7. With `select="before-norm"` one site holds the features of the whole stream and takes the place of all
    reads and writes: embedding, norms, every reader and writer, and the head are cut together, and norms see
    the kept features alone (S1 = S2 = S3 = S5, selected before the norm).  Where that does not fit, the
@@ -28,6 +30,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import fx
 
+from dispfx.analysis.coverage import unnamed
 from dispfx.analysis.flow import Flow
 from dispfx.analysis.label_map import Closure, Mismatch, Statistics, Surroundings, close, sums_over_several
 from dispfx.analysis.links import Dimension, contractions
@@ -100,7 +103,9 @@ class FindSites:
         program.refused = tuple(dict.fromkeys((*program.refused, *search.refused)))
         if not program.sites:
             raise _nothing_left(program, self.skip)
-        note = f"{len(program.sites)} sites, {len(search.refused)} refused"
+        rest = unnamed(program)
+        program.refused += tuple(rest)
+        note = f"{len(program.sites)} sites, {len(search.refused) + len(rest)} refused"
         return PassResult(before != (program.sites, program.branches, program.refused), note)
 
 

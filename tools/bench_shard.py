@@ -40,8 +40,8 @@ from dispfx.distributed.ranks import ALONE, Ranks, joined
 from dispfx.estimate.run_estimate import estimate
 from dispfx.fast_decoder.preparation import PreparedLoss, TrialBatch, prepare
 from dispfx.fast_decoder.shards import Sharding
-from dispfx.ir.placing import placed
 from dispfx.ir.program import Program
+from dispfx.ir.retype import placed
 from dispfx.learning.text import TokenBatches
 from dispfx.learning.trainer import Watch, follow_run, learn
 from dispfx.plan.budget import Budget

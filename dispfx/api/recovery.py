@@ -21,7 +21,7 @@ from dispfx.run.recovering import Recovery, longest_sequence, train_along
 from dispfx.run.run_text import TextChoice, open_text, require_tokens
 from dispfx.run.timed_stages import Stages
 from dispfx.settings.trees import RecoverSettings
-from dispfx.source.context import longest_context
+from dispfx.source.source import longest_context
 from dispfx.words.chosen_device import local_device
 
 

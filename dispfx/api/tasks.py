@@ -12,7 +12,7 @@ from dispfx.run.folders import is_output, open_folder
 from dispfx.run.opening import open_model
 from dispfx.settings import ModelSettings
 from dispfx.settings.trees import EvalSettings
-from dispfx.source.context import context_of, longest_context
+from dispfx.source.source import context_of, longest_context
 from dispfx.source.text import tokens_in_front
 from dispfx.words.option_names import option
 

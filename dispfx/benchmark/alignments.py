@@ -23,8 +23,7 @@ from dispfx.learning.scores import magnitudes
 from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import Groups, ParameterCount, hard_masks, harden
 from dispfx.plan.plan import Plan
-from dispfx.quality.measuring import measure
-from dispfx.quality.perplexity import TextFacts, windows_of
+from dispfx.quality.perplexity import TextFacts, measure, windows_of
 from dispfx.source import read_text
 from dispfx.source.text import bos_tokens
 from dispfx.source.text.reading import Reading, Words

@@ -10,7 +10,6 @@ from cyclopts import App, CycloptsError, MissingArgumentError
 
 from dispfx import __version__
 from dispfx.cli import evaluating, making, recovering, showing, using
-from dispfx.cli import timing_verbs as measuring
 from dispfx.cli.config_file import configured
 from dispfx.cli.faults import refused
 from dispfx.cli.verb import Verb
@@ -94,7 +93,7 @@ VERBS = (
         docs=_ANY_DOC,
     ),
     Verb(
-        measuring.bench,
+        evaluating.bench,
         BenchSettings,
         positional=_DIR,
         without=(*_OPENING, *_LEARNED_FROM, "data_field", "data_bytes", "allow_unknown", "bos"),

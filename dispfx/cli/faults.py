@@ -27,8 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dispfx.cli.screen import Screen
-from dispfx.cli.spelling import spelled
+from dispfx.cli.screen import Screen, spelled
 from dispfx.errors import (
     EXIT_INPUT_FAULT,
     EXIT_INTERRUPTED,

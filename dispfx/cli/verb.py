@@ -15,8 +15,7 @@ from cyclopts import App, Group, Parameter
 
 from dispfx.cli.examples import epilog
 from dispfx.cli.faults import ends_with_message
-from dispfx.cli.screen import Screen
-from dispfx.cli.spelling import spelled
+from dispfx.cli.screen import Screen, spelled
 from dispfx.settings.field import Field, Setting, section_fields
 from dispfx.settings.tree import Tree
 

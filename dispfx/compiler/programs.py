@@ -22,8 +22,8 @@ from dispfx.ir.program import Program, own_tensor
 from dispfx.ir.sites import Select
 from dispfx.plan.hardening import hard_masks
 from dispfx.plan.plan import Plan, site_keys
-from dispfx.source.context import longest_context, named_context
 from dispfx.source.experts import Experts, experts_as, has_choice_of_experts
+from dispfx.source.source import longest_context, named_context
 from dispfx.words.choices import require_choice
 from dispfx.words.option_names import option
 

@@ -1,6 +1,6 @@
-"""SHA-256 of the files that hold a decoder: recorded when a folder is written, compared when it is verified.
+"""Size and SHA-256 of the files that hold a decoder: recorded with a folder, compared when it is verified.
 
-They tell that a file is the one that was written, on any machine.  Forms are compared with each other
+Digests tell that a file is the one that was written, on any machine.  Forms are compared with each other
 besides; a folder with one form alone has nothing else to be compared with.
 """
 
@@ -8,6 +8,8 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
+from dispfx.deploy import exported, weights
+from dispfx.deploy.section import CONFIG_FILE
 from dispfx.errors import DataError
 
 # Not what describes the decoder to people, nor tokenizers, which users may change.
@@ -52,3 +54,14 @@ def _is(path: Path, digest: str) -> bool:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def stored_size(folder: Path) -> tuple[int, int]:
+    """Return parameters and bytes of the weight files, or of `program.pt2` where that is all there is.
+
+    Raises:
+        DataError: if a file is missing or damaged.
+    """
+    if (folder / CONFIG_FILE).is_file():
+        return weights.count_parameters(folder), weights.count_bytes(folder)
+    return exported.count_parameters(folder), (folder / exported.PROGRAM_FILE).stat().st_size

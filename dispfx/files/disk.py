@@ -1,4 +1,4 @@
-"""What goes wrong with the disk, as a message that says where and what to do.
+"""Files that appear whole or not at all, and what goes wrong with the disk as a message for people.
 
 The libraries that write for us say the same in different ways: Python as an OSError, safetensors in the words
 "I/O error: … (os error 28)", torch's archives without a number.
@@ -56,3 +56,35 @@ def cannot_write(path: str | os.PathLike[str], fault: str) -> OutputError:
         where=str(Path(path)),
         hint="check its parent folder, its permissions and the space left",
     )
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a name beside `path` to write to; it takes the place of `path` when the block succeeds.
+
+    The bytes reach the disk before they get their name, else a power cut could leave the name on an
+    empty file.  The file is as readable as the user's umask says, whoever wrote it.
+
+    Raises:
+        OutputError: if the disk is full, read-only or broken, or forbids it.
+    """
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.partial{target.suffix}")
+    try:
+        with writing(target):
+            # A link of this name, in a folder from elsewhere, would let the bytes go where it points.
+            partial.unlink(missing_ok=True)
+            yield partial
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            share(partial)
+            os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def share(path: Path) -> None:
+    """Give a file the mode that the user's umask gives new files; safetensors makes them private."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)

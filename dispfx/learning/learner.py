@@ -25,14 +25,12 @@ from torch import Tensor
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError, PassError
 from dispfx.ir.sites import Site
-from dispfx.learning.ahead import Ahead
 from dispfx.learning.estimators import OwnEstimator, estimator
 from dispfx.learning.hypernetwork import build_hypernetwork
 from dispfx.learning.interrupt import uninterrupted
 from dispfx.learning.objective import NEXT_TOKEN, OBJECTIVES, Objective, loss_of_logits
-from dispfx.learning.readout import reading
 from dispfx.learning.state import Position, restore_run, run_tensors
-from dispfx.learning.text import Batches
+from dispfx.learning.text import Ahead, Batches
 from dispfx.learning.update import Slopes, Update, fastest_update
 from dispfx.plan.hardening import Groups, ParameterCount
 from dispfx.settings.learning_settings import LearnSettings, seed_for
@@ -388,3 +386,24 @@ def _diverged(position: Position, loss: float) -> DispfxError:
         hint=f"use a smaller {option('lr')}, or {option('dtype', 'float32')} or bfloat16; "
         f"the state before is kept for {option('resume')}",
     )
+
+
+def reading(numbers: Tensor) -> Callable[[], list[float]]:
+    """Begin to copy numbers to the host, and return what waits for them and gives them.
+
+    On a GPU the wait is for what was asked of it before, not for what was asked between the two calls.
+
+    Args:
+        numbers: (n,); may be overwritten by what the device does next.
+    """
+    if numbers.device.type != "cuda":
+        found = numbers.tolist()
+        return lambda: found
+    copied = numbers.to("cpu", non_blocking=True)  # torch pins what it copies to in that way
+    arrived = torch.cuda.current_stream(numbers.device).record_event()
+
+    def wait() -> list[float]:
+        arrived.synchronize()
+        return copied.tolist()
+
+    return wait

@@ -25,11 +25,10 @@ from torch import Tensor, nn
 
 from dispfx.distributed.ranks import ALONE, RankLost, Ranks
 from dispfx.errors import DataError, DispfxError
-from dispfx.learning.ahead import Ahead
 from dispfx.learning.divergence import Predictions, kl_divergence
 from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
 from dispfx.learning.state import Position, load_state, save_state
-from dispfx.learning.text import Batches
+from dispfx.learning.text import Ahead, Batches
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.words.option_names import option
 

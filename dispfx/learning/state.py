@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dispfx.errors import DataError, PlanMismatchError
-from dispfx.files.atomic import replacing
+from dispfx.files.disk import replacing
 from dispfx.files.json_text import parse_json
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.words.option_names import option

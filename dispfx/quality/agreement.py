@@ -24,6 +24,7 @@ from dispfx.quality.perplexity import (
     first_predicted,
     negative_log_likelihood,
     protocol_of,
+    running_on,
     windows_of,
 )
 from dispfx.words.option_names import option
@@ -74,13 +75,14 @@ def compare_on_text(
         context, windows, device, text: as for `dispfx.quality.perplexity.perplexity`.
 
     Raises:
-        DataError: if the vocabularies differ or there is nothing to predict.
+        DataError: if the vocabularies differ, there is nothing to predict, or a decoder does not run on
+            windows of `context` tokens.
     """
     text = text or TextFacts()
     check_measurable(tokens, context, windows, text)
     likelihoods, divergence = [0.0, 0.0], 0.0
     same, count, used, first = 0, 0, 0, first_predicted(text.bos)
-    with torch.no_grad():
+    with running_on(context, text), torch.no_grad():
         for ids_BT in windows_of(tokens, context, windows, 1, text.bos):
             ids_BT = ids_BT.to(device=device, dtype=torch.int64)
             place = 1
@@ -99,10 +101,8 @@ def compare_on_text(
                 count += len(p_NV)
                 del pair, logits_BRV, p_NV, q_NV, p, q  # before the next chunks are made
     protocol = protocol_of(text, context, used, count)
-    return Comparison(
-        *(Perplexity.of(likelihood / count, protocol) for likelihood in likelihoods),
-        Agreement(divergence / count, same / count, count),
-    )
+    of_dense, of_pruned = (Perplexity.of(likelihood / count, protocol) for likelihood in likelihoods)
+    return Comparison(of_dense, of_pruned, Agreement(divergence / count, same / count, count))
 
 
 def _require_one_vocabulary(p_BRV: Tensor, q_BRV: Tensor) -> None:

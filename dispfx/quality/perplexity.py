@@ -13,6 +13,7 @@ Shape legend: B batch, T tokens, V vocabulary.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dispfx.errors import DataError
+from dispfx.errors import CaptureError, DataError, first_line
 from dispfx.quality.logits_by_rows import by_rows
+from dispfx.words.option_names import option
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,39 @@ def protocol_of(text: TextFacts, context: int, windows: int, tokens: int) -> dic
         "bos": text.bos,
         "unknown_share": text.unknown_share,
     }
+
+
+def measure(
+    decoder: Callable[[Tensor], Any],
+    tokens: Tensor,
+    *,
+    context: int,
+    text: TextFacts,
+    windows: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Perplexity:
+    """As `perplexity`, one window at a time.
+
+    Raises:
+        DataError: if the text is too short, or the decoder does not run on windows of `context` tokens,
+            as one with a shorter table of positions.
+    """
+    with running_on(context, text):
+        return perplexity(decoder, tokens, context=context, windows=windows, device=device, text=text)
+
+
+@contextmanager
+def running_on(context: int, text: TextFacts) -> Iterator[None]:
+    """Turn what a decoder raises on windows of `context` tokens into a DataError."""
+    try:
+        yield
+    except (CaptureError, RuntimeError, IndexError, ValueError) as error:
+        raise DataError(
+            f"perplexity needs a decoder that runs on windows of {context} tokens; this one does not: "
+            f"{first_line(error)}",
+            where=text.name,
+            hint=f"measure shorter windows ({option('context')}), or leave out the text to measure on",
+        ) from error
 
 
 def windows_of(

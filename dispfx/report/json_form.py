@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dispfx.errors import DataError, DispfxError
-from dispfx.files.atomic import replacing
+from dispfx.files.disk import replacing
 from dispfx.files.json_text import parse_json
 from dispfx.report.schema import Report
 from dispfx.settings.stored import stored_sections

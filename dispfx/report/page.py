@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dispfx.errors import OutputError
-from dispfx.files.atomic import replacing
-from dispfx.files.disk import writing
+from dispfx.files.disk import replacing, writing
 from dispfx.report.evaluation import Evaluation, task_table, text_lines
 from dispfx.report.layers import Layers, layers_of
 from dispfx.report.numbers import shown_perplexity

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from dispfx.files.atomic import replacing
+from dispfx.files.disk import replacing
 from dispfx.report.json_form import to_plain
 from dispfx.report.numbers import shown_perplexity
 from dispfx.report.page import document, figure_of, section, table

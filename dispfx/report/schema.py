@@ -242,6 +242,6 @@ class Report:
     lengths: Lengths | None = None
 
     def _repr_html_(self) -> str:
-        from dispfx.report.report_html import report_html
+        from dispfx.report.table import report_html
 
         return report_html(self)

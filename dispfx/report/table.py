@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dispfx.ir.shown_tables import html_table
 from dispfx.report.numbers import shown_perplexity
 from dispfx.verification.equivalence import Verification
 
@@ -175,3 +176,10 @@ def _change(before: float, after: float) -> str:
     if not before or not math.isfinite(before) or not math.isfinite(after):
         return "—"
     return f"{after / before - 1.0:+.1%}"
+
+
+def report_html(report: Any) -> str:
+    """Return the table that a terminal gets."""
+    rows = [row for rows in report_rows(report) for row in rows]
+    title = f"{report.ratio.achieved:.2%} of {report.ratio.of} removed, on {report.device}"
+    return html_table(title, ("", "before", "after", "change"), rows)

@@ -24,7 +24,7 @@ from dispfx.huggingface.saving import PrunedModel, build_pruned
 from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
 from dispfx.run.run_text import Text
-from dispfx.run.targets import require_target, save_graph
+from dispfx.run.targets import export_of, require_target, save_graph
 from dispfx.settings import RunSettings
 from dispfx.settings.trees import ApplySettings
 from dispfx.source import Source
@@ -62,7 +62,7 @@ class Task:
     @property
     def asked_export(self) -> str:
         """The export that was asked for, or the default."""
-        return self.settings.output.export or ("onnx" if self.source.origin == "demo" else "none")
+        return export_of(self.settings.output.export, self.source)
 
     @property
     def runs_own_code(self) -> bool:

@@ -19,8 +19,8 @@ from dispfx.run.run_text import Text
 from dispfx.settings import RunSettings
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.source import Source
-from dispfx.source.context import context_of
 from dispfx.source.own_code import is_own_code
+from dispfx.source.source import context_of
 from dispfx.words.option_names import option
 
 

@@ -12,12 +12,11 @@ from torch import nn
 import dispfx
 from dispfx.analysis.coverage import coverage
 from dispfx.demo.probe import skill_probe
-from dispfx.deploy.size import stored_size
+from dispfx.deploy.digests import stored_size
 from dispfx.ir.sites import Site
 from dispfx.plan.parameter_count import ParameterCount
 from dispfx.plan.plan import Plan
-from dispfx.quality.agreement import Comparison
-from dispfx.quality.measuring import measure_both
+from dispfx.quality.agreement import Comparison, compare_on_text
 from dispfx.report import (
     Behaviour,
     Bytes,
@@ -115,7 +114,7 @@ def compared_texts(task: Task, reloaded: nn.Module) -> tuple[Comparison, ...]:
     own = task.settings.learning.seq_len if isinstance(task.settings, RunSettings) else None
     context = window_of(task.source, task.program, own)
     return tuple(
-        measure_both(
+        compare_on_text(
             task.program.graph_module,
             reloaded,
             one.tokens,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.analysis.label_map import Mismatch
+from dispfx.capturing.module_capture import VERIFIED_LENGTHS
 from dispfx.compiler.cached_programs import capture_cached
 from dispfx.compiler.programs import analyse, lower_program, only_planned
 from dispfx.compiler.stages import run_stage
@@ -115,7 +116,9 @@ class Opened:
     def vocabulary_size(self) -> int:
         """Width of the logits."""
         with torch.no_grad():
-            output = self.decoder(torch.zeros((2, 2), dtype=torch.int64, device=self.device))
+            # At a length that every form is verified at: torch may have traced it for no shorter one.
+            shape = (2, min(VERIFIED_LENGTHS))
+            output = self.decoder(torch.zeros(shape, dtype=torch.int64, device=self.device))
         return getattr(output, "logits", output).shape[-1]
 
     @property

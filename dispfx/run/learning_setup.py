@@ -9,21 +9,18 @@ from dispfx.compiler.stages import for_learning, run_stage
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError
 from dispfx.estimate.free_memory import free_bytes
-from dispfx.estimate.resident import resident_bytes
 from dispfx.estimate.run_estimate import estimate
 from dispfx.fast_decoder.preparation import PreparedLoss, TrialBatch, prepare
 from dispfx.fast_decoder.shards import Sharding, rows_of
-from dispfx.ir.placing import placed
 from dispfx.ir.program import Program
+from dispfx.ir.retype import placed
 from dispfx.learning.objective import OBJECTIVES
 from dispfx.learning.text import Batches
 from dispfx.settings import ComputeSettings, LearnSettings
 from dispfx.words.option_names import option
 
-# Of what is free; the rest is for what kernels need and an allocator rounds up.
+# Of what is free; the rest is for what kernels need.
 _USABLE = 0.9
-# A compiled layer keeps about so much of what the operations of the graph keep one by one.
-_KEPT_BY_COMPILED = 0.5
 
 
 def prepared_loss(
@@ -118,12 +115,7 @@ def short_of_memory(
     free = free_bytes(device)
     if free is None:
         return False
-    own = own_part(settings, ranks)
-    found = estimate(program, own, device=device)
-    kept = found.step.kept * (_KEPT_BY_COMPILED if compiled else 1.0)
-    # Weights in parts are still to come.
+    found = estimate(program, own_part(settings, ranks), device=device)
+    # Sharded weights are not loaded yet.
     weights = 0 if sharding is None else found.weight_bytes / sharding.size
-    # The share that is not usable is what a GPU's allocator holds free; glibc holds more.
-    on_gpu = device.type == "cuda"
-    beside = found.held_bytes + kept if on_gpu else resident_bytes(found.held_bytes, kept, device)
-    return beside + weights > _USABLE * free
+    return found.beside_weights(compiled=compiled) + weights > _USABLE * free

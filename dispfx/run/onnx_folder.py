@@ -37,8 +37,8 @@ from dispfx.ir.lengths import held_to
 from dispfx.ir.program import Program
 from dispfx.run.folders import Opened
 from dispfx.run.length_checks import require_onnx_lengths
-from dispfx.source.context import named_context
 from dispfx.source.own_code import carry_code
+from dispfx.source.source import named_context
 from dispfx.verification.equivalence import SHAPES_BT, Verification, random_token_ids, require
 from dispfx.verification.onnx_model import Answers, Reference, onnx_lines, whole_answers, with_cached_answers
 from dispfx.words.choices import require_choice

@@ -21,10 +21,9 @@ from dispfx.compiler.stages import run_stage
 from dispfx.demo.probe import skill_probe
 from dispfx.deploy import exported, weights
 from dispfx.deploy.checkpoint import PLAN_FILE
-from dispfx.deploy.digests import digests
+from dispfx.deploy.digests import digests, stored_size
 from dispfx.deploy.folder import new_folder
 from dispfx.deploy.section import read_layout
-from dispfx.deploy.size import stored_size
 from dispfx.huggingface.adapters import load_adapters, save_adapters
 from dispfx.huggingface.saving import PrunedModel
 from dispfx.ir.program import Program

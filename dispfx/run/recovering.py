@@ -25,8 +25,7 @@ from dispfx.errors import DataError
 from dispfx.ir.program import Program
 from dispfx.learning.recovery import Keeping, RecoveryTask, recover
 from dispfx.learning.text import TokenBatches
-from dispfx.quality.agreement import Comparison
-from dispfx.quality.measuring import measure_both
+from dispfx.quality.agreement import Comparison, compare_on_text
 from dispfx.report import Report
 from dispfx.run.folders import Opened, open_folder
 from dispfx.run.pupils import Pupil, folder_plan, lowered_of, pupil_of
@@ -207,7 +206,7 @@ class Gauge:
 
     def on(self, decoder: Callable[[Tensor], Any], text: MeasuredText) -> Comparison:
         """Compare a decoder with the dense one on one text."""
-        return measure_both(
+        return compare_on_text(
             self._job.program.graph_module,
             decoder,
             text.tokens,

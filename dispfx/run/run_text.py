@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dispfx.demo.demo_text import generate_text
+from dispfx.demo.grammar import generate_text
 from dispfx.errors import DataError
 from dispfx.learning.mixture import Mixture, quotas
 from dispfx.learning.text import HELD_OUT_SHARE, Batches, TokenBatches

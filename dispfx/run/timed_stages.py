@@ -1,11 +1,18 @@
-"""Time the stages of a command, and tell an observer as each begins and ends."""
+"""Tell an observer how a command goes: its stages with their times, and the graph after a pass.
+
+with printing(["lower-gates"], observer):
+    ...                                 # every pipeline in here prints after lower-gates
+"""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from dispfx.compiler.stages import PASSES
 from dispfx.errors import DispfxError, MemoryShortage, first_line, memory_shortage
-from dispfx.report import Observer
+from dispfx.ir.pipeline import printing_after
+from dispfx.report import NullObserver, Observer
+from dispfx.words.choices import require_choice
 from dispfx.words.option_names import option
 
 # What makes a stage need less memory; the others need what they need.
@@ -53,3 +60,20 @@ class Stages:
 def _shortage(stage: str, told: BaseException) -> DispfxError:
     problem = f"memory ran out in stage {stage}: {first_line(told)}"
     return MemoryShortage(problem, hint=_LESS.get(stage, _MORE))
+
+
+@contextmanager
+def printing(names: Sequence[str], observer: Observer | None = None) -> Iterator[None]:
+    """Give graphs after the passes of these names to an observer; note which of them did not run.
+
+    Raises:
+        DispfxError: if there is no pass of a name, listing the passes that there are.
+    """
+    for name in names:
+        require_choice(PASSES, name, "a pass to print after")
+    watcher = observer or NullObserver()
+    with printing_after(names, watcher.printed) as printer:
+        yield
+    for name in dict.fromkeys(names):
+        if name not in printer.printed:
+            watcher.note(f"{name} did not run in this command, so there is no graph to print after it")

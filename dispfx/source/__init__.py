@@ -6,8 +6,8 @@ that knows transformers.
 
     pretrained  folder, GGUF file, hub id → module, config and tokenizer
     function    package.module:function → module
-    stored      MODEL → bytes of its weights, before one is read
-    causality   a decoder predicts from the past alone; everything else is refused
+    loaded_size MODEL → bytes of its weights, before one is read
+    loading     MODEL → Source; what does not predict from the past alone is refused
     text        files and data sets of text, and token files → one vector of token ids
 """
 

@@ -1,16 +1,30 @@
-"""MODEL → `Source`, whatever its form."""
+"""MODEL → `Source`, whatever its form.
 
+A decoder predicts each token from the tokens before it; everything else is refused.  Names prove nothing:
+an encoder's checkpoint loads into a causal class without a missing weight.  So the last token is changed,
+and the logits before it must stay.
+
+A decoder moves to a device and a dtype, also one whose class has a `to` of its own:
+
+    nn.Module:   model.to(device=…, dtype=…)
+    others:      model.to(device), then model.to(dtype): what TransformerLens takes, for one
+
+Legend: B batch, T tokens, V vocabulary
+"""
+
+import inspect
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from dispfx.capturing.logits import logits_of, widths_of
 from dispfx.demo import DECODER_FOLDER
-from dispfx.errors import SourceError
-from dispfx.source.causality import check_causal
+from dispfx.errors import CaptureError, SourceError
 from dispfx.source.contents import check_checkpoint, check_weights
 from dispfx.source.function import build_module
 from dispfx.source.location import Location, reach_hub
-from dispfx.source.moving import moved
 from dispfx.source.pretrained import build_from_config, load_pretrained
 from dispfx.source.source import Source
 from dispfx.source.tokenizer import load_tokenizer
@@ -153,3 +167,71 @@ def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     return choice(_DTYPES, dtype, option("dtype"))
+
+
+# Relative to the largest logit.  Equal prefixes may round differently where experts are grouped by
+# token (3e-7 in float32); an untrained bidirectional layer of the usual scale moves them by 4e-4.
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+
+# Ids 0 and 1 exist in every vocabulary.  The last position differs.
+_IDS_BT = ((1, 0, 1, 1, 0, 1, 0, 1), (1, 0, 1, 1, 0, 1, 0, 0))
+
+
+def check_causal(model: nn.Module, name: str, device: torch.device) -> None:
+    """Check that `model` maps token ids to logits, each from the past alone.
+
+    Raises:
+        SourceError: if it cannot run, returns no logits, or looks at later tokens.
+    """
+    first_TV, second_TV = (_logits(model, torch.tensor([ids], device=device), name)[0] for ids in _IDS_BT)
+    before_TV = first_TV[:-1].double()
+    change = (before_TV - second_TV[:-1].double()).abs().max()
+    if bool(change > _TOLERANCE.get(first_TV.dtype, 3e-2) * before_TV.abs().max()):
+        raise SourceError(
+            "a decoder must predict each token from the tokens before it, "
+            "and this model's logits change with a later token",
+            where=name,
+            hint="encoders and models with bidirectional attention cannot be compiled",
+        )
+
+
+def _logits(model: nn.Module, ids_BT: Tensor, name: str) -> Tensor:
+    try:
+        with torch.no_grad():
+            output = model(ids_BT)
+    except Exception as error:
+        message = " ".join(str(error).split())[:300]
+        raise SourceError(
+            f"the model cannot run on token ids (batch, tokens): {type(error).__name__}: {message}",
+            where=name,
+            hint="its forward must take int64 token ids first and need nothing else",
+        ) from error
+    try:
+        return logits_of(output, ids_BT, widths_of(model))
+    except CaptureError as error:
+        raise SourceError(error.problem, where=name, hint=error.hint) from error
+
+
+def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return a decoder on a device, its floating-point tensors of a type; without one they keep theirs.
+
+    A decoder that is there already is not asked to move.
+    """
+    wanted: dict[str, Any] = {"device": device} if dtype is None else {"device": device, "dtype": dtype}
+    if all(_is_there(tensor, device, dtype) for tensor in (*model.parameters(), *model.buffers())):
+        return model
+    try:
+        inspect.signature(model.to).bind(**wanted)
+    except TypeError:
+        for each in wanted.values():
+            own: Any = model.to
+            model = own(each) or model  # what moves in place may return nothing
+        return model
+    together: Any = model.to
+    return together(**wanted) or model
+
+
+def _is_there(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> bool:
+    same = dtype is None or not tensor.is_floating_point() or tensor.dtype == dtype
+    index = device.index if device.index is not None or device.type == "cpu" else tensor.device.index
+    return same and tensor.device.type == device.type and tensor.device.index == index

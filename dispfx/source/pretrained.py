@@ -2,8 +2,13 @@
 
 transformers fills whatever a checkpoint lacks with random numbers and a warning; here everything that
 would end in a decoder with random weights, or in another kind of model, is refused instead.
+
+dispfx cuts plain weights.  transformers can expand some compressed formats when it is asked to.  Weights of
+other formats stay packed in modules of their library, which cannot be cut; they are refused.
 """
 
+import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +20,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from dispfx.errors import SourceError
 from dispfx.files.json_text import read_json
-from dispfx.source.compression import expanding
 from dispfx.source.location import Location
 from dispfx.source.quiet import installation, quiet, short
 from dispfx.source.source import Source
@@ -194,3 +199,39 @@ def _model(
             hint="a decoder with a language-model head and all its weights is needed",
         )
     return model
+
+
+# Its weights are plain, and made ternary in each forward pass.
+_PLAIN = ("bitnet",)
+# How a format's config is asked for plain weights; the second by versions that lack the first.
+_SWITCHES = {"dequantize": True, "run_compressed": False}
+
+
+def method_of(config: Any) -> str | None:
+    """Return the format of a checkpoint's weights, or None where they are plain."""
+    section = getattr(config, "quantization_config", None)
+    method = section.get("quant_method") if isinstance(section, dict) else None
+    return str(method) if method is not None else None
+
+
+def expanding(config: Any, spec: str) -> Any:
+    """Return a config that lets transformers expand the weights; a plain checkpoint's own.
+
+    Raises:
+        SourceError: if weights of this format stay packed.
+    """
+    method = method_of(config)
+    if method is None or method in _PLAIN:
+        return config
+    known = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+    names = inspect.signature(known.__init__).parameters if known is not None else ()
+    switch = next((name for name in _SWITCHES if name in names), None)
+    if switch is None:
+        raise SourceError(
+            f"the weights are compressed with {method}, and dispfx can only cut plain weights",
+            where=spec,
+            hint="pass the checkpoint that this one was made from, before it was compressed",
+        )
+    changed = copy.deepcopy(config)
+    changed.quantization_config = {**config.quantization_config, switch: _SWITCHES[switch]}
+    return changed

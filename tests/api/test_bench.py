@@ -21,8 +21,7 @@ from dispfx.errors import DataError, OutputError, PlanMismatchError
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.ir.ops import is_grouped
 from dispfx.plan.plan import Plan
-from dispfx.quality.measuring import measure
-from dispfx.quality.perplexity import TextFacts
+from dispfx.quality.perplexity import TextFacts, measure
 from dispfx.run.opening import open_model
 from dispfx.settings import ModelSettings
 from tests.api.conftest import Compiled
@@ -30,7 +29,7 @@ from tests.captures import plain
 from tests.tiny_transformers import tiny_transformer
 
 # The room, which the function of its name hides.
-bench_room = importlib.import_module("dispfx.api.bench")
+bench_room = importlib.import_module("dispfx.api.benching")
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from dispfx.api import agree, apply, evaluate, export, generate, inspect, learn_
 from dispfx.errors import DataError, DispfxError, OutputError, VerificationError
 from dispfx.plan.plan import Plan
 from dispfx.report import Report
-from dispfx.run.pass_printing import printing
+from dispfx.run.timed_stages import printing
 from dispfx.verification.equivalence import Verification, require
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Compiled, Watcher, random_tokens
 from tests.api.plain import build_decoder

@@ -316,7 +316,7 @@ REFUSED = {
     "ids of another vocabulary": ({"data": torch.full((600,), 61)}, DataError, "must be in [0, 61)"),
     "one token to measure on": ({"data": random_tokens(17)}, DataError, "two tokens or more are needed"),
     "no such function": ({"model": "tests.api.plain:nothing"}, SourceError, "has no nothing"),
-    "every branch skipped": ({"skip": ["*"]}, DispfxError, "--skip leaves out"),
+    "every branch skipped": ({"skip": ["*"]}, DispfxError, "`skip` leaves out"),
     "an unknown export": (
         {"export": "tensorrt"},
         DispfxError,

@@ -12,7 +12,7 @@ from dispfx.errors import DispfxError
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.plan.plan import Plan
 from dispfx.run.mask_learning import learn
-from dispfx.run.pass_printing import printing
+from dispfx.run.timed_stages import printing
 from dispfx.settings.learning_settings import LearnSettings
 from tests.api.conftest import Watcher, random_tokens
 from tests.api.plain import build_decoder

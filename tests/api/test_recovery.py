@@ -16,11 +16,10 @@ import dispfx
 from dispfx.api import agree, apply, evaluate, recover, verify
 from dispfx.capturing.module_capture import module_logits
 from dispfx.demo import DECODER_FOLDER
-from dispfx.demo.demo_text import generate_text
+from dispfx.demo.grammar import generate_text
 from dispfx.errors import DataError, DispfxError, OutputError, PlanMismatchError
 from dispfx.learning.state import saved_step
-from dispfx.quality.agreement import Comparison
-from dispfx.quality.measuring import measure_both
+from dispfx.quality.agreement import Comparison, compare_on_text
 from dispfx.report import Report, Tuning, load_report
 from dispfx.run.plan_learning import DRAFT, RECOVERY
 from dispfx.settings.recovery_settings import RecoverySettings
@@ -231,10 +230,10 @@ def test_weights_that_got_worse_are_not_kept(graph: Path, tokens: Path, tmp_path
     values = iter([0.5, 0.7, 0.5])  # before, of what was trained, and of what was written
 
     def compared(*given: Any, **options: Any) -> Comparison:
-        found = measure_both(*given, **options)
+        found = compare_on_text(*given, **options)
         return replace(found, agreement=replace(found.agreement, kl_nats=next(values)))
 
-    monkeypatch.setattr("dispfx.run.recovering.measure_both", compared)
+    monkeypatch.setattr("dispfx.run.recovering.compare_on_text", compared)
     watcher = Watcher()
     told = recover(graph, **words(tokens, tmp_path / "out", QUICK, dense=MODEL), observer=watcher)
     assert not told.kept and told.kl_before == told.kl_after == 0.5

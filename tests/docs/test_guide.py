@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dispfx.run.run_text
-from dispfx.demo.demo_text import generate_text
+from dispfx.demo.grammar import generate_text
 from tests.docs.listed import LISTED
 from tests.docs.pages import ROOT, blocks, commands, filled, printed, run, run_file
 from tests.local_tasks import write_tasks

@@ -22,8 +22,8 @@ from dispfx.fast_decoder.gathered import GatheredDecoder
 from dispfx.fast_decoder.preparation import PlainDecoder
 from dispfx.fast_decoder.shards import Sharding, rows_of
 from dispfx.ir.pipeline import Pipeline
-from dispfx.ir.placing import placed
 from dispfx.ir.program import Program
+from dispfx.ir.retype import placed
 from dispfx.learning.text import TokenBatches
 from dispfx.learning.trainer import Watch
 from dispfx.passes.insert_gates import InsertGates

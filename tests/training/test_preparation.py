@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import DispfxError
-from dispfx.fast_decoder import bodies, preparation
+from dispfx.fast_decoder import preparation
 from dispfx.fast_decoder.comparison import Comparison
 from dispfx.fast_decoder.decoder import TrainingDecoder
 from dispfx.fast_decoder.preparation import PlainDecoder, TrialBatch, _Preparation, prepare
@@ -33,7 +33,7 @@ def test_on_a_cpu_layers_run_as_they_are():
 
 
 def test_what_was_asked_for_is_done_and_said(monkeypatch):
-    monkeypatch.setattr(bodies, "BACKEND", "aot_eager")
+    monkeypatch.setattr("dispfx.fast_decoder.decoder.BACKEND", "aot_eager")
     plain, fast = plain_and_fast()
     prepared = prepare(plain, fast, TrialBatch(IDS), ComputeSettings(compile="on", checkpointing="on"))
     assert isinstance(prepared.decoder, TrainingDecoder)
@@ -68,7 +68,7 @@ def test_a_compiler_with_wrong_gradients_is_not_used(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(bodies, "BACKEND", wrong)
+    monkeypatch.setattr("dispfx.fast_decoder.decoder.BACKEND", wrong)
     torch._dynamo.reset()
     plain, fast = plain_and_fast()
     prepared = prepare(plain, fast, TrialBatch(IDS), ComputeSettings(compile="on"))
@@ -80,7 +80,7 @@ def test_a_compiler_that_fails_is_an_error_only_where_it_was_asked_for(monkeypat
     def broken(graph, inputs):
         raise RuntimeError("no C++ compiler")
 
-    monkeypatch.setattr(bodies, "BACKEND", broken)
+    monkeypatch.setattr("dispfx.fast_decoder.decoder.BACKEND", broken)
     torch._dynamo.reset()
     plain, fast = plain_and_fast()
     with pytest.raises(DispfxError, match="cannot be compiled"):

@@ -9,7 +9,7 @@ import pytest
 
 import dispfx
 from dispfx import passes
-from dispfx.cli.spelling import spelled
+from dispfx.cli.screen import spelled
 from dispfx.errors import BudgetError, DispfxError
 from dispfx.settings.trees import TREES
 from dispfx.words.chosen_device import check_device
