@@ -1,5 +1,7 @@
 """The head of a graph: the product that makes logits of the stream, and what is behind it."""
 
+from typing import Any
+
 from torch import fx
 
 from dispfx.ir import ops
@@ -19,3 +21,29 @@ def way_to_head(logits: fx.Node) -> list[fx.Node] | None:
     head = way[-1]
     is_head = packet(head) is aten.linear and isinstance(head.args[0], fx.Node) and ops.rank(head) == 3
     return way if is_head and all(len(node.users) == 1 for node in way) else None
+
+
+def split_at_head(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule] | None:
+    """Return ids → what the head reads (B, T, D), and that → logits; None where there is no such head.
+
+    Both share the tensors of `module`, which is not changed.
+    """
+    logits = ops.logits_of(module.graph)
+    way = way_to_head(logits) if "val" in logits.meta else None
+    if way is None:
+        return None
+    before, behind = fx.Graph(), fx.Graph()
+    values: dict[fx.Node, Any] = {}
+    stream = way[-1].args[0]
+    assert isinstance(stream, fx.Node)
+    before.graph_copy(module.graph, values)
+    before.output(values[stream])
+    before.eliminate_dead_code()
+    made = {stream: behind.placeholder("x_BRD")}
+    for node in reversed(way):
+        for read in node.all_input_nodes:
+            if read not in made:
+                made[read] = behind.node_copy(read, made.__getitem__)
+        made[node] = behind.node_copy(node, made.__getitem__)
+    behind.output(made[logits])
+    return fx.GraphModule(module, before), fx.GraphModule(module, behind)

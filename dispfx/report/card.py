@@ -137,7 +137,8 @@ def _tuned(report: Report) -> str:
         return ""
     said = "\n".join(f"- {line}" for line in tuning_lines(report.tuned))
     return (
-        f"## Tuned\n\nAfter pruning, the weights were tuned, and are not the original's any more.\n\n{said}"
+        "## Recovered\n\nAfter pruning, the weights were trained to predict what the dense decoder predicts, "
+        f"and are not the original's any more.\n\n{said}"
     )
 
 
