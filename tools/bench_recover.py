@@ -27,7 +27,8 @@ import torch
 
 from dispfx import api
 from dispfx.errors import DispfxError
-from dispfx.files.atomic import replacing
+from dispfx.files.disk import replacing
+from dispfx.learning.objective import OBJECTIVES
 from dispfx.report import NullObserver, load_report
 from dispfx.run.folder_report import device_name, versions
 
@@ -111,6 +112,7 @@ class Bench:
                 self.args.data,
                 plan,
                 observer=Notes(),
+                objective=self.args.objective,
                 **steps,
                 **sizes,
                 **self.opened,
@@ -226,7 +228,7 @@ def _arguments() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="folder of the dense decoder, or demo")
-    parser.add_argument("--data", required=True, help="text to learn masks and weights from")
+    parser.add_argument("--data", required=True, nargs="+", help="texts to learn masks and weights from")
     parser.add_argument("--test", required=True, help="text to measure on")
     parser.add_argument("--second", required=True, help="text of another kind to measure on")
     parser.add_argument("--choose", help="text that decides whether weights are kept; --test by default")
@@ -236,6 +238,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.2, 0.3, 0.5])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--plans", nargs="+", default=[], metavar="RATIO=FILE", help="plans learned before")
+    parser.add_argument(
+        "--objective", choices=OBJECTIVES, default="ce", help="loss that plans are learned by"
+    )
     parser.add_argument("--learn-steps", type=int, help="steps of learning masks; the recipe's by default")
     parser.add_argument("--steps", type=int, help="steps of recovery; the kind's default otherwise")
     parser.add_argument("--lr", type=float, help="learning rate of recovery")
