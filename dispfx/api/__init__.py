@@ -1,4 +1,4 @@
-"""Everything dispfx does, as functions: the command line and `import dispfx` are thin over this."""
+"""All of dispfx as functions: the command line and `import dispfx` are thin layers over this."""
 
 from dispfx.analysis.coverage import coverage
 from dispfx.api.bench import bench

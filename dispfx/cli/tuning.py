@@ -9,7 +9,7 @@ from dispfx.words.text_origin import check_texts
 
 
 def finetune(settings: FinetuneSettings, screen: Screen) -> None:
-    """Train LoRA adapters on a pruned decoder, to recover what pruning has cost."""
+    """Train LoRA adapters on a pruned decoder, to recover quality."""
     text, output = settings.text, settings.output
     check_folder(settings.model.model)
     check_texts(text.data)

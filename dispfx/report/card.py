@@ -1,4 +1,4 @@
-"""The model card that lies beside the weights: what was done, what it cost, how to load it."""
+"""The model card of a folder: what was done, what it cost, how to load the model."""
 
 from collections.abc import Sequence
 from pathlib import PurePath
@@ -29,13 +29,13 @@ def model_card(
         report: of the compilation.
         base_model: MODEL as the user wrote it.
         folder: name of the output folder, for the commands shown.
-        data: name of what the masks were learned from; empty where they were not learned.
-        onnx: whether an ONNX model was written beside the checkpoint.
-        as_modules: whether transformers loads the folder; a graph alone needs dispfx.load.
-        on_hub: whether `base_model` is a hub id, and so a link that others can follow.
-        tokenizer: whether there is one in the folder.
-        code: Python module that makes the decoder's class known to transformers, where that is needed.
-        own_code: whether decoder or tokenizer are code that comes with the folder.
+        data: name of the text that the masks were learned from; empty if they were not learned.
+        onnx: whether an ONNX model was also written.
+        as_modules: whether transformers loads the folder; a graph needs dispfx.load.
+        on_hub: whether `base_model` is a hub id, and so a public link.
+        tokenizer: whether the folder has a tokenizer.
+        code: Python module that registers the decoder's class with transformers, if needed.
+        own_code: whether the folder contains code of the decoder or tokenizer.
     """
     parts = [
         _front_matter(base_model if on_hub else None),
@@ -109,9 +109,7 @@ def _tuned(report: Report) -> str:
     if report.tuned is None:
         return ""
     said = "\n".join(f"- {line}" for line in tuning_lines(report.tuned))
-    return (
-        f"## Tuned\n\nAfter pruning, the weights were tuned, and are not the original's any more.\n\n{said}"
-    )
+    return f"## Tuned\n\nAfter pruning, the weights were tuned, so they differ from the original's.\n\n{said}"
 
 
 def _loading(
@@ -127,7 +125,7 @@ def _loading(
         f'model = AutoModelForCausalLM.from_pretrained("{name}"{trust})',
         *([f'tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})'] if tokenizer else []),
     ]
-    # The commands import no code of others.
+    # The commands do not import foreign code.
     by_command = not (as_modules and code)
     commands = [
         *([f'dispfx generate {name}{flag} --prompt "…"'] if tokenizer and by_command else []),
@@ -141,11 +139,7 @@ def _loading(
     lines = [
         "## Use",
         "",
-        *(
-            ["The Python files in this folder are code that runs when it is loaded: read them first.", ""]
-            if own_code
-            else []
-        ),
+        *(["Loading this folder runs its Python files: read them first.", ""] if own_code else []),
         "```python",
         *(with_transformers if as_modules else as_graph),
         "```",
@@ -182,7 +176,7 @@ def _settings(report: Report) -> str:
     if report.settings is None:
         return ""
     rows = [f"| {name} | {value} |" for name, value in settings_rows(report.settings)]
-    said = "All settings of the run, those that nobody chose among them:"
+    said = "All settings of the run, including defaults:"
     return "\n".join([said, "", "| setting | value |", "|---|---:|", *rows])
 
 

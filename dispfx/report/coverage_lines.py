@@ -1,4 +1,4 @@
-"""Which block weights the sites cut, and why the others stay: in lines for people, and whole for programs."""
+"""Which block weights the sites cut, and why the rest is not cut: as text and as JSON."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ _PATHS_SHOWN = 4
 
 
 def coverage_lines(found: Coverage) -> list[str]:
-    """Return which block weights are gated, and for what reason the others are not."""
+    """Return which block weights are gated, and why the rest is not."""
     lines = [f"block weights: {_share(found.gated, found.total)} of {found.total:,} are gated"]
     lines += [
         f"not gated: {_share(one.size, found.total)}: {one.reason} ({_shortened(one.parameters)})"
@@ -27,7 +27,7 @@ def _share(size: int, total: int) -> str:
 
 
 def _shortened(paths: Sequence[str]) -> str:
-    """Return paths that differ in their numbers as one."""
+    """Merge paths that differ only in their numbers."""
     groups: dict[str, list[str]] = {}
     for path in paths:
         groups.setdefault(NUMBER.sub("#", path), []).append(path)
@@ -37,7 +37,7 @@ def _shortened(paths: Sequence[str]) -> str:
 
 
 def coverage_plain(found: Coverage) -> dict[str, Any]:
-    """Return all of it, ready for JSON."""
+    """Return everything, ready for JSON."""
     return {
         "block_weights": {"gated": found.gated, "total": found.total},
         "ungated": [

@@ -1,4 +1,4 @@
-"""What learning will take, for people and for programs."""
+"""The estimated memory and time of learning, as text and as JSON."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ _GIGA = 1e9
 
 
 def print_estimate(estimate: Estimate, console: Console) -> None:
-    """Print memory in one line, then time and cards, one line a kind of card."""
+    """Print one line on memory, then one line per kind of GPU with time and number of GPUs."""
     for line in estimate_lines(estimate):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def estimate_lines(estimate: Estimate) -> list[str]:
-    """Return what `print_estimate` prints."""
+    """Return the lines that `print_estimate` prints."""
     settings, share = estimate.settings, estimate.gated_parameters / estimate.parameters
     cublas = f"cuBLAS {shown_bytes(estimate.workspace_bytes)}, " if estimate.workspace_bytes else ""
     return [
@@ -55,9 +55,9 @@ def estimate_plain(estimate: Estimate) -> dict[str, Any]:
 
 
 def _card_line(estimate: Estimate, card: Device) -> str:
-    """Say how long one card computes, and how many hold the memory."""
+    """Return how long one GPU takes, and how many GPUs hold the memory."""
     least = -(-estimate.peak_bytes // card.memory_bytes)
-    fits = "fits on one" if least == 1 else f"needs the memory of {least:,} at least"
+    fits = "fits on one" if least == 1 else f"needs the memory of at least {least:,}"
     return (
         f"  {card.name}: {duration(estimate.seconds(card))} on one for {estimate.settings.steps:,} steps; "
         f"{fits} ({card.memory_bytes / _GIGA:.0f} GB)"
@@ -65,7 +65,7 @@ def _card_line(estimate: Estimate, card: Device) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in the largest unit of which there are two."""
+    """Format a duration in the largest unit that gives at least 2."""
     for unit, length in (("days", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:,.1f} {unit}"

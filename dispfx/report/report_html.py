@@ -1,4 +1,4 @@
-"""What a Report shows of itself in a notebook."""
+"""The notebook view of a Report."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from dispfx.report.table import report_rows
 
 
 def report_html(report: Any) -> str:
-    """Return the table that a terminal gets."""
+    """Return the table of the terminal as HTML."""
     rows = [row for rows in report_rows(report) for row in rows]
     title = f"{report.ratio.achieved:.2%} of {report.ratio.of} removed, on {report.device}"
     return html_table(title, ("", "before", "after", "change"), rows)

@@ -1,4 +1,4 @@
-"""What report.json says about a compilation, as frozen dataclasses.
+"""The contents of report.json, as frozen dataclasses.
 
 The field names are the file's names, which other programs rely on.  Counts and bytes are those of the
 written files, read back.
@@ -14,12 +14,12 @@ from dispfx.verification.equivalence import Verification
 
 @dataclass(frozen=True)
 class Ratio:
-    """Share of the counted parameters that was to be removed, and that was.
+    """Requested and achieved share of removed parameters.
 
     Args:
         requested: what the user asked, in (0, 1).
         achieved: what the plan removes.
-        of: what is counted: the parameters that some site cuts, or all of them.
+        of: the counted parameters: those that some site cuts, or all of them.
     """
 
     requested: float
@@ -29,7 +29,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many parameters there are.
+    """Numbers of parameters.
 
     Args:
         dense: before.
@@ -64,7 +64,7 @@ class Protocol:
 
     @property
     def begins(self) -> str:
-        """A sentence on the tokens that every window begins with, or nothing where there are none."""
+        """A sentence on the tokens that every window begins with; empty if there are none."""
         if not self.bos:
             return ""
         shown = " ".join(map(str, self.bos))
@@ -82,7 +82,7 @@ class PerplexityChange:
 
 @dataclass(frozen=True)
 class SkillChange:
-    """Share of a skill's questions answered right, before and after."""
+    """Share of a skill's questions answered correctly, before and after."""
 
     dense: float
     pruned: float
@@ -108,12 +108,12 @@ class Refused:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the weights of a pruned decoder were tuned, and what that was worth.
+    """How the weights of a pruned decoder were tuned, and the effect.
 
     Args:
         base: folder of the decoder that was tuned.
-        data: what was learned from.
-        parameters: how many were trained.
+        data: name of the training text.
+        parameters: number of trained parameters.
         before, after: perplexity of the pruned decoder, under one protocol.
         rank, alpha, lr, steps, batch_size, seq_len, seed: as in `dispfx.settings.verb_settings.TuneSettings`.
     """
@@ -147,29 +147,28 @@ class Report:
     """One compilation.
 
     Args:
-        ratio: asked and achieved.
+        ratio: requested and achieved.
         parameters: before and after.
         bytes: before and after.
-        perplexity: before and after; None where no text was given to measure on.
+        perplexity: before and after; None if no text was given to measure on.
         verify: every comparison of two forms of the pruned decoder.
-        sites: what each site keeps.
-        refused: what was left dense.
-        ungated: block weights that no site cuts, by reason; empty in reports without such an entry.
-        seed: of everything random.
-        versions: of Python and of the libraries that had a part in it.
-        device: where it ran.
-        seconds: by stage, in the order they ran.
-        command: the command line or call that gives this result again.
-        skills: share of right answers by skill, where the model has a probe; not written when empty.
-        tuned: where the weights are not the original's any more, how they came to be; not written when None.
-            `verify` then holds what was compared since, and `perplexity` is None.
-        files: SHA-256 of each file that holds the decoder, as it was written, by its path in the folder; what
-            `export` adds later is not among them.  Empty in reports of before there was such an entry.
-        onnx_without_cache: why the ONNX model written with the folder has no KV cache, where it has none.
-        lengths: of sequences for which the decoder's graph holds; None in reports of before there was such an
-            entry.
-        settings: every setting of the run by section (`dispfx.settings.RunSettings`); None where a plan was
-            applied.
+        sites: number of kept features per site.
+        refused: branches and sites that were left dense.
+        ungated: block weights that no site cuts, by reason; empty in older reports.
+        seed: of all randomness.
+        versions: of Python and of the libraries used.
+        device: of the run.
+        seconds: by stage, in order.
+        command: the command line or call that reproduces this result.
+        skills: share of correct answers by skill, if the model has a probe; not written when empty.
+        tuned: how the weights were tuned after pruning; not written when None.  `verify` then holds the
+            comparisons since tuning, and `perplexity` is None.
+        files: SHA-256 of each file of the decoder by its path in the folder, without files that `export` adds
+            later.  Empty in older reports.
+        onnx_without_cache: why the ONNX model written with the folder has no KV cache, if it has none.
+        lengths: sequence lengths for which the decoder's graph holds; None in older reports.
+            settings: every setting of the run by section (`dispfx.settings.RunSettings`); None if a plan was
+        applied.
     """
 
     ratio: Ratio

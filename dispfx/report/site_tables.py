@@ -1,4 +1,4 @@
-"""What a decoder offers to prune: its branches and sites, short for people and whole for programs."""
+"""The branches and sites of a decoder: short as text, complete as JSON."""
 
 import re
 from collections import Counter
@@ -18,7 +18,7 @@ _REFUSALS_SHOWN = 5
 
 
 def print_sites(program: Program, console: Console) -> None:
-    """Print one line for each group of equal sites, then what is refused."""
+    """Print one line for each group of equal sites, then what stays dense."""
     for line in found_lines(program):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     print_rows([site_rows(program)], console, ("site", "selection", "features", "cuts"))
@@ -27,7 +27,7 @@ def print_sites(program: Program, console: Console) -> None:
 
 
 def found_lines(program: Program) -> list[str]:
-    """Return what was found in two lines: the stream, then branches and sites by kind."""
+    """Return two lines: the stream, then branches and sites by kind."""
     width = program.stream.width if program.stream else 0
     branches = _counts(branch.kind for branch in program.branches)
     sites = _counts(site.kind for site in program.sites)
@@ -40,14 +40,14 @@ def found_lines(program: Program) -> list[str]:
 
 
 def _length_lines(lengths: Lengths) -> list[str]:
-    """Return for which lengths the graph holds, where not for all."""
+    """Return the sequence lengths for which the graph holds, if it does not hold for all."""
     if lengths == Lengths():
         return []
     reasons = {
-        "limit": "the decoder reads no longer ones",
+        "limit": "the decoder does not read longer ones",
         "stops": "the graph ends there",
-        "changes": "the decoder computes longer ones otherwise",
-        None: "the decoder computes shorter ones otherwise",
+        "changes": "the decoder computes longer ones differently",
+        None: "the decoder computes shorter ones differently",
     }
     return [
         f"sequences of {lengths}: {reasons[lengths.end]}" + (f" ({lengths.where})" if lengths.where else "")
@@ -55,7 +55,7 @@ def _length_lines(lengths: Lengths) -> list[str]:
 
 
 def refusal_lines(refused: Sequence[Refusal], limit: int | None = _REFUSALS_SHOWN) -> list[str]:
-    """Return one line for each thing that stays dense, at most `limit` of them."""
+    """Return one line per branch or site that stays dense, at most `limit` lines."""
     shown = refused if limit is None else refused[:limit]
     lines = []
     for refusal in shown:
@@ -89,7 +89,7 @@ def site_rows(program: Program) -> list[Row]:
 
 
 def program_plain(program: Program) -> dict[str, Any]:
-    """Return everything that was found, ready for JSON."""
+    """Return everything, ready for JSON."""
     return {
         "model_class": program.model_class,
         "fingerprint": program.fingerprint,

@@ -1,4 +1,4 @@
-"""From a program to the loss that learning calls, computed as fast as it can be trusted."""
+"""From a program to the loss that learning calls, in the fastest form that passes its checks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,9 +18,9 @@ from dispfx.ir.program import Program
 from dispfx.learning.text import Batches
 from dispfx.settings import ComputeSettings, LearnSettings
 
-# Of what is free; the rest is for what kernels need and an allocator rounds up.
+# Share of free memory; the rest is for workspaces of kernels and the allocator's rounding.
 _USABLE = 0.9
-# A compiled layer keeps about so much of what the operations of the graph keep one by one.
+# Share of the activations of the plain graph that a compiled layer keeps.
 _KEPT_BY_COMPILED = 0.5
 
 
@@ -36,15 +36,15 @@ def prepared_loss(
     """Return the loss of a decoder under masks, checked against the plain gated graph.
 
     Args:
-        program: analysed, on the device to learn on unless its weights shall lie in parts; not changed.
-        text: a batch of it is what the ways to compute the loss are compared on.
+        program: analysed, on the device to learn on unless its weights will be sharded; not changed.
+        text: the ways to compute the loss are compared on one of its batches.
         settings: of the run.
-        compute: what is wanted.
+        compute: the requested way to compute.
         ranks: the processes that share every batch.
-        note: told every choice.
+        note: called with every choice.
 
     Raises:
-        DispfxError: if what was asked for cannot be had.
+        DispfxError: if a requested option is not possible.
     """
     chosen = compute or ComputeSettings()
     ranks = ranks or ALONE
@@ -79,23 +79,23 @@ def device_of_learning(program: Program, compute: ComputeSettings | None) -> tor
 
 
 def _sharding(program: Program, compute: ComputeSettings, ranks: Ranks) -> Sharding | None:
-    """Return how the weights lie in parts, where that was asked for.
+    """Return how the weights are sharded, or None if `--shard` was not given.
 
     Raises:
-        DispfxError: if there is one rank only.
+        DispfxError: if there is only one rank.
     """
     if compute.shard_on is None:
         return None
     if ranks.size == 1:
         raise DispfxError(
-            "the weights lie in parts on several processes, and there is one",
+            "--shard splits the weights among processes, but there is only one",
             hint="use --launch N or torchrun with --shard, or leave out --shard",
         )
     return Sharding(rows_of(dict(program.tensors())), ranks.size, torch.device(compute.shard_on))
 
 
 def own_part(settings: LearnSettings, ranks: Ranks) -> LearnSettings:
-    """Return the settings of a run that does what one of these processes does."""
+    """Return the settings of a single-process run that does the work of one of these processes."""
     rows = max(1, settings.batch_size // ranks.size)
     samples = max(1, settings.samples // ranks.size)
     return replace(settings, batch_size=rows, samples=samples if rows % samples == 0 else 1)
@@ -108,7 +108,7 @@ def short_of_memory(
     ranks: Ranks = ALONE,
     sharding: Sharding | None = None,
 ) -> bool:
-    """Whether a step that keeps all values of all layers is larger than the memory that is free."""
+    """Whether a step without checkpoints exceeds the free memory."""
     device = program.device if sharding is None else sharding.device
     free = free_bytes(device)
     if free is None:
@@ -116,9 +116,9 @@ def short_of_memory(
     own = own_part(settings, ranks)
     found = estimate(program, own, device=device)
     kept = found.step.kept * (_KEPT_BY_COMPILED if compiled else 1.0)
-    # Weights in parts are still to come.
+    # Sharded weights are not loaded yet.
     weights = 0 if sharding is None else found.weight_bytes / sharding.size
-    # The share that is not usable is what a GPU's allocator holds free; glibc holds more.
+    # A GPU's allocator keeps the unusable share free; glibc keeps more.
     on_gpu = device.type == "cuda"
-    beside = found.held_bytes + kept if on_gpu else resident_bytes(found.held_bytes, kept, device)
-    return beside + weights > _USABLE * free
+    step = found.held_bytes + kept if on_gpu else resident_bytes(found.held_bytes, kept, device)
+    return step + weights > _USABLE * free

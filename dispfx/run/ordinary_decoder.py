@@ -1,4 +1,4 @@
-"""A smaller decoder that needs no dispfx: made, and known to be possible before anything is learned."""
+"""Build a smaller decoder that needs no dispfx, and check before learning that this is possible."""
 
 from typing import Any
 
@@ -16,15 +16,16 @@ from dispfx.verification.graphs import dense_lines
 
 
 def ordinary_decoder(source: Source, program: Program, plan: Plan, lowered: nn.Module) -> Any:
-    """Return the decoder that a plan with one selection for the whole stream leaves, as one of its own class.
+    """Return the decoder left by a plan with one selection for the whole stream, as its own class.
 
     Args:
         source: the dense decoder.
-        program: of it.
-        lowered: its lowered graph, which the result is compared with.
+        program: of the decoder.
+        lowered: its lowered graph, to compare the result with.
 
     Raises:
-        UnsupportedGraphError: if the class cannot have these widths, or computes something else with them.
+        UnsupportedGraphError: if the class does not support these widths, or computes something else with
+        them.
     """
     kept = plan.for_sites(program.sites)
     by_site = {site.name: indices for site, indices in zip(program.sites, kept, strict=True)}
@@ -36,14 +37,14 @@ def ordinary_decoder(source: Source, program: Program, plan: Plan, lowered: nn.M
     worst = max(line.max_rel_error for line in lines)
     if not all(line.holds for line in lines):
         raise _no_ordinary_decoder(
-            f"built that small its logits are off by {worst:.1e}: its code derives a number from a width",
+            f"the smaller decoder's logits differ by {worst:.1e}: its code derives a number from a width",
             source,
         )
     return model
 
 
 def require_ordinary(source: Source, program: Program, ratio: float, of: BudgetOf, align: int) -> None:
-    """Pass if a smaller ordinary decoder is possible, by making one with a random plan of this ratio.
+    """Check that a smaller ordinary decoder is possible, by building one with a random plan of this ratio.
 
     Raises:
         UnsupportedGraphError: as `ordinary_decoder`.
@@ -55,7 +56,7 @@ def require_ordinary(source: Source, program: Program, ratio: float, of: BudgetO
 
 def _no_ordinary_decoder(reason: str, source: Source) -> UnsupportedGraphError:
     return UnsupportedGraphError(
-        f"no smaller decoder of this class is an ordinary one: {reason}",
+        f"this class cannot be built with smaller widths: {reason}",
         where=type(source.model).__name__,
         hint="leave out --export dense; the folder itself loads with dispfx",
     )

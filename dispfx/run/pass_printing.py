@@ -1,4 +1,4 @@
-"""`--print-after`: the graph after a pass, wherever a command runs this pass.
+"""`--print-after`: print the graph after a pass, in every pipeline of a command.
 
 with printing(["lower-gates"], observer):
     ...                                 # every pipeline in here prints after lower-gates
@@ -15,10 +15,10 @@ from dispfx.words.choices import require_choice
 
 @contextmanager
 def printing(names: Sequence[str], observer: Observer | None = None) -> Iterator[None]:
-    """Give graphs after the passes of these names to an observer; note which of them did not run.
+    """Pass the graphs after the named passes to an observer; note which passes did not run.
 
     Raises:
-        DispfxError: if there is no pass of a name, listing the passes that there are.
+        DispfxError: if a name is unknown, listing all passes.
     """
     for name in names:
         require_choice(PASSES, name, "--print-after")

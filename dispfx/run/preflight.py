@@ -1,11 +1,11 @@
-"""Whether a run fits into memory, asked before hours are spent on it.
+"""Check that a run fits into memory, before it starts.
 
-1. Before a weight is read: the weights, and for what writes a folder their pruned copy beside them.
-2. Before learning: the estimate of `dispfx.estimate.run_estimate`, less the weights, which are there by then,
-   and with what the allocator keeps (`dispfx.estimate.resident`). With checkpoints of layers, which
-   `auto` turns to, what autograd keeps is left out.
+1. Before weights are read: the weights, and if a folder is written also their pruned copy.
+2. Before learning: the estimate of `dispfx.estimate.run_estimate` without the weights, which are loaded by
+   then, plus the overhead of the allocator (`dispfx.estimate.resident`). If layers may be checkpointed,
+   activations are not counted.
 
-An estimate may be wrong by 15%; a run is refused where it would not fit even if it took that much less.
+The estimate may be wrong by 15%: a run is rejected only if it would not fit with 15% less.
 """
 
 import torch
@@ -26,10 +26,10 @@ _SURE = 0.85
 
 
 def require_room_for_weights(model: ModelSettings, *, copies: float = 1.0) -> None:
-    """Pass if a decoder can be loaded, or its size is not known before it is.
+    """Raise if a decoder does not fit; a decoder of unknown size passes.
 
     Args:
-        copies: how many times as large as the weights the run is at the least.
+        copies: minimum memory of the run, as a multiple of the weights.
 
     Raises:
         DispfxError: saying how much is missing and what would help.
@@ -54,7 +54,7 @@ def require_room_for_weights(model: ModelSettings, *, copies: float = 1.0) -> No
 def require_room_to_learn(
     program: Program, settings: LearnSettings, compute: ComputeSettings | None, ranks: Ranks | None = None
 ) -> None:
-    """Pass if learning fits beside the weights, which are loaded; or lie in parts, of which nothing is known.
+    """Raise if learning does not fit next to the loaded weights; sharded weights are not checked.
 
     Raises:
         DispfxError: saying how much is missing and what would help.
@@ -69,7 +69,7 @@ def require_room_to_learn(
     free = free_bytes(program.device)
     if free is not None and _SURE * needed > free:
         raise _missing(
-            f"learning takes {shown_bytes(needed)} beside the weights: "
+            f"learning takes {shown_bytes(needed)} in addition to the weights: "
             f"{shown_bytes(found.hypernetwork_bytes)} for the hypernetwork, the rest for a step of "
             f"{own.batch_size} × {own.seq_len} tokens",
             needed,
@@ -85,14 +85,14 @@ def require_room_to_learn(
 def bytes_beside_weights(
     found: Estimate, device: torch.device, *, checkpoints: bool, compiled: bool = False
 ) -> int:
-    """Return what learning takes beside the weights, on CUDA what torch reserves for it.
+    """Return the memory of learning in addition to the weights; on CUDA, the memory that torch reserves.
 
-    With checkpoints it is what learning takes at the least.  With compiled layers it is more than they take,
-    since they keep about half of what the operations keep one by one.
+    With checkpoints it is a lower bound.  With compiled layers it is an upper bound, because they keep about
+    half of the activations of the plain graph.
     """
     step = found.step.loss if checkpoints else found.step.peak
     if device.type == "cuda" and (checkpoints or compiled):
-        return found.held_bytes + step  # a bound already, to which an allocator adds nothing that is known
+        return found.held_bytes + step  # already a lower bound; the allocator's overhead is unknown
     behind_it = resident_bytes(found.held_bytes + found.gradient_bytes, 0, device)
     return max(resident_bytes(found.held_bytes, step, device), behind_it)
 

@@ -5,9 +5,9 @@
     pt2      DIR/program.pt2, a graph that torch.export reads
     dense    DIR/dense, an ordinary checkpoint that needs no dispfx
 
-A target of a user's own, `mine.py:target` or a Python function, takes a `Form`, writes files into
-`form.folder` (DIR/target, by the function's name), and returns comparisons of what it reads back from there,
-from `form.compare`.  A target without a comparison is refused, and so is one whose comparison does not hold.
+A custom target, `mine.py:target` or a Python function, takes a `Form`, writes files into `form.folder`
+(DIR/target, by the function's name), reads them back, and returns comparisons from `form.compare`.  A target
+without a comparison is rejected, and so is one whose comparison fails.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ DENSE_FOLDER = "dense"
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """A pruned decoder that a target writes in its own form.
+    """The pruned decoder for a target to write in its own format.
 
     Args:
         name: of the target; its files go to a folder of this name.
@@ -72,17 +72,17 @@ class Form:
         return folder
 
     def ids(self, batch: int = 2, tokens: int = 8) -> Tensor:
-        """Return token ids (B, T) to trace or export the decoder with."""
+        """Return token ids (B, T) for tracing or exporting the decoder."""
         return random_token_ids(self.program.vocabulary_size, (batch, tokens), device=self.program.device)
 
     def compare(
         self, read_back: Callable[[Tensor], Any], *, tolerance: float | None = None
     ) -> list[Verification]:
-        """Compare a decoder that was read back with the pruned graph, on ids that no trace has seen.
+        """Compare a decoder that was read back with the pruned graph, on new token ids.
 
         Args:
             read_back: token ids (B, T) to logits (B, T, V), or to an output with `.logits`.
-            tolerance: largest relative error that holds; what the dtype allows by default.
+            tolerance: largest allowed relative error; by default that of the dtype.
         """
         return compare_decoders(
             f"{self.name} = lowered",
@@ -101,7 +101,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Written:
-    """What a target wrote: its comparisons, and why an ONNX model has no cache."""
+    """The result of a target: its comparisons, and why an ONNX model has no cache."""
 
     lines: list[Verification]
     no_cache: str | None = None
@@ -111,10 +111,10 @@ Target = Callable[[Form], Written]
 
 
 def target_named(export: Any) -> tuple[str, Target]:
-    """Return a target's name and what writes it.
+    """Return a target's name and its writer.
 
     Raises:
-        DispfxError: if there is no such target, listing those that there are.
+        DispfxError: if the target is unknown, listing the known ones.
         SourceError: if a user's function cannot be loaded.
     """
     found = own_or_choice(TARGETS, export, "export")
@@ -124,7 +124,7 @@ def target_named(export: Any) -> tuple[str, Target]:
 
 
 def require_target(export: Any, source: Source) -> None:
-    """Pass if a decoder can be written in the form that was asked for; None asks for the default.
+    """Raise if a decoder cannot be written in the requested form; None requests the default.
 
     Raises:
         DispfxError: if a dense checkpoint was asked of a module that transformers does not know, or there is
@@ -135,7 +135,7 @@ def require_target(export: Any, source: Source) -> None:
         target_named(export)
     if export == "dense" and source.config is None:
         raise DispfxError(
-            "--export dense writes a checkpoint of transformers, which does not know this module",
+            "--export dense writes a transformers checkpoint, but transformers does not know this module",
             where=source.name,
             hint="--export pt2 writes the pruned graph",
         )
@@ -147,7 +147,7 @@ def save_graph(
     """Write the pruned graph as program.pt2."""
     known = exportable(source.model, program, plan)
     final = lowered if known is program else lower(known, plan)
-    # No power of two: a size of the decoder, such as that of a chunk, would be taken for the length.
+    # Not a power of two: it could equal a size of the decoder, such as that of a chunk.
     ids = random_token_ids(program.vocabulary_size, (2, program.lengths.within(9)), device=program.device)
     exported.save_program(export_program(final, ids), folder)
 
@@ -156,7 +156,7 @@ def _checked(function: OwnFunction, lines: Any) -> list[Verification]:
     found = list(lines) if isinstance(lines, list | tuple) else []
     if not found or not all(isinstance(line, Verification) for line in found):
         raise VerificationError(
-            f"target {function.name} must return comparisons of what it wrote, and returned {lines!r}"[:200],
+            f"target {function.name} must return comparisons of its output, but returned {lines!r}"[:200],
             hint="return form.compare(…) of the decoder that it reads back",
         )
     return found
@@ -175,7 +175,7 @@ def _onnx(form: Form) -> Written:
 
 
 def _graph(form: Form) -> Written:
-    if form.source.config is None:  # it is what DIR holds, and was compared as such
+    if form.source.config is None:  # DIR holds program.pt2, which was already compared
         return Written([])
     folder, program = form.opened.path, form.program
     save_graph(form.source, program, form.plan, form.decoder, folder)
@@ -184,7 +184,7 @@ def _graph(form: Form) -> Written:
 
 
 def _dense(form: Form) -> Written:
-    """Write a smaller decoder if one selection holds for the whole stream, else one with zeros."""
+    """Write a smaller decoder if the whole stream has one selection, otherwise one with zeros."""
     if form.plan.select == "before-norm":
         model: Any = ordinary_decoder(form.source, form.program, form.plan, form.decoder)
     else:

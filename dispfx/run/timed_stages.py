@@ -1,4 +1,4 @@
-"""Time the stages of a command, and tell an observer as each begins and ends."""
+"""Time the stages of a command, and notify an observer when a stage begins and ends."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -7,24 +7,24 @@ from contextlib import contextmanager
 from dispfx.errors import DispfxError, MemoryShortage, first_line, memory_shortage
 from dispfx.report import Observer
 
-# What makes a stage need less memory; the others need what they need.
+# How to reduce the memory of a stage; there is no way for other stages.
 _LESS = {
     "open": "--dtype bfloat16 halves float32 weights",
     "learn": "use a smaller --batch-size or --seq-len, or --checkpointing on",
     "tune": "use a smaller --batch-size or --seq-len",
 }
-_MORE = "end other programs, or use a machine or a card with more memory"
+_MORE = "end other programs, or use a machine or a GPU with more memory"
 
 
 class Stages:
-    """Seconds by stage, in the order they ran; a stage that runs twice adds up."""
+    """Seconds by stage, in order; the times of a stage that runs twice are added."""
 
     def __init__(self, observer: Observer):
         self.observer = observer
         self.seconds: dict[str, float] = {}
 
     def say(self, notes: Iterable[str]) -> None:
-        """Tell the observer what a user should know, a line each."""
+        """Pass notes for the user to the observer."""
         for line in notes:
             self.observer.note(line)
 

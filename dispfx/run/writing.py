@@ -1,4 +1,4 @@
-"""Lower, verify, write, read back, measure: how an output folder comes to be."""
+"""Write an output folder: lower, verify, write, read back, measure."""
 
 import platform
 import shutil
@@ -82,9 +82,9 @@ class Task:
 
     Args:
         path: DIR.
-        state: DIR.state, or None where nothing was learned.
+        state: DIR.state, or None if nothing was learned.
         settings: of the run.
-        command: that gives this result again.
+        command: that reproduces this result.
     """
 
     path: Path
@@ -98,17 +98,17 @@ class Task:
 
     @property
     def exports(self) -> str:
-        """The export that was asked for, or the default."""
+        """The requested export, or the default."""
         return self.settings.output.export or ("onnx" if self.source.origin == "demo" else "none")
 
     @property
     def runs_own_code(self) -> bool:
-        """Whether code that came with the checkpoint is running already, and is written into the folder."""
+        """Whether code that came with the checkpoint is running, and is copied into the folder."""
         return is_own_code(self.source.model, self.source.config, self.source.tokenizer)
 
 
 def require_writable(export: Any, source: Source) -> None:
-    """Pass if the decoder can be written in the form that was asked for; all but its weights is written once.
+    """Raise if the decoder cannot be written in the requested form, by writing all but its weights once.
 
     Raises:
         DispfxError: if a dense checkpoint was asked of a module that transformers does not know, or config,
@@ -122,9 +122,9 @@ def require_writable(export: Any, source: Source) -> None:
         try:
             _write_files(source, folder)
         except Exception as error:
-            # Configs and tokenizers are code of others, and so is what they raise.
+            # Configs and tokenizers are foreign code that may raise anything.
             raise SourceError(
-                f"config, tokenizer or code of the decoder cannot be written: {first_line(error)}",
+                f"the decoder's config, tokenizer or code cannot be written: {first_line(error)}",
                 where=source.name,
             ) from error
         config = own_config(folder, is_own_code(source.model, source.config))
@@ -143,7 +143,7 @@ def _write_files(source: Source, folder: Path) -> None:
 
 
 def write_output(task: Task, stages: Stages) -> Report:
-    """Write DIR whole, verified and read back, and return its report.
+    """Write DIR, verify it, read it back, and return its report.
 
     Raises:
         VerificationError: if two forms disagree; DIR does not exist then.
@@ -167,7 +167,7 @@ def write_output(task: Task, stages: Stages) -> Report:
         with stages("write"):
             _write_decoder(task, folder, lowered, pruned)
         with stages("reload"):
-            # A graph is compared bit by bit, so it computes its experts as the one that was written.
+            # A graph is compared bit by bit, so it must compute its experts like the written one.
             experts = "batched" if isinstance(pruned, PrunedModel) else "grouped"
             opened = open_folder(
                 folder,
@@ -195,7 +195,7 @@ def write_output(task: Task, stages: Stages) -> Report:
 
 
 def _exported(target: Target, form: Form, lines: list[Verification], stages: Stages) -> Written:
-    """Write the form that was asked for, and record its comparisons."""
+    """Write the requested form, and record its comparisons."""
     with stages(form.name):
         written = target(form)
         _add(lines, written.lines, stages)
@@ -205,7 +205,7 @@ def _exported(target: Target, form: Form, lines: list[Verification], stages: Sta
 
 
 def _add(lines: list[Verification], found: list[Verification], stages: Stages) -> None:
-    """Record comparisons, show them, and stop at one that does not hold."""
+    """Record and show comparisons, and stop at one that fails."""
     lines += found
     for line in found:
         stages.observer.verified(line)
@@ -220,7 +220,7 @@ def _modules(task: Task, lowered: nn.Module) -> PrunedModel | Mismatch | None:
 def modules_of(
     program: Program, plan: Plan, model: nn.Module, lowered: nn.Module, config: Any
 ) -> PrunedModel | Mismatch:
-    """Return a transformers decoder built from smaller modules, or why it cannot be.
+    """Return a transformers decoder built from smaller modules, or the reason why that is not possible.
 
     Args:
         program: of the decoder `model`, which is not changed.
@@ -234,10 +234,10 @@ def modules_of(
         except Exception as error:
             if memory_shortage(error) is not None:
                 raise
-            # The code between the modules is the decoder's own and raises what it likes.
+            # The code between the modules belongs to the decoder and may raise anything.
             return f"it raised {first_line(error)}"
         worst = max(line.max_rel_error for line in lines)
-        return None if all(line.holds for line in lines) else f"its logits are off by {worst:.1e}"
+        return None if all(line.holds for line in lines) else f"its logits differ by {worst:.1e}"
 
     kept = plan.for_sites(program.sites)
     return build_pruned(
@@ -278,11 +278,11 @@ def _write_decoder(
 def _stored(
     task: Task, lowered: nn.Module, pruned: PrunedModel | Mismatch
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the parameters and the buffers of a checkpoint by their names on disk."""
+    """Return the parameters and buffers of a checkpoint by their names on disk."""
     if isinstance(pruned, PrunedModel):
         return pruned.stored_parameters(), pruned.stored_buffers()
     underived = underived_buffers(task.source.model, task.source.config)
-    # Nothing that is built from the config has the statistics of the dense weights.
+    # A model built from the config lacks the statistics of the dense weights.
     buffers = {
         name: tensor
         for name, tensor in lowered.named_buffers()
@@ -341,11 +341,11 @@ def _report(
 
 
 def left_dense(plan: Plan, sites: Sequence[Site]) -> list[Refused]:
-    """Return the branches that a table of costs kept whole."""
+    """Return the branches that a latency table kept dense."""
     costs = plan.budget.costs
     if costs is None:
         return []
-    reason = f"left dense: cutting it would cost time on {costs.device} at {costs.tokens} tokens"
+    reason = f"left dense: it would be slower when cut, on {costs.device} at {costs.tokens} tokens"
     cut = {selection.site for selection in plan.selections if not selection.full}
     branches = dict.fromkeys(site.branch for site in sites)
     cut_branches = {site.branch for site in sites if site.name in cut}
@@ -353,10 +353,10 @@ def left_dense(plan: Plan, sites: Sequence[Site]) -> list[Refused]:
 
 
 def _perplexity(task: Task, reloaded: nn.Module) -> PerplexityChange | None:
-    """Measure the captured and the reloaded decoder on text that was not learned from."""
+    """Measure the captured and the reloaded decoder on held-out text."""
     if task.text.measure is None:
         return None
-    # A plan that was learned has run at the length of its sequences.
+    # A learned plan has already run at the length of its sequences.
     own = task.settings.learning.seq_len if isinstance(task.settings, RunSettings) else None
     context = window_of(task.source, task.program, own)
     values = [
@@ -374,7 +374,7 @@ def _perplexity(task: Task, reloaded: nn.Module) -> PerplexityChange | None:
 
 
 def _skills(task: Task, reloaded: nn.Module) -> dict[str, SkillChange]:
-    """Probe the demo's skills: perplexity hides a lost one."""
+    """Probe the demo's skills: perplexity hides a lost skill."""
     if task.source.origin != "demo":
         return {}
     before, after = (
@@ -385,13 +385,13 @@ def _skills(task: Task, reloaded: nn.Module) -> dict[str, SkillChange]:
 
 
 def _write_words(task: Task, folder: Path, report: Report, *, as_modules: bool) -> None:
-    """Write the report, the model card, the log of learning and the page that shows them."""
+    """Write the report, the model card, the learning log and the HTML page."""
     save_report(report, folder / "report.json")
     card = model_card(
         report,
         base_model=task.source.name,
         folder=task.path.name,
-        # What an applied plan was learned from is not known.
+        # The data that an applied plan was learned from is unknown.
         data=task.text.learned_name if task.state is not None else "",
         onnx=task.exports == "onnx",
         on_hub=task.source.origin == "hub",
@@ -408,7 +408,7 @@ def _write_words(task: Task, folder: Path, report: Report, *, as_modules: bool) 
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that had a part in a result."""
+    """Return the versions of Python and of the libraries used."""
     found = {"python": platform.python_version(), "dispfx": dispfx.__version__}
     for name in _NAMED_VERSIONS:
         try:
@@ -419,7 +419,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the card, or of the machine's processor architecture."""
+    """Return the name of the GPU, or of the machine's processor architecture."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"

@@ -244,7 +244,7 @@ def test_a_folder_where_the_state_would_be_is_left_alone_with_all_that_is_in_it(
     mine = tmp_path / "plan.safetensors.state" / "letters.txt"
     mine.parent.mkdir()
     mine.write_text("mine")
-    with pytest.raises(OutputError, match="this is something else") as error:
+    with pytest.raises(OutputError, match="it holds something else") as error:
         learn_plan(
             MODEL,
             RATIO,

@@ -126,5 +126,5 @@ def test_a_question_begins_as_the_tokenizer_begins_a_text_unless_told_otherwise(
     score_tasks("demo", tasks=["mine"], task_folder=tasks, limit=1)
     score_tasks("demo", tasks=["mine"], task_folder=tasks, limit=1, bos="off")
     assert asked == [None, False]
-    with pytest.raises(DataError, match="this one adds none"):
+    with pytest.raises(DataError, match="this tokenizer adds none"):
         score_tasks("demo", tasks=["mine"], task_folder=tasks, limit=1, bos="on")

@@ -173,8 +173,8 @@ def test_text_that_cannot_be_used_is_refused_before_the_decoder_is_opened(
         (["a", "a"], [1, 0], "positive number"),
         (["a", "a"], [1, 1e-5], "one sequence in a thousand"),
         (["a", "a"], [1], "there are 1 for 2"),
-        (torch.arange(9), [1], "none was named"),
-        (None, [1], "none was named"),
+        (torch.arange(9), [1], "no text to learn from was named"),
+        (None, [1], "no text to learn from was named"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path, data, weights, reason: str):

@@ -122,7 +122,7 @@ def test_a_header_that_claims_more_bytes_than_there_are_is_refused(tmp_path: Pat
 def test_an_odd_table_of_speeds_is_a_data_error(speed: str, tmp_path: Path):
     write_run(tmp_path)
     (tmp_path / "speed.json").write_text(speed, encoding="utf-8")
-    with pytest.raises(DataError, match="no table of speeds"):
+    with pytest.raises(DataError, match="not a speed table"):
         read_run(tmp_path)
 
 
@@ -130,7 +130,7 @@ def test_an_odd_table_of_speeds_is_a_data_error(speed: str, tmp_path: Path):
 def test_an_odd_line_of_metrics_is_a_data_error(line: bytes, tmp_path: Path):
     write_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_bytes(line)
-    with pytest.raises(DataError, match="no step of learning"):
+    with pytest.raises(DataError, match="not a step of learning"):
         read_run(tmp_path)
 
 

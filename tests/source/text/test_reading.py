@@ -173,5 +173,5 @@ def test_what_cannot_be_read_is_refused_by_the_check_as_by_reading(text: Path, t
 
 
 def test_reading_nothing_is_refused():
-    with pytest.raises(DataError, match="one byte of text or more"):
+    with pytest.raises(DataError, match="must be at least 1"):
         Reading(most_bytes=0)
