@@ -1,4 +1,4 @@
-"""Make the next batch while the device computes."""
+"""Prefetch the next batch while the device computes."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 class Ahead:
-    """Batches by number, on a device; the one behind the last is made by a thread meanwhile.
+    """Batches by index, on a device; a thread prepares the next batch in the meantime.
 
-    On a GPU batches wait in pinned memory, so that copying them does not stop the computation.  On a CPU,
-    where there is nothing to overlap with, they are made when they are asked for.
+    On a GPU, batches wait in pinned memory, so that copies do not block the computation.  On a CPU there is
+    nothing to overlap, so batches are made on demand.
 
     Args:
-        batch: makes batch `index`, on the CPU; called from one thread at a time.
-        device: where batches are wanted.
+        batch: makes batch `index` on the CPU; called from one thread at a time.
+        device: of the returned batches.
     """
 
     def __init__(self, batch: Callable[[int], Tensor], device: torch.device):
@@ -25,7 +25,7 @@ class Ahead:
         self._thread = ThreadPoolExecutor(1, "batches") if device.type == "cuda" else None
 
     def get(self, index: int) -> Tensor:
-        """Return batch `index` on the device; what making it raised is raised here."""
+        """Return batch `index` on the device; re-raises errors of the thread."""
         if self._thread is None:
             return self._batch(index).to(self._device)
         ready = self._next if self._next is not None and self._next[0] == index else None

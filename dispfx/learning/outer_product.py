@@ -1,4 +1,4 @@
-"""Gradients that are outer products: as many matrices as there are groups, each of rank one.
+"""Gradients that are outer products: one matrix of rank one per group.
 
 Legend: C matrices, W rows, F columns.
 """
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class OuterProduct:
-    """Matrices left · rightᵀ (C, W, F), known by their two factors.
+    """Matrices left · rightᵀ (C, W, F), stored as two factors.
 
     Args:
         left_CW: contiguous.

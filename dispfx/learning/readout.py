@@ -1,4 +1,4 @@
-"""Read numbers from a device that goes on computing."""
+"""Read numbers from a device without stopping its queue."""
 
 from collections.abc import Callable
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def reading(numbers: Tensor) -> Callable[[], list[float]]:
-    """Begin to copy numbers to the host, and return what waits for them and gives them.
+    """Start copying numbers to the host, and return a function that waits for them and returns them.
 
-    On a GPU the wait is for what was asked of it before, not for what was asked between the two calls.
+    On a GPU it waits only for work queued before this call, not for work queued between the two calls.
 
     Args:
-        numbers: (n,); may be overwritten by what the device does next.
+        numbers: (n,); later work may overwrite them.
     """
     if numbers.device.type != "cuda":
         found = numbers.tolist()

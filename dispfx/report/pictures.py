@@ -227,7 +227,7 @@ def ratio_picture(steps: Sequence[StepRecord], requested: float) -> Picture:
         axes = figure.add_subplot()
         axes.plot(at, achieved, color=CYCLE[0], linewidth=1.3, label="sampled masks")
         axes.axhline(
-            requested, color=CYCLE[1], linestyle="--", linewidth=1.2, label=f"asked: {requested:.0%}"
+            requested, color=CYCLE[1], linestyle="--", linewidth=1.2, label=f"requested: {requested:.0%}"
         )
         axes.set(xlabel="step", ylabel="share removed", ylim=(0, None))
         axes.grid(axis="y")
@@ -235,9 +235,9 @@ def ratio_picture(steps: Sequence[StepRecord], requested: float) -> Picture:
 
     return draw_picture(
         "ratio",
-        "Share of the counted parameters that the sampled masks remove, and what was asked.",
+        "Share of the counted parameters that the sampled masks remove, and the requested share.",
         f"A curve over {steps[-1].step} steps that ends at {steps[-1].achieved_ratio:.1%}; "
-        f"{requested:.1%} was asked.",
+        f"{requested:.1%} was requested.",
         draw,
         height=2.8,
     )

@@ -99,7 +99,7 @@ def plan_lines(plan: Plan) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
     begins = [f"learned from sequences that begin with token {' '.join(map(str, plan.bos))}"]
     return [
-        f"{plan.achieved:.2%} of {budget.of} removed, {budget.ratio:.2%} asked; widths are multiples of "
+        f"{plan.achieved:.2%} of {budget.of} removed, {budget.ratio:.2%} requested; widths are multiples of "
         f"{budget.align}",
         f"seed {plan.seed}, made with {versions or 'unknown versions'}, decoder {plan.fingerprint[:16]}",
         *(begins if plan.bos else []),

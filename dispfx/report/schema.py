@@ -17,7 +17,7 @@ class Ratio:
     """Requested and achieved share of removed parameters.
 
     Args:
-        requested: what the user asked, in (0, 1).
+        requested: by the user, in (0, 1).
         achieved: what the plan removes.
         of: the counted parameters: those that some site cuts, or all of them.
     """

@@ -217,7 +217,7 @@ def test_export_writes_a_program_that_agrees_and_no_other(
 
 
 def test_a_folder_of_a_plain_module_holds_its_final_form(compiled: Compiled):
-    with pytest.raises(OutputError, match=r"the folder holds program\.pt2 alone"):
+    with pytest.raises(OutputError, match=r"the folder holds only program\.pt2"):
         export(compiled.path, onnx=True)
     assert load(compiled.path)(token_ids(2, 9)).shape == (2, 9, 61)
 

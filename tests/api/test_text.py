@@ -170,7 +170,7 @@ def test_text_that_cannot_be_used_is_refused_before_the_decoder_is_opened(
 @pytest.mark.parametrize(
     ("data", "weights", "reason"),
     [
-        (["a", "a"], [1, 0], "positive number"),
+        (["a", "a"], [1, 0], "positive numbers"),
         (["a", "a"], [1, 1e-5], "one sequence in a thousand"),
         (["a", "a"], [1], "there are 1 for 2"),
         (torch.arange(9), [1], "no text to learn from was named"),

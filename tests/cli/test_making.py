@@ -267,4 +267,4 @@ def test_apply_hands_on_model_plan_and_folder(dispfx, replaced, report: Report, 
 def test_apply_refuses_a_plan_that_is_not_there(dispfx, replaced, tmp_path: Path):
     apply = replaced("run_apply")
     result = dispfx("apply", "demo", tmp_path / "absent", "--out", tmp_path / "out")
-    assert result.exit_code == 2 and "plan file was named" in result.stderr and not apply.called
+    assert result.exit_code == 2 and "plan file does not exist" in result.stderr and not apply.called

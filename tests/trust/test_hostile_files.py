@@ -90,7 +90,7 @@ def test_costs_of_infinitely_many_tokens_are_refused(tmp_path: Path):
     table = {"device": "", "dtype": "", "tokens": float("inf"), "rows": [1], "columns": [1]}
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({**table, "seconds": [[1.0]], "selection_seconds": 0.0}), encoding="utf-8")
-    with pytest.raises(DataError, match="no table of costs"):
+    with pytest.raises(DataError, match="not a latency table"):
         read_costs(path)
 
 
