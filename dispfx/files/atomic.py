@@ -1,4 +1,4 @@
-"""A file that appears whole or not at all."""
+"""Write a file atomically."""
 
 import os
 from collections.abc import Iterator
@@ -10,19 +10,19 @@ from dispfx.files.disk import writing
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a name beside `path` to write to; it takes the place of `path` when the block succeeds.
+    """Yield a temporary path in the same folder; it replaces `path` if the block succeeds.
 
-    The bytes reach the disk before they get their name, else a power cut could leave the name on an
-    empty file.  The file is as readable as the user's umask says, whoever wrote it.
+    The bytes are synced before the rename, otherwise a power failure could leave an empty file under the
+    final name.  The file's mode follows the user's umask.
 
     Raises:
-        OutputError: if the disk is full, read-only or broken, or forbids it.
+        OutputError: if the disk is full, read-only or broken, or permission is denied.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial{target.suffix}")
     try:
         with writing(target):
-            # A link of this name, in a folder from elsewhere, would let the bytes go where it points.
+            # A symbolic link of this name in an untrusted folder could redirect the output.
             partial.unlink(missing_ok=True)
             yield partial
             with partial.open("rb") as file:
@@ -34,7 +34,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def share(path: Path) -> None:
-    """Give a file the mode that the user's umask gives new files; safetensors makes them private."""
+    """Set the mode that the user's umask gives new files, because safetensors makes them private."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)

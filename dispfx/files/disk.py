@@ -1,7 +1,7 @@
-"""What goes wrong with the disk, as a message that says where and what to do.
+"""Turn disk errors into messages with the path and a remedy.
 
-The libraries that write for us say the same in different ways: Python as an OSError, safetensors in the words
-"I/O error: … (os error 28)", torch's archives without a number.
+Libraries report them differently: Python as an OSError, safetensors as the text "I/O error: … (os error 28)",
+and torch's archives without a number.
 """
 
 import errno
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from dispfx.errors import OutputError
 
-# Of all the errors that work may meet, these concern the disk under it.
+# Errors of the disk, among all errors of the system.
 _NUMBERS = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM,
 )  # fmt: skip
@@ -24,7 +24,7 @@ _ARCHIVE = "PytorchStreamWriter failed writing"
 
 
 def disk_fault(error: BaseException) -> str | None:
-    """Return what is wrong with the disk, or None where the error is about something else."""
+    """Return the description of a disk error, or None for other errors."""
     if isinstance(error, OSError):
         return error.strerror if error.errno in _NUMBERS else None
     if isinstance(error, SafetensorError) and (number := _NUMBERED.search(str(error))):
@@ -36,10 +36,10 @@ def disk_fault(error: BaseException) -> str | None:
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what the disk does to a block that writes `path` into an error for people.
+    """Convert disk errors of a block that writes `path`.
 
     Raises:
-        OutputError: if the disk is full, read-only or broken, or forbids it.
+        OutputError: if the disk is full, read-only or broken, or permission is denied.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Perplexity as the commands measure it: on windows that the decoder can run."""
+"""Perplexity for commands: on windows that the decoder can run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +22,8 @@ def measure(
     """As `perplexity`, one window at a time.
 
     Raises:
-        DataError: if the text is too short, or the decoder does not run on windows of `context` tokens,
-            as one with a shorter table of positions.
+        DataError: if the text is too short, or the decoder does not run on windows of `context` tokens, for
+            example because of a shorter position table.
     """
     try:
         return perplexity(decoder, tokens, context=context, windows=windows, device=device, text=text)

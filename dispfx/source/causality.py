@@ -1,7 +1,7 @@
-"""A decoder predicts each token from the tokens before it; everything else is refused.
+"""Check that a model predicts each token from earlier tokens only; other models are rejected.
 
-Names prove nothing: an encoder's checkpoint loads into a causal class without a missing weight.  So
-the last token is changed, and the logits before it must stay.
+The class name is not enough: an encoder's checkpoint loads into a causal class without a missing weight.  So
+the last token is changed, and the logits before it must not change.
 
 B batch, T tokens, V vocabulary
 """
@@ -21,10 +21,10 @@ _IDS_BT = ((1, 0, 1, 1, 0, 1, 0, 1), (1, 0, 1, 1, 0, 1, 0, 0))
 
 
 def check_causal(model: nn.Module, name: str, device: torch.device) -> None:
-    """Check that `model` maps token ids to logits, each from the past alone.
+    """Check that `model` maps token ids to logits, each from earlier tokens only.
 
     Raises:
-        SourceError: if it cannot run, returns no logits, or looks at later tokens.
+        SourceError: if it cannot run, does not return logits, or uses later tokens.
     """
     first_TV, second_TV = (_logits(model, torch.tensor([ids], device=device), name)[0] for ids in _IDS_BT)
     before_TV = first_TV[:-1].double()
@@ -55,7 +55,7 @@ def _logits(model: nn.Module, ids_BT: Tensor, name: str) -> Tensor:
         found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise SourceError(
             f"the model must return logits {(*ids_BT.shape, 'vocabulary')} for token ids "
-            f"{tuple(ids_BT.shape)} and returned {found}",
+            f"{tuple(ids_BT.shape)}, but returned {found}",
             where=name,
             hint="a decoder with a language-model head is needed",
         ) from error

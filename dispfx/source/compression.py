@@ -1,7 +1,7 @@
-"""Checkpoints whose weights are compressed: expanded while they are read, or refused.
+"""Compressed checkpoints: expanded on loading, or rejected.
 
-dispfx cuts plain weights.  transformers can expand some formats when it is asked to; weights of the others
-stay packed in modules of their library, which no row or column can be taken out of.
+dispfx cuts plain weights.  transformers can expand some formats; in other formats the weights stay packed in
+modules of their library, and rows or columns cannot be removed.
 """
 
 import copy
@@ -14,19 +14,19 @@ from dispfx.errors import SourceError
 
 # Its weights are plain, and made ternary in each forward pass.
 _PLAIN = ("bitnet",)
-# How a format's config is asked for plain weights; the second by versions that lack the first.
+# Attribute that requests plain weights; the second one is for older versions.
 _SWITCHES = {"dequantize": True, "run_compressed": False}
 
 
 def method_of(config: Any) -> str | None:
-    """Return the format of a checkpoint's weights, or None where they are plain."""
+    """Return the format of a checkpoint's weights, or None if they are plain."""
     section = getattr(config, "quantization_config", None)
     method = section.get("quant_method") if isinstance(section, dict) else None
     return str(method) if method is not None else None
 
 
 def expanding(config: Any, spec: str) -> Any:
-    """Return a config that lets transformers expand the weights; a plain checkpoint's own.
+    """Return a config that makes transformers expand the weights; unchanged for a plain checkpoint.
 
     Raises:
         SourceError: if weights of this format stay packed.
@@ -39,7 +39,7 @@ def expanding(config: Any, spec: str) -> Any:
     switch = next((name for name in _SWITCHES if name in names), None)
     if switch is None:
         raise SourceError(
-            f"the weights are compressed with {method}, and dispfx can only cut plain weights",
+            f"the weights are compressed with {method}, but dispfx can only cut plain weights",
             where=spec,
             hint="pass the checkpoint that this one was made from, before it was compressed",
         )

@@ -1,4 +1,4 @@
-"""MODEL → `Source`, whatever its form."""
+"""MODEL in any form → `Source`."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from dispfx.words.choices import choice
 from dispfx.words.chosen_device import chosen_device
 from dispfx.words.model_origin import origin_of
 
-# An index names weights that should lie beside it.
+# An index names weight files in its folder.
 _WEIGHT_ENDINGS = (
     ".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".index.json", ".onnx",
 )  # fmt: skip
@@ -41,18 +41,18 @@ def load_source(
         spec: MODEL: `demo`, a folder, a .gguf file, a hub id, or package.module:function.
         revision: branch, tag or commit of a hub id.
         dtype: float32, bfloat16 or float16; None keeps that of the weights (float32 for GGUF).
-        device: where the decoder shall lie.
+        device: of the decoder.
         trust_remote_code: whether code that comes with the checkpoint may run.
-        tokenizer: folder or hub id of another tokenizer than the decoder's own.
+        tokenizer: folder or hub id of a tokenizer, instead of the decoder's own.
 
     Raises:
-        SourceError: if there is no such decoder, it cannot be read, or it is no decoder.
+        SourceError: if MODEL does not exist, cannot be read, or is not a decoder.
     """
     origin = origin_of(spec)
     _check_revision(spec, origin, revision)
     if config_alone(spec):
         raise SourceError(
-            "the weights cannot be loaded: MODEL is a config alone",
+            "the weights cannot be loaded: MODEL is only a config",
             where=spec,
             hint="`dispfx inspect` shows what can be pruned in it; everything else needs the weights",
         )
@@ -78,22 +78,22 @@ def load_config(
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> Source:
-    """Build the decoder that MODEL's config describes on the meta device: shapes and no values.
+    """Build the decoder of MODEL's config on the meta device: shapes without values.
 
-    No weight is read or downloaded, so a decoder of any size takes little memory.  It has no tokenizer.
+    No weights are read or downloaded, so a decoder of any size takes little memory.  It has no tokenizer.
 
     Args:
-        spec: MODEL, or a config.json; a GGUF file keeps its config among its weights and is refused.
+        spec: MODEL, or a config.json; a GGUF file is rejected, because it has no separate config.
         revision, dtype, trust_remote_code: as in `load_source`; the config's own dtype by default.
 
     Raises:
-        SourceError: if there is no such config, or it is of no decoder.
+        SourceError: if the config does not exist, or does not describe a decoder.
     """
     origin = origin_of(spec)
     _check_revision(spec, origin, revision)
     wanted = dtype_of(dtype)
     if origin == "gguf":
-        raise SourceError("a GGUF file has no config of its own", where=spec, hint="inspect it whole")
+        raise SourceError("a GGUF file has no separate config", where=spec, hint="leave out --config-only")
     if origin == "function":
         with torch.device("meta"):
             module, tokenizer, config = build_module(spec)
@@ -113,7 +113,7 @@ def config_alone(spec: str) -> bool:
 
 def _check_revision(spec: str, origin: str, revision: str | None) -> None:
     if revision is not None and origin != "hub":
-        raise SourceError("--revision chooses a version of a hub id, and MODEL is none", where=spec)
+        raise SourceError("--revision chooses a version of a hub id, but MODEL is not a hub id", where=spec)
 
 
 def _location(spec: str, origin: str, revision: str | None) -> Location:
@@ -142,10 +142,10 @@ def _with_tokenizer(source: Source, tokenizer: str | None, trust_remote_code: bo
 
 
 def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype of a word, or None for none.
+    """Return the dtype of a name; None stays None.
 
     Raises:
-        DispfxError: if there is none of that name.
+        DispfxError: if the name is unknown.
     """
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype

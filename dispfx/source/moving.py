@@ -1,7 +1,7 @@
-"""A decoder moves to a device and a type of number, also one whose class has a `to` of its own.
+"""Move a decoder to a device and dtype, also if its class overrides `to`.
 
 nn.Module:   model.to(device=…, dtype=…)
-others:      model.to(device), then model.to(dtype): what TransformerLens takes, for one
+overridden:  model.to(device), then model.to(dtype), as TransformerLens expects
 """
 
 import inspect
@@ -12,9 +12,9 @@ from torch import nn
 
 
 def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a decoder on a device, its floating-point tensors of a type; without one they keep theirs.
+    """Return a decoder on a device, with floating-point tensors of a dtype; None keeps their dtypes.
 
-    A decoder that is there already is not asked to move.
+    `to` is not called if nothing has to change.
     """
     wanted: dict[str, Any] = {"device": device} if dtype is None else {"device": device, "dtype": dtype}
     if all(_is_there(tensor, device, dtype) for tensor in (*model.parameters(), *model.buffers())):
@@ -24,7 +24,7 @@ def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None = No
     except TypeError:
         for each in wanted.values():
             own: Any = model.to
-            model = own(each) or model  # what moves in place may return nothing
+            model = own(each) or model  # an in-place `to` may return None
         return model
     together: Any = model.to
     return together(**wanted) or model

@@ -1,9 +1,8 @@
-"""The tokens at the start of every text: the beginning-of-sequence token, where the tokenizer adds one.
+"""The tokens at the start of every text: the beginning-of-sequence token, if the tokenizer adds one.
 
-1. `auto` does what the tokenizer does with a text of its own: what it puts in front, none or several tokens,
-   is found by encoding a text with and without special tokens.  Ids that somebody else made are left as they
-   are.
-2. `on` takes the same, or where the tokenizer adds nothing, its beginning-of-sequence token.
+1. `auto` does what the tokenizer does: the tokens that it adds in front, possibly none or several, are found
+   by encoding a text with and without special tokens.  Given token ids are left as they are.
+   2. `on` adds the same tokens, or the beginning-of-sequence token if the tokenizer adds nothing.
 3. `off` adds nothing.
 """
 
@@ -12,12 +11,12 @@ from typing import Any
 from dispfx.errors import DataError
 from dispfx.words.text_origin import Bos
 
-# A tokenizer of one alphabet may find no token in a text of another.
+# A tokenizer for one alphabet may find no token in a text of another.
 _PROBES = ("text", "0", "漢", " ")
 
 
 def tokens_in_front(tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that a tokenizer puts in front of a text."""
+    """Return the ids that a tokenizer adds in front of a text."""
     for probe in _PROBES:
         plain, whole = (
             list(tokenizer([probe], add_special_tokens=special, verbose=False)["input_ids"][0])
@@ -38,13 +37,13 @@ def bos_tokens(choice: Bos, tokenizer: Any | None, *, given_ids: bool = False) -
         given_ids: whether the text came as token ids.
 
     Raises:
-        DataError: if there shall be such a token and the tokenizer has none.
+        DataError: if `on` is requested and the tokenizer has no such token.
     """
     if choice == "off" or (choice == "auto" and (given_ids or tokenizer is None)):
         return ()
     if tokenizer is None:
         raise DataError(
-            "--bos on takes the token from a tokenizer, and this decoder has none",
+            "--bos on takes the token from a tokenizer, but this decoder has none",
             hint="name one with --tokenizer, or leave out --bos on",
         )
     front = tokens_in_front(tokenizer)
@@ -53,7 +52,7 @@ def bos_tokens(choice: Bos, tokenizer: Any | None, *, given_ids: bool = False) -
     token = getattr(tokenizer, "bos_token_id", None)
     if not isinstance(token, int):
         raise DataError(
-            "--bos on needs a beginning-of-sequence token, and the tokenizer has no bos_token",
+            "--bos on needs a beginning-of-sequence token, but the tokenizer has no bos_token",
             where=type(tokenizer).__name__,
             hint="leave out --bos on: the decoder was trained without such a token",
         )
@@ -61,5 +60,5 @@ def bos_tokens(choice: Bos, tokenizer: Any | None, *, given_ids: bool = False) -
 
 
 def with_bos(ids: list[int], bos: tuple[int, ...]) -> list[int]:
-    """Return token ids that begin with the tokens, once where they do so already."""
+    """Return token ids that begin with the tokens; they are not added twice."""
     return ids if tuple(ids[: len(bos)]) == bos else [*bos, *ids]

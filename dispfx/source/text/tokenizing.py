@@ -1,9 +1,9 @@
 """Text → token ids, in bounded memory.
 
-1. A text of at most 4 Mi characters is tokenised in one go: a tokenizer sees another text when it is fed
-   piece by piece, and perplexity is a figure of the one text.
-2. A longer one is cut into pieces of at most 512 Ki characters after line breaks (before spaces, or
-   anywhere, where there are none), which are tokenised eight at a time.
+1. A text of at most 4 Mi characters is tokenised at once: piecewise tokenisation gives slightly different
+   tokens, which would change perplexity.
+2. A longer text is cut into pieces of at most 512 Ki characters after line breaks (otherwise before spaces,
+   otherwise anywhere), which are tokenised eight at a time.
 3. No special token is added.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from dispfx.errors import DataError
 from dispfx.source.text.token_file import TOKENS
 
-# A tokenizer needs about 300 bytes a token while it works: 0.4 GB for so long an English text.
+# A tokenizer needs about 300 bytes per token while it works: 0.4 GB for an English text of this length.
 _WHOLE_CHARACTERS = 4 * 2**20
 _PIECE_CHARACTERS = 512 * 2**10
 _PIECES_AT_ONCE = _WHOLE_CHARACTERS // _PIECE_CHARACTERS
@@ -27,7 +27,7 @@ def encode(text: str, tokenizer: Any | None, *, where: str | None = None) -> Ten
     """Return the token ids of a text, shape (N,), int64, without special tokens.
 
     Args:
-        where: the file that the text is from, for the message.
+        where: the file of the text, for the message.
 
     Raises:
         DataError: if there is no tokenizer, or it finds no token.
@@ -36,21 +36,21 @@ def encode(text: str, tokenizer: Any | None, *, where: str | None = None) -> Ten
 
 
 def encode_stream(texts: Iterable[str], tokenizer: Any | None, *, where: str | None = None) -> Tensor:
-    """Return the token ids of the text that `texts` make together, shape (N,), int32, as `encode`.
+    """Return the token ids of the concatenation of `texts`, shape (N,), int32, as `encode`.
 
     Raises:
         DataError: as for `encode`.
     """
     if tokenizer is None:
         raise DataError(
-            "a tokenizer is needed to read text, and this model has none",
+            "a tokenizer is needed to read text, but this model has none",
             where=where,
             hint=f"name one with --tokenizer, or pass a .safetensors file with an integer vector '{TOKENS}'",
         )
     cut = pieces(texts)
     found = []
     while batch := list(islice(cut, _PIECES_AT_ONCE)):
-        # verbose=False: a text longer than one window is the usual case here, not worth a warning.
+        # verbose=False: a text longer than the context is the usual case here, not worth a warning.
         lists = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
         found += [torch.tensor(ids, dtype=torch.int32) for ids in lists]
     tokens = torch.cat(found) if found else torch.zeros(0, dtype=torch.int32)
@@ -60,7 +60,7 @@ def encode_stream(texts: Iterable[str], tokenizer: Any | None, *, where: str | N
 
 
 def pieces(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the pieces that are tokenised each by itself, by rules 1 and 2; together they are the text."""
+    """Yield the pieces that are tokenised separately, by rules 1 and 2."""
     stream = iter(texts)
     held, characters = [], 0
     for text in stream:
@@ -87,7 +87,7 @@ def pieces(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _cut(text: str, start: int) -> int:
-    """Return where the piece that begins at `start` ends."""
+    """Return the end of the piece that begins at `start`."""
     stop = start + _PIECE_CHARACTERS
     line_break = text.rfind("\n", start, stop)
     if line_break >= 0:
