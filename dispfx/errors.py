@@ -104,7 +104,7 @@ class VerificationError(DispfxError):
 
 
 def memory_shortage(error: BaseException) -> BaseException | None:
-    """Return the out-of-memory error: this one or one in its chain of causes; None if there is none.
+    """Return the out-of-memory error, which may be this error or one of its causes, or None.
 
     Python, torch, safetensors and ONNX Runtime word it differently.  Memory errors of dispfx itself do not
     count.

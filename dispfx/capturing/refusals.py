@@ -45,7 +45,7 @@ def refuse_export(error: Exception, where: str) -> CaptureError:
 def _hint(error: Exception, of_values: bool) -> str:
     frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     if "_detect_is_causal_mask" in frames:
-        return "give is_causal=True beside the mask; without it torch looks at the mask's values"
+        return "pass is_causal=True together with the mask; without it torch reads the mask's values"
     if "inference tensor" in str(error):
         return "build the module outside torch.inference_mode()"
     if "unhashable type: non-nested SymInt" in str(error):

@@ -202,7 +202,7 @@ def own_config(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def own_generation_config(folder: Path) -> Any | None:
-    """Return the folder's generation config, or None where there is none."""
+    """Return the folder's generation config, or None."""
     if not (folder / "generation_config.json").is_file():
         return None
     try:

@@ -5,8 +5,8 @@
     # only now does `out` exist
 
 The work happens in a sibling, `<out>.partial-<process>-<random>`, so that the last step is one rename on
-one file system.  Whatever goes wrong before it, an interrupt included, removes the sibling.  A killed
-process leaves it behind; the next one that writes the same folder removes it.
+one file system.  Any error before it, also an interrupt, removes the sibling.  A killed process leaves the
+sibling; the next process that writes the same folder removes it.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Products of one value with several frozen weights, whose gradient is summed where it is written.
 
     y_i = x · W_iᵀ + b_i                    forward: each product for itself
-    ∂/∂x = Σ ∂/∂y_i · W_i                   backward: the first product is written, the others add to it
+    ∂/∂x = Σ ∂/∂y_i · W_i                   backward: the first product is written, later ones add to it
 
 Left to autograd, each product of the backward pass is written for itself, and whatever reads the sum reads
 all of them: three values as large as the stream where the projections of attention begin, two in a gated MLP.

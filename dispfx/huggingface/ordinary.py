@@ -27,7 +27,7 @@ from dispfx.ir.program import Program
 def build_ordinary(
     model: nn.Module, program: Program, kept: Mapping[str, Tensor]
 ) -> PreTrainedModel | Mismatch:
-    """Return the decoder that keeps what `kept` says as one of its own class, or why there is none.
+    """Return the decoder with the features `kept`, as its own class, or the reason why this is not possible.
 
     Args:
         model: the dense decoder of transformers, which is not changed; uncut tensors are shared.
@@ -35,7 +35,7 @@ def build_ordinary(
         kept: sorted kept indices by site.
     """
     if not isinstance(model, PreTrainedModel):
-        return Mismatch("its module is not one of transformers")
+        return Mismatch("its module is not from transformers")
     cuts = site_cuts(program.sites, kept)
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     dense = {path: tuple(tensor.shape) for path, tensor in own.items()}

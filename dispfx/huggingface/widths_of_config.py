@@ -48,7 +48,7 @@ def resized(
     wanted: Shapes,
     build: Build = AutoModelForCausalLM.from_config,
 ) -> Resized | Mismatch:
-    """Return a config whose decoder has the wanted shapes, or why there is none.
+    """Return a config whose decoder has the wanted shapes, or the reason why there is no such config.
 
     Args:
         config: of the dense decoder; it is not changed.

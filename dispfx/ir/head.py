@@ -1,4 +1,4 @@
-"""The head of a graph: the product that makes logits of the stream, and what is behind it."""
+"""The head of a graph: the product from the stream to the logits, and the operations after it."""
 
 from torch import fx
 
@@ -7,7 +7,7 @@ from dispfx.ir.ops import aten, packet
 
 
 def way_to_head(logits: fx.Node) -> list[fx.Node] | None:
-    """Return the values from the logits back to the head's product, or None where it is none of each token.
+    """Return the values from the logits back to the head's product, or None if it is not one per token.
 
     1. From the logits back to the head there may be pointwise operations with numbers only, such as a
        softcap or a scaling; each acts on every token by itself.

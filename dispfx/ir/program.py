@@ -113,7 +113,7 @@ class Program:
         return self.graph_module.graph
 
     def node(self, name: str) -> fx.Node:
-        """Return the node of that name; KeyError if there is none."""
+        """Return the node of that name; KeyError if it does not exist."""
         for node in self.graph.nodes:
             if node.name == name:
                 return node
@@ -204,7 +204,7 @@ class Program:
         return {path: tensor for path, tensor in self.tensors() if path.startswith(f"{DENSE_PREFIX}.")}
 
     def site(self, name: str) -> Site:
-        """Return the site of that name; KeyError if there is none."""
+        """Return the site of that name; KeyError if it does not exist."""
         for site in self.sites:
             if site.name == name:
                 return site

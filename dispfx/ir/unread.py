@@ -1,6 +1,6 @@
 """Parts of a decoder that its logits do not depend on, such as the head of a second output.
 
-They are in no graph, so nothing prunes them; they are counted, and written as they are.
+They are not in the graph, so they are not pruned; they are counted, and written unchanged.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,11 +9,11 @@ from dispfx.ir.sites import Refusal
 
 
 def unread_parts(unread: Mapping[str, int], read: Iterable[str], outputs: int) -> tuple[Refusal, ...]:
-    """Return the largest modules of which no parameter is read, and how large each is.
+    """Return the largest modules without any read parameter, with their sizes.
 
     Args:
         unread: size of each parameter that the logits do not depend on, by path.
-        read: paths of the others.
+        read: paths of the parameters that they depend on.
         outputs: how many tensors of the logits' shape the decoder returns.
     """
     in_use = {prefix for path in read for prefix in _prefixes(path)}

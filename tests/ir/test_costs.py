@@ -134,9 +134,9 @@ def test_a_table_is_read_from_json_and_nothing_else(tmp_path: Path):
     file.write_text(json.dumps(asdict(FAIR)))
     assert read_costs(file) == FAIR
     file.write_text("{")
-    with pytest.raises(DataError, match="table of costs"):
+    with pytest.raises(DataError, match="latency table"):
         read_costs(file)
-    with pytest.raises(DataError, match="table of costs"):
+    with pytest.raises(DataError, match="latency table"):
         read_costs(tmp_path / "missing.json")
 
 

@@ -86,7 +86,7 @@ def test_a_branch_that_makes_something_of_a_zero_is_refused_where_it_writes(name
     program = dispfx.capture(model)
     (refusal,) = program.refused
     assert refusal.name == "mlp.middle.write"
-    assert refusal.reason.startswith(f"{operation} makes something else of a zero")
+    assert refusal.reason.startswith(f"{operation} of zero is not zero")
     assert refusal.parameter == "mlp.middle.down.weight"
     assert refusal.source is not None and "test_zeros.py:" in refusal.source
     assert {site.kind for site in program.sites} == {"read", "inner"}

@@ -203,7 +203,7 @@ def test_weights_of_an_onnx_model_outside_its_folder_are_refused(place: str, tmp
     (folder / "escape").symlink_to(tmp_path / "outside")
     (folder / "loop").symlink_to(folder / "loop")
     (folder / "model.onnx").write_bytes(onnx_model(place))
-    with pytest.raises(DataError, match="must lie beside the model"):
+    with pytest.raises(DataError, match="must be in the folder of the model"):
         check_external_data(folder / "model.onnx")
 
 
