@@ -29,7 +29,7 @@ HEADS = {
     "attention": "attention's inner dimension: heads are not pruned",
     "mixer": "a mixer's inner dimension: what it combines over tokens is not pruned",
 }
-EXPERTS = "experts, of which a router chooses, are not pruned"
+EXPERTS = "experts chosen by a router are not pruned"
 UNREAD = "not read by the graph"
 SKIPPED = "left out by --skip"
 UNSUMMED = "no product of a branch sums over it"

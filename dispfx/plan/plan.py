@@ -48,7 +48,7 @@ class Selection:
         kept: sorted, distinct int32 indices in [0, size), shape (K,) with K >= 1.
         keys: "parameter.path:axis" of every slice, to find the site in another capture.
         experts: number of experts that the features belong to; every expert keeps equally many.
-        symbol: the paper's name, S1 … S5, or "" if there is none or the plan is older; for display only.
+        symbol: the paper's name, S1 … S5, or "" if it has no name or the plan is older; for display only.
     """
 
     site: str

@@ -64,7 +64,7 @@ class Protocol:
 
     @property
     def begins(self) -> str:
-        """A sentence on the tokens that every window begins with; empty if there are none."""
+        """A sentence on the tokens that every window begins with, or an empty string."""
         if not self.bos:
             return ""
         shown = " ".join(map(str, self.bos))
