@@ -131,6 +131,6 @@ def first_line(error: BaseException) -> str:
     If that line only announces the next one, such as a compiler's `raised:`, both are joined.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    message = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     kind = "" if isinstance(error, DispfxError) else type(error).__name__
-    return ": ".join(part for part in (kind, said[:_LONGEST_LINE]) if part)
+    return ": ".join(part for part in (kind, message[:_LONGEST_LINE]) if part)

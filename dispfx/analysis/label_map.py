@@ -214,9 +214,9 @@ class _Walk:
         if known is None:
             known = np.full(len(labels), UNTOUCHED, dtype=np.int32)
         merged = np.where(labels == UNTOUCHED, known, labels)
-        apart = (known != UNTOUCHED) & (merged != known)
-        if np.any(apart):
-            raise _two_features(node, np.stack([known[apart], merged[apart]]))
+        conflicting = (known != UNTOUCHED) & (merged != known)
+        if np.any(conflicting):
+            raise _two_features(node, np.stack([known[conflicting], merged[conflicting]]))
         if dimension not in self.closure.labels or not np.array_equal(merged, known):
             self.closure.labels[dimension] = merged
             self._pending.append(dimension)
@@ -344,8 +344,8 @@ def _conflicts(labels: np.ndarray, here: np.ndarray, there: np.ndarray) -> np.nd
     largest = np.full(there.max() + 1, UNTOUCHED, dtype=np.int32)
     np.maximum.at(largest, there, labels[here])
     arrived = labels[here]
-    apart = (arrived != UNTOUCHED) & (arrived != largest[there])
-    return np.stack([arrived[apart], largest[there][apart]])
+    conflicting = (arrived != UNTOUCHED) & (arrived != largest[there])
+    return np.stack([arrived[conflicting], largest[there][conflicting]])
 
 
 def _carried(labels: np.ndarray, here: np.ndarray, there: np.ndarray, size: int) -> np.ndarray | None:

@@ -92,7 +92,7 @@ def _read(node: fx.Node) -> _Lookup | None:
     if isinstance(node.args[1], int):  # index_select(table, dim, places)
         dim = node.args[1]
     elif isinstance(node.args[1], Sequence):  # index(table, [places of the first dimension, …])
-        dim = [each is not None for each in node.args[1]].index(True)
+        dim = [index is not None for index in node.args[1]].index(True)
     return _Lookup(table, dim, node.all_input_nodes[1])
 
 
@@ -100,11 +100,11 @@ def _is_cheap(node: fx.Node) -> bool:
     """Whether no product of the decoder has to be computed for a value."""
     seen, waiting = {node}, [node]
     while waiting:
-        each = waiting.pop()
-        if ops.is_product(each):
+        current = waiting.pop()
+        if ops.is_product(current):
             return False
-        waiting.extend(set(each.all_input_nodes) - seen)
-        seen.update(each.all_input_nodes)
+        waiting.extend(set(current.all_input_nodes) - seen)
+        seen.update(current.all_input_nodes)
     return True
 
 

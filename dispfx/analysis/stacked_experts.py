@@ -181,7 +181,7 @@ def _gate_agrees(
         return stack == Owner(0) and owner == _run_owner(user.args[2])
     if (stack.by, stack.ends) != (owner.by, owner.ends):
         return False
-    reached = [_reached(user, each, owners[each].axis) for each in (value, stacks[0])]
+    reached = [_reached(user, operand_node, owners[operand_node].axis) for operand_node in (value, stacks[0])]
     return reached[0] is not None and reached[0] == reached[1]
 
 

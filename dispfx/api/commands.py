@@ -253,8 +253,8 @@ def _ready(settings: ModelSettings) -> _Ready:
         )
         config = opened.config
         # A user module does not declare its context; the compile recorded it.
-        told = None if config is not None else _measured_context(opened.path)
-        context, known = told or longest_context(config), opened.vocabulary_size
+        measured = None if config is not None else _measured_context(opened.path)
+        context, known = measured or longest_context(config), opened.vocabulary_size
         return _Ready(opened.decoder, opened.tokenizer, config, context, model, known)
     source = open_model(settings)
     decoder = partial(module_logits, source.model)

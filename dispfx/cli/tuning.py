@@ -21,8 +21,8 @@ def finetune(settings: FinetuneSettings, screen: Screen) -> None:
     from dispfx.report.tuning_record import tuning_lines
 
     with screen.observer() as observer:
-        told = api.finetune(settings, observer=observer, command=command_line())
-    screen.print_json({"out": str(output.out), "merged": output.merge, **to_plain(told)})
-    for line in tuning_lines(told):
+        record = api.finetune(settings, observer=observer, command=command_line())
+    screen.print_json({"out": str(output.out), "merged": output.merge, **to_plain(record)})
+    for line in tuning_lines(record):
         screen.print_text(line)
     screen.print_text(f"written: {output.out}")

@@ -43,8 +43,8 @@ def sibling_products(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> 
         weights: (O_i, D) each, of the dtype of `x`.
         biases: (O_i,) each, or none at all.
     """
-    each = biases or [None] * len(weights)
-    return [F.linear(x, weight, bias) for weight, bias in zip(weights, each, strict=True)]
+    bias_list = biases or [None] * len(weights)
+    return [F.linear(x, weight, bias) for weight, bias in zip(weights, bias_list, strict=True)]
 
 
 @sibling_products.register_fake

@@ -147,7 +147,7 @@ def _expected(
 def _check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
     """Raise if a tensor is missing or has another shape or dtype: AdamW would read out of bounds."""
     for name in sorted({*expected, *found}):
-        here, right = (_form(each.get(name)) for each in (found, expected))
+        here, right = (_form(tensors.get(name)) for tensors in (found, expected))
         if here != right:
             raise ValueError(f"{name} is {here}, but this run has {right}")
 

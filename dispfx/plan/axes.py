@@ -157,21 +157,21 @@ def _check(site: Site, cut: Slice, shapes: Mapping[str, tuple[int, ...]]) -> Non
             where=site.name,
         )
     length = shape[cut.axis]
-    each = site.each if cut.by_expert else site.size
+    features_each = site.each if cut.by_expert else site.size
     if cut.by_expert and (cut.axis == 0 or shape[0] != site.experts):
         raise PassError(
             f"axis 0 of {cut.parameter} (shape {shape}) must hold the {site.experts} experts of its site",
             where=site.name,
         )
-    labelled = each if cut.labels is None else len(cut.labels)
+    labelled = features_each if cut.labels is None else len(cut.labels)
     if labelled != length:
         raise PassError(
             f"axis {cut.axis} of {cut.parameter} has {length} positions, but {labelled} are labelled",
             where=site.name,
         )
-    if cut.labels and not (min(cut.labels) >= UNTOUCHED and max(cut.labels) < each):
+    if cut.labels and not (min(cut.labels) >= UNTOUCHED and max(cut.labels) < features_each):
         raise PassError(
-            f"labels must be in [{UNTOUCHED}, {each}), but those of {cut.parameter} are in "
+            f"labels must be in [{UNTOUCHED}, {features_each}), but those of {cut.parameter} are in "
             f"[{min(cut.labels)}, {max(cut.labels)}]",
             where=site.name,
         )
@@ -204,8 +204,8 @@ def _axis_size_of_one(site: int, cut: Slice, features: Features) -> AxisSize:
         return AxisSize(0, ((site, 1),), ())
     experts = features.experts[site] if cut.by_expert else 1
     positions = Counter(cut.labels)
-    each = [positions[feature] for feature in range(features.sizes[site] // experts)]
-    return AxisSize(positions[UNTOUCHED] * experts, ((site, _shortest(each * experts)),), ())
+    per_feature = [positions[feature] for feature in range(features.sizes[site] // experts)]
+    return AxisSize(positions[UNTOUCHED] * experts, ((site, _shortest(per_feature * experts)),), ())
 
 
 def _shortest(weights: Sequence[int]) -> int | tuple[int, ...]:

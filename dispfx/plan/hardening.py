@@ -122,8 +122,8 @@ def check_reachable(
 def _search(logits: Tensor, groups: Groups, count: ParameterCount, budget: Budget) -> WidthSearch:
     _check(logits, groups, count, budget)
     ranking = Ranking.of(logits.detach().to("cpu", torch.float64), groups.sizes, groups.experts)
-    each = tuple(size // experts for size, experts in zip(groups.sizes, groups.experts, strict=True))
-    widths = Widths(each, budget.align)
+    expert_sizes = tuple(size // experts for size, experts in zip(groups.sizes, groups.experts, strict=True))
+    widths = Widths(expert_sizes, budget.align)
     return WidthSearch(ranking, widths, groups.to("cpu"), count.to("cpu"), budget.keep * count.dense)
 
 

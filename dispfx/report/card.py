@@ -108,8 +108,8 @@ def _figures(report: Report) -> str:
 def _tuned(report: Report) -> str:
     if report.tuned is None:
         return ""
-    said = "\n".join(f"- {line}" for line in tuning_lines(report.tuned))
-    return f"## Tuned\n\nAfter pruning, the weights were tuned, so they differ from the original's.\n\n{said}"
+    text = "\n".join(f"- {line}" for line in tuning_lines(report.tuned))
+    return f"## Tuned\n\nAfter pruning, the weights were tuned, so they differ from the original's.\n\n{text}"
 
 
 def _loading(
@@ -176,8 +176,8 @@ def _settings(report: Report) -> str:
     if report.settings is None:
         return ""
     rows = [f"| {name} | {value} |" for name, value in settings_rows(report.settings)]
-    said = "All settings of the run, including defaults:"
-    return "\n".join([said, "", "| setting | value |", "|---|---:|", *rows])
+    text = "All settings of the run, including defaults:"
+    return "\n".join([text, "", "| setting | value |", "|---|---:|", *rows])
 
 
 def _verification(verifications: Sequence[Verification]) -> str:

@@ -209,8 +209,8 @@ def _verified(report: Report) -> str:
 
 def _evaluation(found: Evaluation) -> str:
     lines = text_lines(found) + ([] if found.tasks is None else task_notes(found.tasks))
-    said = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"<ul>{said}</ul>" + ("" if found.tasks is None else table(*task_table(found)))
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<ul>{items}</ul>" + ("" if found.tasks is None else table(*task_table(found)))
 
 
 def _speed(run: Run) -> str:

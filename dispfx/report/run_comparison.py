@@ -127,9 +127,9 @@ def comparison_picture(runs: Sequence[Run]) -> Picture:
             panel.margins(0.2)
         axes[-1].set_xlabel("share of parameters removed")
 
-    said = "; ".join(", ".join(_row(run)[:5]) for run in runs)
+    rows_text = "; ".join(", ".join(_row(run)[:5]) for run in runs)
     caption = "Every run by its removed share: " + ", ".join(label for label, _ in panels) + "."
-    alt = f"{len(runs)} points (run, removed, parameters, size, perplexity): {said}."
+    alt = f"{len(runs)} points (run, removed, parameters, size, perplexity): {rows_text}."
     return draw_picture("comparison", caption, alt, draw, height=2.2 * len(panels))
 
 

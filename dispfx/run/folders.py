@@ -200,10 +200,10 @@ def require_record(folder: Path) -> None:
         PlanMismatchError: if the widths in the report differ from those of the plan.
     """
     plan = Plan.load(folder / PLAN_FILE)
-    told = {site.name: site.kept for site in load_report(folder / "report.json").sites}
+    reported = {site.name: site.kept for site in load_report(folder / "report.json").sites}
     planned = {name: len(kept) for name, kept in plan.kept.items()}
-    if told != planned:
-        other = sorted(name for name, _ in told.items() ^ planned.items())
+    if reported != planned:
+        other = sorted(name for name, _ in reported.items() ^ planned.items())
         raise PlanMismatchError(
             f"report and plan have different widths for {len(set(other))} sites, such as {other[0]}",
             where=str(folder),

@@ -79,5 +79,5 @@ def _other_figures(folder: Path, report: Report) -> list[str]:
         "parameters.pruned": parameters,
         "bytes.pruned": size,
     }
-    told = (report.ratio.achieved, report.parameters.pruned, report.bytes.pruned)
-    return [name for name, figure in zip(counted, told, strict=True) if counted[name] != figure]
+    reported = (report.ratio.achieved, report.parameters.pruned, report.bytes.pruned)
+    return [name for name, figure in zip(counted, reported, strict=True) if counted[name] != figure]

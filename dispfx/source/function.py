@@ -93,9 +93,9 @@ def _current_directory_importable() -> Iterator[None]:
 
 
 def _out_of_memory(when: str, error: MemoryError) -> SourceError:
-    said = f": {error}" if str(error) else ""
+    detail = f": {error}" if str(error) else ""
     return SourceError(
-        f"memory ran out while {when}{said}",
+        f"memory ran out while {when}{detail}",
         where=_line_of(error),
         hint="build a smaller decoder, or use a smaller dtype; very deeply nested code also causes this",
     )

@@ -22,9 +22,9 @@ def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None = No
     try:
         inspect.signature(model.to).bind(**wanted)
     except TypeError:
-        for each in wanted.values():
+        for step in wanted.values():
             own: Any = model.to
-            model = own(each) or model  # an in-place `to` may return None
+            model = own(step) or model  # an in-place `to` may return None
         return model
     together: Any = model.to
     return together(**wanted) or model
