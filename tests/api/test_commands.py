@@ -68,7 +68,7 @@ def test_sites_that_would_keep_nothing_keep_one_feature_and_a_line_says_so(tmp_p
         MODEL, 0.97, out=tmp_path / "p", data=tokens, **options_of(settings), align=1, observer=watcher
     )
     assert plan.emptied and all(len(selection.kept) >= 1 for selection in plan.selections)
-    told = f"{len(plan.emptied)} of {len(plan.selections)} sites keep the least that a site may, 1 of their "
+    told = f"{len(plan.emptied)} of {len(plan.selections)} sites keep the allowed minimum, 1 of their "
     assert any(note.startswith(f"{told}features: {plan.emptied[0]}") for note in watcher.notes)
 
 
@@ -137,7 +137,9 @@ def test_verify_sees_weights_that_were_changed_where_there_is_one_form(compiled:
     assert not torch.equal(before, after), "it is another decoder, and runs"
     lines = verify(copy)
     assert [(line.name, line.holds) for line in lines] == [("program.pt2 = report", False)]
-    with pytest.raises(VerificationError, match=r"^program.pt2: missing, or not what was written") as failure:
+    with pytest.raises(
+        VerificationError, match=r"^program.pt2: missing, or changed since it was written"
+    ) as failure:
         require(*lines)
     assert failure.value.exit_code == 1
 

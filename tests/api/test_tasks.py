@@ -87,7 +87,7 @@ def test_data_that_cannot_be_reached_is_the_inputs_fault_and_says_what_to_do(
 ):
     file = tasks / "mine.yaml"
     file.write_text(file.read_text().replace("dataset_path: json", "dataset_path: nobody/nothing"))
-    with pytest.raises(DataError, match="no question can be made of the task mine") as caught:
+    with pytest.raises(DataError, match="the task mine gives no questions") as caught:
         score_tasks("demo", tasks=["mine"], task_folder=tasks)
     assert "--task-folder" in str(caught.value.hint)
 

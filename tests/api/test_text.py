@@ -210,7 +210,7 @@ def test_a_file_that_is_learned_from_and_measured_on_is_told(source: Source, tmp
     b = stored(tmp_path / "b.safetensors", torch.arange(40))
     assert open_text(source, texts(a, eval_data=b)).notes == ()
     (both,) = open_text(source, texts([b, a], eval_data=a)).notes
-    assert "--eval-data and --data both have a.safetensors" in both
+    assert "a.safetensors is in both --eval-data and --data" in both
     (twice,) = open_text(source, texts([a, b, a])).notes
     assert "--data has a.safetensors twice" in twice
 

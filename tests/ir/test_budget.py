@@ -256,7 +256,7 @@ def test_a_ratio_beyond_the_sites_is_a_budget_error_with_numbers():
 @pytest.mark.parametrize(
     ("logits", "budget", "message"),
     [
-        (torch.zeros(3), Budget(0.3), "128 logits were expected"),
+        (torch.zeros(3), Budget(0.3), r"one logit per feature \(128\) was expected"),
         (torch.full((128,), torch.nan), Budget(0.3), "finite"),
         (torch.zeros(128), Budget(0.3, "total"), "counts total"),
     ],

@@ -50,7 +50,7 @@ def test_on_a_gpu_the_workspaces_are_a_part():
 def test_each_card_says_how_long_and_how_many():
     lines = estimate_lines(estimate())
     assert "  H100: 7.6 h on one for 10,000 steps; needs the memory of at least 3 (80 GB)" in lines
-    assert "  H200: 7.6 h on one for 10,000 steps; needs the memory of 2 at least (141 GB)" in lines
+    assert "  H200: 7.6 h on one for 10,000 steps; needs the memory of at least 2 (141 GB)" in lines
     small = estimate_lines(estimate(weights=GIGA))
     assert any(line.startswith("  H100") and "fits on one (80 GB)" in line for line in small)
 

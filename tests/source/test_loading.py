@@ -235,9 +235,9 @@ def test_a_revision_belongs_to_a_hub_id(decoder_folder: Path):
 
 
 def test_a_hub_id_out_of_reach_is_refused_at_once():
-    with pytest.raises(SourceError, match="MODEL is no folder here, and the hub cannot be reached"):
+    with pytest.raises(SourceError, match="MODEL is not a local folder, and the hub cannot be reached"):
         load_source("nobody/nothing")
-    with pytest.raises(SourceError, match="--tokenizer is no folder here, and the hub cannot be reached"):
+    with pytest.raises(SourceError, match="--tokenizer is not a local folder, and the hub cannot be reached"):
         load_source("demo", tokenizer="nobody/nothing")
 
 

@@ -147,10 +147,10 @@ def test_a_list_of_records_is_read_record_by_record(tmp_path: Path, name: str, i
     ("content", "reason"),
     [
         (b"[]", None),
-        (b'[{"text": "a"}, 3]', "record 2 holds a int and no fields"),
-        (b'[{"text": "a"}', "']' was expected, and 'the end of the file' is there"),
+        (b'[{"text": "a"}, 3]', "record 2 is a int without fields"),
+        (b'[{"text": "a"}', "']' was expected, but 'the end of the file' was found"),
         (b'[{"text": "a"}]\n[{"text": "b"}]', "something after the list"),
-        (b'[{"text": "a"}, {"text"]', "no list of JSON records: Expecting"),
+        (b'[{"text": "a"}, {"text"]', "not a list of JSON records: Expecting"),
         (b'[{"text": "\xff"}]', "is not UTF-8"),
         (b"[" * 100_000, "nests too deeply"),
         (b'[{"text": "' + b"a" * 2000 + b'"}, ', "a record is longer than 1,000 bytes"),

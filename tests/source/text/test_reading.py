@@ -134,7 +134,7 @@ def test_the_largest_id_of_all_texts_is_known(text: Path, tmp_path: Path):
 @pytest.mark.parametrize("ids", [[1, -1], [2**31], [2**40, 1]])
 def test_an_id_that_can_be_none_is_refused(tmp_path: Path, ids: list[int]):
     save_file({"tokens": torch.tensor(ids)}, tmp_path / "tokens.safetensors")
-    with pytest.raises(DataError, match="from 0 to 2,147,483,647, and it holds"):
+    with pytest.raises(DataError, match="from 0 to 2,147,483,647, but holds"):
         read_tokens(tmp_path / "tokens.safetensors", None)
 
 

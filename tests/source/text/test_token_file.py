@@ -79,5 +79,5 @@ def test_one_vector_is_joined_to_itself_without_a_copy(tmp_path: Path):
     ("ids", "found"), [([2**40, 2**40], "1,099,511,627,776 to 1,099"), ([7, -3], "-3 to 7")]
 )
 def test_ids_out_of_range_are_told_as_they_are(ids: list[int], found: str):
-    with pytest.raises(DataError, match=f"from 0 to 2,147,483,647, and it holds {found}"):
+    with pytest.raises(DataError, match=f"from 0 to 2,147,483,647, but holds {found}"):
         largest_id(torch.tensor(ids), where="tokens.safetensors")
