@@ -1,9 +1,9 @@
-"""A smaller decoder that is an ordinary one: its own class, a config with smaller numbers, nothing of dispfx.
+"""A smaller ordinary decoder: its own class with a smaller config, without dispfx.
 
-There is one where one selection holds for the whole stream and all layers have equal inner widths, so that
-a config can say how wide everything is.  Whether the class can be built like that is found by building it
-(`dispfx.huggingface.widths_of_config`), and whether it computes the same by comparing it with the lowered
-graph: a class may derive a number, such as the scale of its embedding, from a width that has changed.
+It exists if one selection holds for the whole stream and all layers have equal inner widths, so that a
+config can describe the widths.  The class is built to find out whether it supports them
+(`dispfx.huggingface.widths_of_config`), and compared with the lowered graph, because a class may derive a
+number, such as the scale of its embedding, from a changed width.
 """
 
 import copy
