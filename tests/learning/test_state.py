@@ -281,7 +281,7 @@ def without_optimizer(tensors: dict[str, Tensor], position: dict[str, Any]) -> N
             lambda tensors, _: tensors.update({MOMENT: tensors[MOMENT][:5].clone()}),
             r"exp_avg is float32 \[5\], but this run has float32 \[128\]",
         ),
-        (lambda tensors, _: tensors.pop(MOMENT), r"exp_avg is not there, and"),
+        (lambda tensors, _: tensors.pop(MOMENT), r"exp_avg is not there, but"),
         (lambda tensors, _: tensors.update({MOMENT: tensors[MOMENT].double()}), r"exp_avg is float64"),
         (lambda tensors, _: tensors.update(generator=tensors["generator"].int()), r"generator is int32"),
         (lambda tensors, _: tensors.update(more=torch.ones(2)), r"more is float32 \[2\], but .* not there"),
