@@ -17,8 +17,8 @@ from torch import fx
 
 from dispfx.ir import ops
 from dispfx.ir.ops import aten
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import Program
-from dispfx.pipeline import PassResult
 
 _ROW_BYTES = 16
 

@@ -14,9 +14,8 @@ Rules:
    its operand, since those broadcast by themselves.
 5. `view_as_complex` reads a contiguous operand: it needs even strides, which a cut neighbour can make odd.
 6. `copy(x, y)`, which remains of an in-place copy, is `y` in the shape and dtype of `x`; it has no gradient.
-   7. `zeros_like(x)` and similar operations state their sizes, as `new_zeros(x, sizes)`: a value that only
-      gives
-its shape need not be cut together with the result.
+7. `zeros_like(x)` and similar operations state their sizes, as `new_zeros(x, sizes)`: a value that only
+   gives its shape need not be cut together with the result.
 8. A parameter or buffer is read by one node.
 9. Values that nobody uses are erased.  Parameters that nobody reads then are kept as `Program.unused`.
 10. `ceil(a / b)` of sizes becomes `-(-a // b)`, and `floor(a / b)` becomes `a // b`, because torch cannot
@@ -34,8 +33,8 @@ from torch import fx
 
 from dispfx.ir import ops
 from dispfx.ir.ops import argument, aten, packet
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import Program
-from dispfx.pipeline import PassResult
 
 _ASSERTIONS = ops.packets("_assert_tensor_metadata _assert_async _assert_scalar sym_constrain_range_for_size")
 _NO_OPS = ops.packets("alias detach lift_fresh_copy")

@@ -19,8 +19,8 @@ from torch import fx
 
 from dispfx.ir import ops
 from dispfx.ir.ops import argument, packet
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import Program
-from dispfx.pipeline import PassResult
 
 # Below every score: what an additive mask holds where a token must not be seen.
 _HIDDEN = -1e4

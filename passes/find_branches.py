@@ -23,9 +23,9 @@ from torch import fx
 from dispfx.analysis.flow import Flow
 from dispfx.analysis.token_mixing import behind_softmax, mixes_tokens
 from dispfx.ir import ops
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import Leaf, Program
 from dispfx.ir.sites import Refusal, ResidualStream
-from dispfx.pipeline import PassResult
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from torch import fx
 from dispfx.analysis.flow import Flow
 from dispfx.errors import UnsupportedGraphError
 from dispfx.ir import ops
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import Program
 from dispfx.ir.sites import ResidualStream
-from dispfx.pipeline import PassResult
 
 
 @dataclass(frozen=True)

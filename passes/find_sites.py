@@ -14,7 +14,9 @@ Rules (each closure follows `dispfx.analysis.label_map`):
 4. A weight that several products use, or that two branches read, belongs to one site.
 5. What a branch writes must be zero where its weights are (`dispfx.analysis.zero_values`): a constant that it
    adds cannot be cut with them.
-6. A site that does not fit is refused with its reason; the other sites of the branch stay.
+6. A site that does not fit is refused with its reason; the other sites of the branch stay.  So is every axis
+   of a block weight that was no seed of a site, such as one that a product of three operands sums over
+   (`dispfx.analysis.coverage`).
 7. With `select="before-norm"` one site holds the features of the whole stream and takes the place of all
    reads and writes: embedding, norms, every reader and writer, and the head are cut together, and norms see
    only the kept features (S1 = S2 = S3 = S5, selected before the norm).  If that does not fit, the decoder is
@@ -28,6 +30,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import fx
 
+from dispfx.analysis.coverage import unnamed
 from dispfx.analysis.flow import Flow
 from dispfx.analysis.label_map import Closure, Mismatch, Statistics, Surroundings, close, sums_over_several
 from dispfx.analysis.links import Dimension, contractions
@@ -36,6 +39,7 @@ from dispfx.analysis.token_mixing import mixes_tokens
 from dispfx.analysis.zero_values import not_zero
 from dispfx.errors import UnsupportedGraphError
 from dispfx.ir import ops
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import Leaf, Program
 from dispfx.ir.sites import (
     STREAM,
@@ -49,8 +53,8 @@ from dispfx.ir.sites import (
     SiteKind,
     Slice,
 )
-from dispfx.pipeline import PassResult
 from dispfx.words.choices import check_choices
+from dispfx.words.option_names import option
 
 _BRANCHES_SHOWN = 4
 
@@ -99,7 +103,9 @@ class FindSites:
         program.refused = tuple(dict.fromkeys((*program.refused, *search.refused)))
         if not program.sites:
             raise _nothing_left(program, self.skip)
-        note = f"{len(program.sites)} sites, {len(search.refused)} refused"
+        rest = unnamed(program)
+        program.refused += tuple(rest)
+        note = f"{len(program.sites)} sites, {len(search.refused) + len(rest)} refused"
         return PassResult(before != (program.sites, program.branches, program.refused), note)
 
 
@@ -388,7 +394,7 @@ def _no_whole_stream(mismatch: Mismatch) -> UnsupportedGraphError:
     return UnsupportedGraphError(
         f"one selection for the whole stream does not fit this decoder: {mismatch.reason}",
         where=where,
-        hint="prune it with --select after-norm, the default",
+        hint=f"prune it with {option('select', 'after-norm')}, the default",
     )
 
 
@@ -399,7 +405,7 @@ def _require_named(program: Program, skip: tuple[str, ...]) -> None:
         if not fnmatch.filter(branches, pattern):
             more = ", …" if len(branches) > _BRANCHES_SHOWN else ""
             raise UnsupportedGraphError(
-                f"--skip must name a branch, but {pattern!r} names none",
+                f"{option('skip')} must name a branch, but {pattern!r} names none",
                 where=program.model_class,
                 hint=f"branches are {', '.join(branches[:_BRANCHES_SHOWN])}{more}; * is any characters",
             )
@@ -407,7 +413,7 @@ def _require_named(program: Program, skip: tuple[str, ...]) -> None:
 
 def _nothing_left(program: Program, skip: tuple[str, ...]) -> UnsupportedGraphError:
     reasons = "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in program.refused[:4])
-    hint = f"--skip leaves out {', '.join(skip)}" if skip else "dispfx inspect shows every refusal"
+    hint = f"{option('skip')} leaves out {', '.join(skip)}" if skip else "dispfx inspect shows every refusal"
     return UnsupportedGraphError(
         f"at least one branch must be prunable; all were refused ({reasons or 'none found'})",
         where=program.model_class,

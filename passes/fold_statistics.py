@@ -23,8 +23,8 @@ from torch.fx.node import map_arg
 
 from dispfx.analysis.flow import Flow
 from dispfx.ir import ops
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import DENSE_PREFIX, Program
-from dispfx.pipeline import PassResult
 
 _REDUCTIONS = ops.REDUCTIONS | ops.packets("quantile nanquantile median nanmedian kthvalue aminmax topk")
 _MOVES = ops.SHAPE_OPS | ops.GATHERS

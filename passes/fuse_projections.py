@@ -24,8 +24,8 @@ from torch import Tensor, fx, nn
 
 from dispfx.ir import ops
 from dispfx.ir.ops import aten, packet
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import Program
-from dispfx.pipeline import PassResult
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 
 from dispfx.ir import ops
 from dispfx.ir.ops import aten, packet
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import INDEX_PREFIX, Program
-from dispfx.pipeline import PassResult
 
 INVERSE_PREFIX = "dispfx_inverse"
 

@@ -18,8 +18,8 @@ from torch import fx
 
 from dispfx.ir import ops
 from dispfx.ir.ops import argument, aten, packet
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import Program
-from dispfx.pipeline import PassResult
 
 
 @dataclass

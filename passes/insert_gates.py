@@ -26,9 +26,9 @@ from torch import fx
 from dispfx.ir.gate import GATE
 from dispfx.ir.kept_statistics import gate_statistics
 from dispfx.ir.ops import aten
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import Program
 from dispfx.ir.sites import UNTOUCHED, GatePoint, Rows
-from dispfx.pipeline import PassResult
 
 
 @dataclass(frozen=True)

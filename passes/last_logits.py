@@ -16,8 +16,8 @@ from torch import fx
 from dispfx.ir import ops
 from dispfx.ir.head import way_to_head
 from dispfx.ir.ops import aten, packet
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import Program
-from dispfx.pipeline import PassResult
 
 _END = 2**63 - 1
 

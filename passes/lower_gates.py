@@ -30,9 +30,9 @@ from dispfx.analysis.cut_sizes import count_sizes
 from dispfx.analysis.positions import kept_features, kept_positions, places, taken
 from dispfx.ir.kept_statistics import restore
 from dispfx.ir.ops import aten, packet
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import INDEX_PREFIX, Program
 from dispfx.ir.sites import GatePoint, Site
-from dispfx.pipeline import PassResult
 
 Cut = dict[tuple[str, int], np.ndarray]
 

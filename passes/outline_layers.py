@@ -27,9 +27,9 @@ from torch import fx
 from dispfx.analysis.outlining import Placement, is_size, parts_of
 from dispfx.ir import ops
 from dispfx.ir.outline import Body, Outline, Part, body_key
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import Program
 from dispfx.ir.sites import ResidualStream
-from dispfx.pipeline import PassResult
 
 
 @dataclass

@@ -33,9 +33,9 @@ from dispfx.errors import UnsupportedGraphError
 from dispfx.ir import ops
 from dispfx.ir.cached_inputs import CACHED_INPUTS
 from dispfx.ir.ops import argument, aten, packet
+from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import Program
 from dispfx.kernels.cached_attention import CACHED_ATTENTION
-from dispfx.pipeline import PassResult
 from dispfx.words.choices import check_choices
 
 Reads = Literal["mask", "new", "prefix"]

@@ -5,12 +5,12 @@ from torch import Tensor, nn
 
 from dispfx.api import capture
 from dispfx.capturing.module_capture import capture as capture_module
+from dispfx.ir.pipeline import Pass, Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.canonicalize import Canonicalize
 from dispfx.passes.find_branches import FindBranches
 from dispfx.passes.find_residual_stream import FindResidualStream
 from dispfx.passes.find_sites import FindSites
-from dispfx.pipeline import Pass, Pipeline
 from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan
 from tests.plain_decoders import FORMS, VOCABULARY, build

@@ -19,7 +19,7 @@ LEFT_OUT = {
     "huggingface": "adapters behaviour classes copies dense heads lm_eval loading ordinary own_code "
     "registering saved_again state_dicts",
     "learning": "ranks",
-    "measure": "cuda_memory logits_by_rows",
+    "measure": "logits_by_rows",
     "onnx": "full_sequence legalize tidying twin",
     "tools": "build decoder_shapes learning_profile measure_memory reproduce train_small",
     "training": "decoder preparation replay shards",

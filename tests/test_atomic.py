@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dispfx.files.atomic import replacing
+from dispfx.files.disk import replacing
 
 
 def test_a_file_takes_the_place_of_the_old_one_at_the_end(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dispfx.errors import OutputError
-from dispfx.files.atomic import replacing
-from dispfx.files.disk import disk_fault, writing
+from dispfx.files.disk import disk_fault, replacing, writing
 
 
 def full_by_python() -> None:

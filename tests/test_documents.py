@@ -13,10 +13,10 @@ from dispfx.errors import CaptureError, DispfxError
 from dispfx.fast_decoder.comparison import sample_masks, value_and_gradient
 from dispfx.fast_decoder.decoder import TrainingDecoder
 from dispfx.fast_decoder.preparation import PlainDecoder
+from dispfx.ir.pipeline import Pipeline
 from dispfx.learning.objective import NO_TARGET, next_tokens
 from dispfx.learning.text import TokenBatches
 from dispfx.passes.insert_gates import InsertGates
-from dispfx.pipeline import Pipeline
 from dispfx.run.mask_learning import learn
 from dispfx.settings.learning_settings import LearnSettings
 from tests.plain_decoders import FORMS, build

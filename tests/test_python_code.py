@@ -65,8 +65,8 @@ def test_nothing_is_offered_for_what_is_no_code_of_the_users(spec: str):
 
 
 def test_an_installed_package_is_found():
-    told = suggestion_for("dispfx.api.doctor")
-    assert told is not None and "dispfx.api.doctor:" in told
+    told = suggestion_for("dispfx.api.installation")
+    assert told is not None and "dispfx.api.installation:" in told
 
 
 @pytest.mark.parametrize("spec", ["mine.py", "mine:", "inner/deep/code"])

@@ -35,9 +35,9 @@ from dispfx.deploy.onnx.placement import read_placement
 from dispfx.deploy.onnx.session import CachedSession, SessionOptions
 from dispfx.deploy.onnx.skip_norms import fuse_skip_norms
 from dispfx.ir.cached_inputs import CachedShape, sample_inputs
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.fuse_projections import FuseProjections
-from dispfx.pipeline import Pipeline
 from dispfx.plan.plan import Plan
 from dispfx.verification.equivalence import compare
 

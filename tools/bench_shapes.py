@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import decoder_shapes as shapes
 from layer_profile import profile_markdown, profile_step
 
-from dispfx.api.bench import experts_for
+from dispfx.api.benching import experts_for
 from dispfx.benchmark.decoder_speed import Contender, Mode, compare
 from dispfx.benchmark.speed_row import SpeedRow
 from dispfx.benchmark.timing import device_name

@@ -38,10 +38,10 @@ from dispfx.compiler.programs import capture
 from dispfx.compiler.stages import for_learning, run_stage
 from dispfx.distributed.ranks import ALONE, Ranks, joined
 from dispfx.estimate.run_estimate import estimate
-from dispfx.fast_decoder.preparation import PreparedLoss, prepare
+from dispfx.fast_decoder.preparation import PreparedLoss, TrialBatch, prepare
 from dispfx.fast_decoder.shards import Sharding
-from dispfx.ir.placing import placed
 from dispfx.ir.program import Program
+from dispfx.ir.retype import placed
 from dispfx.learning.text import TokenBatches
 from dispfx.learning.trainer import Watch, follow_run, learn
 from dispfx.plan.budget import Budget
@@ -173,7 +173,7 @@ def _prepared_in_parts(
     return prepare(
         plain,
         fast,
-        ranks.rows(text.batch(0)),
+        TrialBatch(ranks.rows(text.batch(0))),
         ComputeSettings(chosen.compile, chosen.checkpointing),
         short_of_memory=kept + weights / ranks.size > 0.75 * free,
         note=row.notes.append,

@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dispfx.demo.demo_text import generate_text
+from dispfx.demo.grammar import generate_text
 
 VOCABULARY = 512
 END_TOKEN = "<|end|>"

@@ -171,9 +171,10 @@ def prune(model: Any, row: Row, folder: Path) -> None:
     from dispfx import api
     from dispfx.analysis.label_map import Mismatch
     from dispfx.capturing.module_capture import module_logits
-    from dispfx.deploy.checkpoint import write_checkpoint
+    from dispfx.deploy.checkpoint import StoredDecoder, write_checkpoint
+    from dispfx.deploy.section import ModelFiles
     from dispfx.plan.plan import Plan
-    from dispfx.run.writing import modules_of
+    from dispfx.run.decoder_files import modules_of
     from dispfx.verification.graphs import ZeroedDecoder, module_lines, zeroed_tensors
 
     program = api.capture(model)
@@ -191,17 +192,8 @@ def prune(model: Any, row: Row, folder: Path) -> None:
         logits = [module_logits(pruned.model, x) for x in ids]
         row.zeroed = max(relative(a, zeroed(x)) for a, x in zip(logits, ids, strict=True))
     folder.mkdir(parents=True)
-    parameters, buffers = pruned.stored_parameters(), pruned.stored_buffers()
-    write_checkpoint(
-        folder,
-        parameters=parameters,
-        buffers=buffers,
-        plan=plan,
-        sites=program.sites,
-        config=model.config,
-        layout=pruned.layout,
-        architecture=type(model).__name__,
-    )
+    stored = StoredDecoder(pruned.stored_parameters(), pruned.stored_buffers(), pruned.layout)
+    write_checkpoint(folder, ModelFiles(model.config, type(model).__name__), stored, plan, program.sites)
     torch.save({"ids": ids, "logits": logits, "class": type(model).__name__}, folder / "expected.pt")
     row.size = size_share(folder, lowered)
     layouts = pruned.layout.modules.values()

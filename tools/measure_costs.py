@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from dispfx.benchmark.latency_measurement import measure_costs
-from dispfx.files.atomic import replacing
+from dispfx.files.disk import replacing
 
 SIZES = "256,512,1024,1536,2048,2560,3072,4096,5120,6144,8192,11008,13824"
 

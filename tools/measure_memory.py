@@ -7,9 +7,8 @@
 Each MODEL is followed by sequences and tokens of a batch.  Of random weights there are `grouped` (38 million
 parameters, heads share keys and values), `experts` (45 million, a mixture of 8), `biased` (38 million, biases
 and LayerNorm), `large` (110 million) and `7b`.  Every decoder is learned for two steps in its own process,
-not compiled, without checkpoints; what is measured is the largest resident memory while it learns, less what
-was resident before, and on a GPU the most that its tensors took and, as `reserved`, what torch held for them.
-There the estimate is of the tensors, and `needed` what a run is refused by, to be compared with `reserved`.
+not compiled, without checkpoints.  Measured is the largest resident memory while it learns, less what was
+resident before; on a GPU it is what torch reserved, and `allocated` is what tensors took of it.
 """
 
 import argparse
@@ -80,13 +79,7 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['model']:32} {row['batch']} × {row['tokens']:<5} estimated {estimated / 1e6:9.1f} MB, "
         f"measured {measured / 1e6:9.1f} MB: {estimated / measured - 1:+.1%}"
     )
-    if "reserved" not in row:
-        return line
-    needed, reserved = row["needed"], row["reserved"]
-    return (
-        line
-        + f"; needed {needed / 1e6:9.1f} MB, reserved {reserved / 1e6:9.1f} MB: {needed / reserved - 1:+.1%}"
-    )
+    return line if "allocated" not in row else f"{line}; allocated {row['allocated'] / 1e6:9.1f} MB"
 
 
 def measure(model: str, batch: int, tokens: int, device: str, dtype: Any) -> dict[str, Any]:
@@ -96,7 +89,6 @@ def measure(model: str, batch: int, tokens: int, device: str, dtype: Any) -> dic
     from dispfx.api import capture, learn
     from dispfx.estimate.run_estimate import estimate
     from dispfx.run.opening import open_model
-    from dispfx.run.preflight import bytes_beside_weights
     from dispfx.settings import ComputeSettings, ModelSettings, learn_settings
 
     torch.set_num_threads(1)
@@ -108,7 +100,6 @@ def measure(model: str, batch: int, tokens: int, device: str, dtype: Any) -> dic
     settings = learn_settings(model, batch_size=batch, seq_len=tokens, steps=2)
     text = torch.randint(program.vocabulary_size or 100, (4 * batch * tokens,))
     found = estimate(program, settings)
-    needed = bytes_beside_weights(found, program.device, checkpoints=False)
     before = _settle(device)
     began = time.monotonic()
     learn(program, text, 0.3, settings=settings, compute=ComputeSettings("off", "off"))
@@ -116,8 +107,7 @@ def measure(model: str, batch: int, tokens: int, device: str, dtype: Any) -> dic
         "model": Path(model).name,
         "batch": batch,
         "tokens": tokens,
-        "estimated": found.peak_bytes - found.weight_bytes if found.on_gpu else needed,
-        "needed": needed,
+        "estimated": found.beside_weights(),
         **_measured(device, before),
         "weights": sum(tensor.nbytes for tensor in decoder.parameters()),
         "seconds": round(time.monotonic() - began, 1),
@@ -133,8 +123,8 @@ def _measured(device: str, before: int) -> dict[str, int]:
     if device != "cuda":
         return {"measured": _status("VmHWM") - before}
     return {
-        "measured": torch.cuda.max_memory_allocated() - before,
-        "reserved": torch.cuda.max_memory_reserved() - before,
+        "measured": torch.cuda.max_memory_reserved() - before,
+        "allocated": torch.cuda.max_memory_allocated() - before,
     }
 
 

@@ -25,16 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.compiler.programs import capture, lower
-from dispfx.demo.demo_text import generate_text
+from dispfx.demo.grammar import generate_text
 from dispfx.errors import DispfxError
 from dispfx.ir.program import Program
 from dispfx.learning.records import MetricsLog
 from dispfx.learning.trainer import Watch
-from dispfx.quality.measuring import measure
-from dispfx.quality.perplexity import TextFacts
+from dispfx.quality.perplexity import TextFacts, measure
 from dispfx.run.fitting import fitted_settings
+from dispfx.run.folder_report import device_name, versions
 from dispfx.run.mask_learning import batches_of, learn
-from dispfx.run.writing import device_name, versions
 from dispfx.settings import ComputeSettings, learn_settings
 from dispfx.settings.learning_settings import METHOD_ALIASES, RECIPES, LearnSettings, Method
 from dispfx.source import Source, encode, load_source, read_tokens

@@ -18,7 +18,6 @@ from pathlib import Path
 from dispfx.report.page import document, section
 from dispfx.settings import trees
 from dispfx.settings.field import section_fields
-from dispfx.settings.tree import Tree
 
 MODULES = (
     "dispfx",
@@ -34,7 +33,7 @@ MODULES = (
     "dispfx.quality.agreement",
     "dispfx.verification.equivalence",
     "dispfx.quality.perplexity",
-    "dispfx.pipeline",
+    "dispfx.ir.pipeline",
     "dispfx.report",
 )
 
@@ -64,8 +63,7 @@ def write_reference(folder: Path) -> list[Path]:
 
 def _describe_settings() -> None:
     """Add what each field of a section says of itself to the docstring of the section."""
-    known = [kind for kind in vars(trees).values() if isinstance(kind, type) and issubclass(kind, Tree)]
-    for kind in {kind for tree in known if tree is not Tree for kind in tree.sections().values()}:
+    for kind in {kind for tree in trees.TREES for kind in tree.sections().values()}:
         lines = [
             f"    {one.name}: {one.facts.doc}"
             + (f" Default: {one.facts.default}." if one.facts.default else "")

@@ -27,7 +27,7 @@ from reproduction.runs import Bench, Common
 from reproduction.tables import RUN_TABLES
 
 from dispfx.errors import DispfxError
-from dispfx.files.atomic import replacing
+from dispfx.files.disk import replacing
 
 TABLES = [*RUN_TABLES, *OTHERS]
 PAGE_FILE = "tables.md"

@@ -3,7 +3,7 @@
     python tools/train_demo.py --out FOLDER              the published run
     python tools/train_demo.py --out FOLDER --smoke      the same path in seconds, learning nothing
 
-The text comes from `dispfx.demo.demo_text`: tokenizer, training and held-out text have seeds of their own,
+The text comes from `dispfx.demo.grammar`: tokenizer, training and held-out text have seeds of their own,
 and no training text is used twice.  The length of a run is its number of steps, never a time.  One step in
 eight sees sequences of the whole context: a decoder that sees them only at the end forgets what it had
 learned.

@@ -1,6 +1,7 @@
 """Which weights of a decoder's layers the sites cut, and why the rest is not cut.
 
-Entry point: `coverage`.  Every parameter is counted exactly once:
+Entry points: `coverage`, and `unnamed`, which names what the search for sites left out without a word.  Every
+parameter is counted exactly once:
 
 1. A weight has two dimensions or more.  Norm weights and biases follow what they belong to and are not
    counted.
@@ -8,10 +9,13 @@ Entry point: `coverage`.  Every parameter is counted exactly once:
 3. Any other weight is a block weight: gated if a site cuts one of its axes, otherwise not gated.
 4. The reason why an axis stays is found by spreading labels from it, and from the dimension that a product
    sums with it, as in the search for sites: the reason is what stops the labels.
+5. A reason that no refusal of the branch gives becomes one, with the operation's line; but for what is never
+   pruned, such as heads and the taps of a convolution.
 """
 
+import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -23,7 +27,7 @@ from dispfx.analysis.links import Dimension
 from dispfx.analysis.zero_values import not_zero
 from dispfx.ir import ops
 from dispfx.ir.program import Leaf, Program
-from dispfx.ir.sites import STREAM
+from dispfx.ir.sites import STREAM, Refusal
 
 HEADS = {
     "attention": "attention's inner dimension: heads are not pruned",
@@ -31,9 +35,9 @@ HEADS = {
 }
 EXPERTS = "experts chosen by a router are not pruned"
 UNREAD = "not read by the graph"
-SKIPPED = "left out by --skip"
+SKIPPED = "left out on request"
 UNSUMMED = "no product of a branch sums over it"
-
+_NEVER = frozenset((*HEADS.values(), EXPERTS, UNREAD, SKIPPED))
 
 _CHOICES = ops.ORDERED | ops.GATHERS | ops.packets("gather scatter one_hot select")
 
@@ -86,7 +90,7 @@ def coverage(program: Program) -> Coverage:
     axes: dict[str, list[tuple[str, int]]] = {}
     for path, shape in shapes.items():
         whole = [axis for axis, size in enumerate(shape) if size > 1 and (path, axis) not in cut]
-        reasons = {axis: search.reason(path, axis) for axis in whole}
+        reasons = {axis: search.stop(path, axis).reason for axis in whole}
         if path not in gated:
             left.setdefault("; ".join(dict.fromkeys(reasons.values())), []).append(path)
             continue
@@ -102,6 +106,25 @@ def coverage(program: Program) -> Coverage:
         tuple(sorted(ungated, key=lambda one: (-one.size, one.reason))),
         {reason: tuple(found) for reason, found in axes.items()},
     )
+
+
+def unnamed(program: Program) -> list[Refusal]:
+    """Return refusals of an analysed program for what no site cuts and no refusal names (rule 5)."""
+    search = _Reasons(program)
+    cut = {(piece.parameter, piece.axis) for site in program.sites for piece in site.slices}
+    named = {(one.name.rpartition(".")[0], one.reason) for one in program.refused}
+    found: list[Refusal] = []
+    for path, shape in search.block_weights().items():
+        branch = search.branch_of(path)
+        for axis in [axis for axis, size in enumerate(shape) if size > 1 and (path, axis) not in cut]:
+            stop = search.stop(path, axis) if branch is not None else None
+            if branch is None or stop is None or not search.is_news(branch, stop, axis):
+                continue
+            if (branch, stop.reason) not in named:
+                named.add((branch, stop.reason))
+                line = None if stop.node is None else ops.source_line(stop.node)
+                found.append(Refusal(f"{branch}.inner", stop.reason, path, line))
+    return found
 
 
 class _Reasons:
@@ -147,20 +170,36 @@ class _Reasons:
                     seen.add(user)
                     pending.append(user)
 
-    def reason(self, path: str, axis: int) -> str:
-        """Return why no site cuts an axis (rule 4)."""
+    def branch_of(self, path: str) -> str | None:
+        """Return the branch that reads a weight first, or None where that is none."""
+        if path not in self.weights:
+            return None
+        leaves = (self.leaf_of.get(user.name) for user in self._readers(path))
+        return next((leaf.branch for leaf in leaves if leaf is not None), None)
+
+    def is_news(self, branch: str, stop: Mismatch, axis: int) -> bool:
+        """Whether what stops an axis is none of the things that are never pruned."""
+        if stop.reason in _NEVER or stop.owned:
+            return False
+        if stop.node is None:  # nothing sums over it, as where its features have no site
+            has_site = any(site.branch == branch and site.kind == "inner" for site in self.program.sites)
+            return not has_site and not any(one.name == f"{branch}.inner" for one in self.program.refused)
+        return not (ops.packet(stop.node) in ops.CONVOLUTIONS and axis > 1)
+
+    def stop(self, path: str, axis: int) -> Mismatch:
+        """Return why no site cuts an axis, and where (rule 4)."""
         node = self.weights.get(path)
         if node is None:
-            return UNREAD
+            return Mismatch(UNREAD)
         labels = np.arange(ops.shape_of(node)[axis], dtype=np.int32)
         found = self._close((node, axis), labels)
         if isinstance(found, Closure):
             found = not_zero(found) or self._summed(found) or _several(found) or self._owned(found) or found
         if isinstance(found, Mismatch):
-            return self._stopped(found)
+            return replace(found, reason=self._stopped(found))
         leaves = [self.leaf_of[user.name] for user in self._readers(path) if user.name in self.leaf_of]
         known = {branch.name for branch in self.program.branches if self._has_sites(branch.sites)}
-        return UNSUMMED if not leaves or any(leaf.branch in known for leaf in leaves) else SKIPPED
+        return Mismatch(UNSUMMED if not leaves or any(leaf.branch in known for leaf in leaves) else SKIPPED)
 
     def _close(self, seed: Dimension, labels: np.ndarray) -> Closure | Mismatch:
         statistics: Statistics = "none" if self.whole_stream else "full"
@@ -182,7 +221,7 @@ class _Reasons:
         paths = {(str(node.target), dim) for node, dim in closure.labels if node.op == "get_attr"}
         for site in self.program.sites:
             if any((piece.parameter, piece.axis) in paths for piece in site.slices):
-                return Mismatch(f"the features already belong to {site.name}")
+                return Mismatch(f"the features already belong to {site.name}", owned=True)
         return None
 
     def _stopped(self, mismatch: Mismatch) -> str:
@@ -191,9 +230,13 @@ class _Reasons:
         leaf = self.leaf_of.get(node.name) if node is not None else None
         if node is None or leaf is None or self._is_refused(leaf, mismatch.reason):
             return mismatch.reason
-        if ops.is_grouped(node) or (ops.packet(node) in _CHOICES and self._chooses(leaf)):
+        if ops.is_grouped(node) or (self._is_choice(node) and self._chooses(leaf)):
             return EXPERTS
         return HEADS.get(leaf.kind, mismatch.reason) if mismatch.grouped else mismatch.reason
+
+    def _is_choice(self, node: fx.Node) -> bool:
+        several = node.args[0] if node.target is operator.getitem else node
+        return isinstance(several, fx.Node) and ops.packet(several) in _CHOICES
 
     def _chooses(self, leaf: Leaf) -> bool:
         return any(ops.packet(self.nodes[name]) is ops.aten.topk for name in leaf.nodes)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from dispfx.errors import SourceError
+from dispfx.words.option_names import option
 
 _SHOWN = 3
 
@@ -25,7 +26,8 @@ def require_finite_weights(model: nn.Module) -> None:
         raise SourceError(
             f"weights must be finite: {_counted(tensor)} in {path}{_others(name for name, _ in found[1:])}",
             where=path,
-            hint="the checkpoint is damaged, or its values overflow: copy it again, or use --dtype float32",
+            hint="the checkpoint is damaged, or its values overflow: copy it again, "
+            f"or use {option('dtype', 'float32')}",
         )
 
 

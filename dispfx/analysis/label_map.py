@@ -61,6 +61,7 @@ class Mismatch:
         grouped: whether the features come in groups, or meet another activation, as those of heads do.
         same: (2, N) pairs of labels that one position would follow both of.
         parameter: path of the affected parameter, if known.
+        owned: whether a site cuts the features already.
     """
 
     reason: str
@@ -69,6 +70,7 @@ class Mismatch:
     grouped: bool = False
     same: np.ndarray | None = None
     parameter: str | None = None
+    owned: bool = False
 
 
 def sums_over_several(product: fx.Node) -> Mismatch | None:

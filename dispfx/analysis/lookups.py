@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from dispfx.errors import DataError
 from dispfx.ir import ops
 from dispfx.ir.program import Program
+from dispfx.words.option_names import option
 
 _GATHERS = ops.packets("embedding index index_select")
 _SLICES = ops.packets("slice narrow")
@@ -58,7 +59,7 @@ def require_readable(program: Program, tokens: int) -> None:
             f"sequences of {tokens:,} tokens were requested, but the decoder's table of positions ends after "
             f"{longest:,}",
             where=str(ended.target),
-            hint=f"use --seq-len {longest}, or less",
+            hint=f"use {option('seq_len', longest)}, or less",
         )
     program.lengths.require(tokens)
 

@@ -1,33 +1,96 @@
 """All of dispfx as functions: the command line and `import dispfx` are thin layers over this."""
 
-from dispfx.analysis.coverage import coverage
-from dispfx.api.bench import bench
-from dispfx.api.commands import agree, evaluate, export, generate, inspect
-from dispfx.api.compilation import apply, compile, learn_plan, run_apply, run_compile, run_learn
-from dispfx.api.doctor import doctor
-from dispfx.api.finetuning import finetune
-from dispfx.api.preview import preview
-from dispfx.api.tasks import score_tasks
-from dispfx.compiler.cached_programs import CachedDecoder, capture_cached, lower_cached
-from dispfx.compiler.programs import analyse, apart, capture, gate, gated, lower
-from dispfx.compiler.stages import PASSES
-from dispfx.estimate.run_estimate import estimate
-from dispfx.run.fitting import settings_of
-from dispfx.run.folders import load
-from dispfx.run.mask_learning import learn
-from dispfx.run.pass_printing import printing
-from dispfx.run.plan_learning import follow_command
-from dispfx.run.written_folder import verify
-from dispfx.settings import (
-    BudgetSettings,
-    ComputeSettings,
-    LearnSettings,
-    ModelSettings,
-    OutputSettings,
-    RunSettings,
-    TextSettings,
-    learn_settings,
-)
+import gc
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dispfx.analysis.coverage import coverage
+    from dispfx.api.benching import bench
+    from dispfx.api.commands import agree, evaluate, export, generate
+    from dispfx.api.compilation import apply, compile, learn_plan, run_apply, run_compile, run_learn
+    from dispfx.api.dry_run import preview
+    from dispfx.api.finetuning import finetune
+    from dispfx.api.inspection import inspect
+    from dispfx.api.installation import doctor
+    from dispfx.api.tasks import score_tasks
+    from dispfx.compiler.cached_programs import CachedDecoder, capture_cached, lower_cached
+    from dispfx.compiler.programs import analyse, apart, capture, gate, gated, lower
+    from dispfx.compiler.stages import PASSES
+    from dispfx.estimate.run_estimate import estimate
+    from dispfx.run.fitting import settings_of
+    from dispfx.run.folders import load
+    from dispfx.run.mask_learning import learn
+    from dispfx.run.plan_learning import follow_command
+    from dispfx.run.timed_stages import printing
+    from dispfx.run.written_folder import verify
+    from dispfx.settings import (
+        BudgetSettings,
+        ComputeSettings,
+        LearnSettings,
+        ModelSettings,
+        OutputSettings,
+        RunSettings,
+        TextSettings,
+        learn_settings,
+    )
+
+# Each name is imported from its module at first use, so that a command imports no more than it needs.
+_NAMES = {
+    "dispfx.analysis.coverage": ("coverage",),
+    "dispfx.api.benching": ("bench",),
+    "dispfx.api.commands": (
+        "agree",
+        "evaluate",
+        "export",
+        "generate",
+    ),
+    "dispfx.api.compilation": (
+        "apply",
+        "compile",
+        "learn_plan",
+        "run_apply",
+        "run_compile",
+        "run_learn",
+    ),
+    "dispfx.api.inspection": ("inspect",),
+    "dispfx.api.installation": ("doctor",),
+    "dispfx.api.finetuning": ("finetune",),
+    "dispfx.api.dry_run": ("preview",),
+    "dispfx.api.tasks": ("score_tasks",),
+    "dispfx.compiler.cached_programs": (
+        "CachedDecoder",
+        "capture_cached",
+        "lower_cached",
+    ),
+    "dispfx.compiler.programs": (
+        "analyse",
+        "apart",
+        "capture",
+        "gate",
+        "gated",
+        "lower",
+    ),
+    "dispfx.compiler.stages": ("PASSES",),
+    "dispfx.estimate.run_estimate": ("estimate",),
+    "dispfx.run.fitting": ("settings_of",),
+    "dispfx.run.folders": ("load",),
+    "dispfx.run.mask_learning": ("learn",),
+    "dispfx.run.timed_stages": ("printing",),
+    "dispfx.run.plan_learning": ("follow_command",),
+    "dispfx.run.written_folder": ("verify",),
+    "dispfx.settings": (
+        "BudgetSettings",
+        "ComputeSettings",
+        "LearnSettings",
+        "ModelSettings",
+        "OutputSettings",
+        "RunSettings",
+        "TextSettings",
+        "learn_settings",
+    ),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "PASSES",
@@ -73,3 +136,23 @@ __all__ = [
     "settings_of",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'dispfx.api' has no attribute {name!r}")
+    # torch and transformers make millions of objects that stay.  Looking through them again and again takes a
+    # quarter of the import.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        found = globals()[name] = getattr(import_module(home), name)
+    finally:
+        if collects:
+            gc.enable()
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dispfx.analysis.finite_weights import require_finite_weights
 from dispfx.capturing.module_capture import export_program, module_logits
-from dispfx.compiler.programs import analyse
 from dispfx.deploy import exported
 from dispfx.deploy.folder import refuse_existing
 from dispfx.deploy.generate import generate as continue_ids
@@ -19,27 +17,22 @@ from dispfx.deploy.onnx.exporting import OPSET
 from dispfx.deploy.onnx.legalize import Flavor
 from dispfx.errors import DataError, VerificationError
 from dispfx.ir.lengths import held_to
-from dispfx.ir.program import Program
-from dispfx.quality.agreement import Agreement, agreement
-from dispfx.quality.measuring import measure
-from dispfx.quality.perplexity import Perplexity, TextFacts
+from dispfx.quality.agreement import Agreement, compare_on_text
+from dispfx.quality.perplexity import Perplexity, TextFacts, measure
 from dispfx.report import NullObserver, Observer, load_report
 from dispfx.run.folders import is_output, open_folder
 from dispfx.run.onnx_folder import FOLDER, onnx_runner, write_onnx
 from dispfx.run.opening import open_model
-from dispfx.run.rehearsal import rehearse
 from dispfx.run.run_text import TextChoice, require_known, vocabulary_of
 from dispfx.run.timed_stages import Stages
-from dispfx.settings import ModelSettings, RunSettings, TextSettings
+from dispfx.settings import ModelSettings, TextSettings
 from dispfx.settings.trees import EvalSettings, ExportSettings, GenerateSettings
-from dispfx.source import config_alone, encode, load_config
-from dispfx.source.context import context_of, longest_context
+from dispfx.source import encode
+from dispfx.source.source import context_of, longest_context
 from dispfx.source.text import ReadText, bos_tokens, read_text, with_bos
 from dispfx.verification.equivalence import random_token_ids, require
 from dispfx.verification.graphs import exported_lines
-
-# The ratio for `inspect`, which needs none from the user.
-INSPECTED_RATIO = 0.3
+from dispfx.words.option_names import option
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,38 +45,6 @@ class _Ready:
     context: int
     name: str
     vocabulary_size: int | None
-
-
-def inspect(model: Any, *, config_only: bool = False, **changes: Any) -> Program:
-    """Return what can be pruned in a decoder, and what is refused and why.
-
-    Args:
-        model: MODEL, a module, a config.json, or `RunSettings`.
-        config_only: read no weights, which is also the case if there are none next to the config.  The graph
-            is then not compared with the decoder (`Program.measured`).
-        changes: settings of model and budget by their names in `RunSettings`, as in `skip=["*.mlp"]`.
-
-    Raises:
-        UnknownSettingError: if one of `changes` is no setting.
-        SourceError: if a weight contains NaN or infinity.
-        CaptureError, UnsupportedGraphError: if nothing can be pruned.
-        DispfxError: whatever a compile would raise after learning (`dispfx.run.rehearsal`).
-    """
-    settings = RunSettings.given(model, {"ratio": INSPECTED_RATIO} | changes)
-    chosen = settings.model
-    if isinstance(chosen.model, str) and (config_only or config_alone(chosen.model)):
-        source = load_config(
-            chosen.model,
-            revision=chosen.revision,
-            dtype=chosen.dtype,
-            trust_remote_code=chosen.trust_remote_code,
-        )
-    else:
-        source = open_model(chosen)
-        require_finite_weights(source.model)
-    program = analyse(source.model, skip=settings.budget.skip, select=settings.budget.select)
-    rehearse(source, program, settings.budget.ratio)
-    return program
 
 
 def evaluate(model: Any, *, observer: Observer | None = None, **changes: Any) -> Perplexity:
@@ -115,7 +76,7 @@ def evaluate(model: Any, *, observer: Observer | None = None, **changes: Any) ->
 def _measured_text(settings: TextSettings) -> TextChoice:
     """Return the text to measure on after checking it; call this before opening a decoder."""
     if not settings.eval_data:
-        raise DataError("text to measure on is needed", hint="name a text file with --eval-data")
+        raise DataError("text to measure on is needed", hint=f"name a text file with {option('eval_data')}")
     chosen = TextChoice(settings)
     chosen.check()
     return chosen
@@ -151,15 +112,15 @@ def agree(folder: Any, **changes: Any) -> Agreement:
     before = _ready(replace(model, model=settings.evaluation.dense))
     after = _ready(replace(model, model=str(model.model), revision=None, dtype=None))
     text, begins = _known_text(chosen, before)
-    return agreement(
+    return compare_on_text(
         before.decoder,
         after.decoder,
         text.tokens,
         context=settings.evaluation.context or min(before.context, after.context),
         windows=settings.text.eval_windows,
         device=model.device or "cpu",
-        bos=begins,
-    )
+        text=TextFacts(text.name, None, begins, text.unknown_share),
+    ).agreement
 
 
 def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> list[Path]:

@@ -18,6 +18,7 @@ from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import VerificationError
 from dispfx.plan.plan import Plan
 from dispfx.report import NullObserver, Observer, Report, load_report
+from dispfx.run.decoder_files import Task, require_writable
 from dispfx.run.length_checks import compare_longest, require_onnx_lengths, window_of
 from dispfx.run.opening import open_model
 from dispfx.run.plan_learning import learn_from, remove_state, state_folder
@@ -25,7 +26,7 @@ from dispfx.run.preflight import require_room_for_weights
 from dispfx.run.readiness import analysed
 from dispfx.run.run_text import TextChoice, open_text, require_tokens
 from dispfx.run.timed_stages import Stages
-from dispfx.run.writing import Task, require_writable, write_output
+from dispfx.run.writing import write_output
 from dispfx.settings import RunSettings
 from dispfx.settings.trees import ApplySettings
 

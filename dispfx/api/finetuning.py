@@ -22,10 +22,9 @@ from torch import nn
 from dispfx.capturing.module_capture import module_logits
 from dispfx.deploy import weights
 from dispfx.deploy.checkpoint import PLAN_FILE, implementations
-from dispfx.deploy.digests import digests
+from dispfx.deploy.digests import digests, stored_size
 from dispfx.deploy.folder import new_folder, refuse_existing
 from dispfx.deploy.section import read_layout
-from dispfx.deploy.size import stored_size
 from dispfx.errors import OutputError
 from dispfx.huggingface.adapter_training import Keeping, TuneStep, train
 from dispfx.huggingface.adapters import (
@@ -37,9 +36,9 @@ from dispfx.huggingface.adapters import (
 from dispfx.huggingface.model_loading import load_model
 from dispfx.huggingface.saving import PrunedModel
 from dispfx.learning.text import TokenBatches
-from dispfx.quality.measuring import measure
-from dispfx.quality.perplexity import Perplexity
+from dispfx.quality.perplexity import Perplexity, measure
 from dispfx.report import (
+    FolderContents,
     NullObserver,
     Observer,
     Protocol,
@@ -51,16 +50,16 @@ from dispfx.report import (
 )
 from dispfx.report.page import write_page
 from dispfx.report.tuning_record import RECORD_FILE, adapter_card, read_record, write_record
+from dispfx.run.folder_report import device_name, versions
 from dispfx.run.folders import Opened, open_folder
 from dispfx.run.plan_learning import remove_state, resumption, state_folder
 from dispfx.run.run_text import Text, TextChoice, open_text
 from dispfx.run.timed_stages import Stages
-from dispfx.run.writing import device_name, versions
 from dispfx.settings.trees import FinetuneSettings
 from dispfx.settings.verb_settings import TuneSettings
 from dispfx.source import Source, dtype_of
-from dispfx.source.context import longest_context
 from dispfx.source.own_code import is_own_code, private_code
+from dispfx.source.source import longest_context
 from dispfx.verification.equivalence import (
     SHAPES_BT,
     Verification,
@@ -253,11 +252,10 @@ def _write_merged(
     save_report(report, folder / "report.json")
     card = model_card(
         report,
+        FolderContents(
+            name, tokenizer=opened.tokenizer is not None, own_code=is_own_code(merged, opened.tokenizer)
+        ),
         base_model=told.base,
-        folder=name,
-        data="",
-        tokenizer=opened.tokenizer is not None,
-        own_code=is_own_code(merged, opened.tokenizer),
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
     write_page(folder, name)

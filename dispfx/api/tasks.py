@@ -12,8 +12,9 @@ from dispfx.run.folders import is_output, open_folder
 from dispfx.run.opening import open_model
 from dispfx.settings import ModelSettings
 from dispfx.settings.trees import EvalSettings
-from dispfx.source.context import context_of, longest_context
+from dispfx.source.source import context_of, longest_context
 from dispfx.source.text import tokens_in_front
+from dispfx.words.option_names import option
 
 
 def score_tasks(model: Any, *, observer: Observer | None = None, **changes: Any) -> TaskScores:
@@ -42,7 +43,7 @@ def score_tasks(model: Any, *, observer: Observer | None = None, **changes: Any)
     if bos == "on" and not tokens_in_front(words):
         raise DataError(
             "with lm-eval the tokenizer adds the beginning-of-sequence token, but this tokenizer adds none",
-            hint="leave out --bos on, or measure on a text with --eval-data",
+            hint=f"leave out {option('bos', 'on')}, or measure on a text with {option('eval_data')}",
         )
     scores = []
     for task in harness.tasks:
@@ -77,7 +78,9 @@ def _decoder(settings: ModelSettings) -> tuple[nn.Module, Any, int]:
         raise _unknown(name)
     if words is None:
         raise DataError(
-            "tasks need a tokenizer, but this decoder has none", where=name, hint="name one with --tokenizer"
+            "tasks need a tokenizer, but this decoder has none",
+            where=name,
+            hint=f"name one with {option('tokenizer')}",
         )
     return model, words, longest
 

@@ -23,11 +23,11 @@ from dispfx.learning.scores import magnitudes
 from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import Groups, ParameterCount, hard_masks, harden
 from dispfx.plan.plan import Plan
-from dispfx.quality.measuring import measure
-from dispfx.quality.perplexity import TextFacts, windows_of
+from dispfx.quality.perplexity import TextFacts, measure, windows_of
 from dispfx.source import read_text
 from dispfx.source.text import bos_tokens
 from dispfx.source.text.reading import Reading, Words
+from dispfx.words.option_names import option
 
 # Beside ranks from -1 to 1: what a plan keeps stays ahead of what it drops.
 _KEPT = 4.0
@@ -165,10 +165,13 @@ def check_alignments(alignments: Sequence[int], *, has_text: bool, has_dense: bo
         DataError: saying what is missing.
     """
     if alignments and not in_torch:
-        raise DataError("alignments are timed in torch", hint="leave out --align, or use --runtime torch")
+        raise DataError(
+            "alignments are timed in torch",
+            hint=f"leave out {option('align')}, or use {option('runtime', 'torch')}",
+        )
     if has_text and not (alignments and has_dense):
-        missing = "--align" if has_dense else "--dense MODEL, which has the features that the folder lacks,"
+        missing = option("align") if has_dense else f"{option('dense')}, whose features the folder lacks,"
         raise DataError(
             f"the text is for measuring plans at other alignments, and {missing} is not given",
-            hint="bench DIR --dense MODEL --align 8 --align 16 --eval-data text.txt",
+            hint="dispfx bench DIR --dense MODEL --align 8 --align 16 --eval-data text.txt",
         )

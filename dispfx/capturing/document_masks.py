@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.errors import CaptureError
+from dispfx.words.option_names import option
 
-_HINT = "leave out --packing documents: text is joined then"
+_HINT = f"leave out {option('packing', 'documents')}: text is joined then"
 
 
 class ApartDocuments(nn.Module):

@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -36,6 +35,7 @@ from dispfx.capturing.caches import nothing_remembered
 from dispfx.capturing.document_masks import ApartDocuments, refuse_mixing
 from dispfx.capturing.fitting_shapes import OTHER_SHAPE, TRACED_SHAPE, Shapes, fitting_shapes
 from dispfx.capturing.graph_export import torch_unheard, traced, user_frame
+from dispfx.capturing.logits import logits_of, tensors_in, widths_of
 from dispfx.capturing.module_state import ModuleState, module_kept, random_state_kept
 from dispfx.capturing.refusals import refuse_export, refuse_fixed_length
 from dispfx.capturing.rounding import allowed_by_rounding, most_allowed
@@ -96,13 +96,13 @@ def capture(
         ids = token_ids(model, vocabulary, fit.traced)
         if measured:
             returned = _run(called, ids, arguments)
-            logits = logits_of(returned, ids)
+            logits = logits_of(returned, ids, widths_of(model))
         exported = _export_at_its_longest(called, ids, state, run, longest)
         conditions = conditions_of(exported)
         program = _program_of(straight_line(exported), model, called)
         program.separator = separator
         if measured:
-            alike = [leaf for leaf in _tensors_in(returned) if leaf.shape == logits.shape]
+            alike = [leaf for leaf in tensors_in(returned) if leaf.shape == logits.shape]
             program.logits_returned = max(1, len(alike))
         at = partial(_trial, program, called, vocabulary, arguments)
         of_lengths = at(lambda tokens: (1, tokens), lambda tokens: (TRACED_SHAPE[0], tokens))
@@ -115,8 +115,11 @@ def capture(
                 program.identity = {**program.identity, shape: _identity(program, called, ids, arguments)}
             except _FixedLength as error:
                 raise _refuse_fixed_length(program, called, ids, error.__cause__, fit) from error.__cause__
-        of_batches = at(*(lambda sequences: (sequences, fit.traced[1]),) * 2)
-        require_any_batch(conditions_of(exported, axis=0), fit.traced, of_batches)
+        of_batches = replace(
+            at(*(lambda sequences: (sequences, fit.traced[1]),) * 2),
+            conditions=partial(conditions_of, axis=0, other=fit.traced[1]),
+        )
+        require_any_batch(of_batches.conditions(exported), fit.traced, of_batches)
         if separator is not None and measured:
             _check_apart(program, model, token_ids(model, vocabulary, fit.other), separator)
     return program
@@ -141,7 +144,9 @@ def _check_apart(program: Program, model: nn.Module, ids: Tensor, separator: int
     ids[ids == separator] = (separator + 1) % int(ids.max() + 1)
     middle = ids.shape[1] // 2
     ids[:, middle - 1] = separator
-    alone = [logits_of(_run(model, part, arguments), part) for part in (ids[:, :middle], ids[:, middle:])]
+    widths = widths_of(model)
+    parts = (ids[:, :middle], ids[:, middle:])
+    alone = [logits_of(_run(model, part, arguments), part, widths) for part in parts]
     found = difference(program.graph_module(ids), torch.cat(alone, 1))
     if not found.relative <= _APART_TOLERANCE.get(program.dtype, _HALF_APART_TOLERANCE):
         raise refuse_mixing(type(model).__name__, found.relative)
@@ -173,9 +178,10 @@ def module_logits(model: nn.Module, ids: Tensor, tensors: Mapping[str, Tensor] |
         CaptureError: if the module raises, or returns no logits.
     """
     if tensors is None:
-        return logits_of(module_output(model, ids), ids)
+        return logits_of(module_output(model, ids), ids, widths_of(model))
     arguments = _fixed_arguments(model)
-    return logits_of(torch.func.functional_call(model, dict(tensors), (ids,), arguments), ids)
+    output = torch.func.functional_call(model, dict(tensors), (ids,), arguments)
+    return logits_of(output, ids, widths_of(model))
 
 
 def module_output(model: nn.Module, ids: Tensor) -> Any:
@@ -292,25 +298,6 @@ def _run(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def logits_of(output: Any, ids: Tensor) -> Tensor:
-    """Return a module output's `.logits`, its `["logits"]`, or its first float tensor (B, T, V)."""
-    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    tensors = [named] if isinstance(named, Tensor) else _tensors_in(output)
-    for leaf in tensors:
-        if leaf.is_floating_point() and leaf.dim() == 3 and leaf.shape[:-1] == ids.shape:
-            return leaf
-    raise CaptureError(
-        f"logits of shape {(*ids.shape, 'V')} were expected, the module returns tensors of "
-        f"{[tuple(tensor.shape) for tensor in tensors]}",
-        where=type(output).__name__,
-        hint="use a causal language model with its head",
-    )
-
-
-def _tensors_in(output: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-
-
 class _LogitsOnly(nn.Module):
     """A decoder that returns its logits alone, whatever its own module returns them in."""
 
@@ -318,9 +305,10 @@ class _LogitsOnly(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.arguments = _fixed_arguments(decoder)
+        self.widths = widths_of(decoder)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return logits_of(self.decoder(ids, **self.arguments), ids)
+        return logits_of(self.decoder(ids, **self.arguments), ids, self.widths)
 
 
 def _export_at_its_longest(
@@ -346,6 +334,8 @@ def _export(model: nn.Module, ids: Tensor) -> ExportedProgram:
     try:
         with module_kept(model, values=False), nothing_remembered(model):
             return traced(_LogitsOnly(model), (ids,), dynamic)
+    except CaptureError:
+        raise  # of `logits_of`
     except Exception as error:
         raise refuse_export(error, type(model).__name__) from error
 
@@ -383,10 +373,11 @@ def _identity(program: Program, model: nn.Module, ids: Tensor, arguments: Mappin
 
 def _rounding(program: Program, model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> float:
     """Return how far rounding may move graph and module apart, `IDENTITY_TOLERANCE` at the least."""
+    widths = widths_of(model)
 
     def logits(tensors: Mapping[str, Tensor]) -> Tensor:
         output = torch.func.functional_call(model, dict(tensors), (ids,), dict(arguments))
-        return logits_of(output, ids)
+        return logits_of(output, ids, widths)
 
     def apart(actual: Tensor, expected: Tensor) -> float:
         return difference(actual, expected).relative
@@ -397,7 +388,8 @@ def _rounding(program: Program, model: nn.Module, ids: Tensor, arguments: Mappin
 
 def _require_same_twice(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> None:
     """Raise CaptureError for a module that gives other logits each time that it runs."""
-    once, twice = (logits_of(_run(model, ids, arguments), ids) for _ in range(2))
+    widths = widths_of(model)
+    once, twice = (logits_of(_run(model, ids, arguments), ids, widths) for _ in range(2))
     if difference(twice, once).relative > IDENTITY_TOLERANCE:
         raise CaptureError(
             "the module gives other logits each time that it runs on the same tokens",
@@ -463,7 +455,7 @@ def _refuse_fixed_length(
 def _difference_at(
     program: Program, model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]
 ) -> Difference:
-    expected = logits_of(_run(model, ids, arguments), ids)
+    expected = logits_of(_run(model, ids, arguments), ids, widths_of(model))
     try:
         with torch_unheard():
             actual = program.graph_module(ids)

@@ -21,7 +21,7 @@ from dispfx.errors import CaptureError, first_line
 from dispfx.ir.ops import source_line
 
 _TORCH = str(Path(torch.__file__).parent)
-_REPORT = "run again with --debug for the whole report of torch.export"
+_REPORT = "`dispfx … --debug`, or the traceback in Python, has the whole report of torch.export"
 _OF_LOOPS = "a step that needs the one before cannot be compiled; others can be one operation on all tokens"
 _OF_NUMBERS = "take sizes there from `ids.shape` as they are: no int(), no list, no table of that length"
 

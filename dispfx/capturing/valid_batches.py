@@ -6,7 +6,8 @@ decoder is refused.
 
 1. One sequence is run, because torch takes no size for one that may be 1.
 2. Conditions on the size of the batch are tried as those on the length (`dispfx.capturing.valid_lengths`).
-3. Batches of more than `LONGEST_RUN` tokens are not run; a condition that only they break is not tried.
+3. Batches of more than `LONGEST_RUN` tokens are not run: a condition of the decoder's own that only they
+   break, such as `sequences * tokens > 8192`, is refused untried.
 """
 
 from collections.abc import Sequence
@@ -33,10 +34,18 @@ def require_any_batch(conditions: Sequence[Condition], traced: tuple[int, int], 
     if trial.answer(1).kind not in ("same", "limit"):
         raise _refusal("one sequence", None)
     most = LONGEST_RUN // tokens
-    tried = [one for one in conditions if (one.broken_after(sequences) or most + 1) <= most]
-    found = range_above(tried, sequences, _up_to(most, trial))
+    ends = {one: one.broken_after(sequences) or 0 for one in conditions}
+    found = range_above([one for one in conditions if ends[one] <= most], sequences, _up_to(most, trial))
     if found.most is not None and not found.limit:
         raise _refusal(f"{found.most + 1} sequences at once", found.where)
+    for one in conditions:
+        if ends[one] > most and one.file is not None:
+            raise CaptureError(
+                f"the decoder asks for batches of {ends[one]:,} sequences of {tokens} tokens and more, "
+                "which are too large to be tried",
+                where=trial.place_of(one, sequences),
+                hint="compute every sequence in the same way, however many there are",
+            )
 
 
 def _up_to(most: int, trial: Trial) -> Trial:

@@ -21,11 +21,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+import numpy as np
 import sympy
 import torch
 from torch import nn
@@ -39,8 +41,25 @@ from dispfx.ir.lengths import End, Lengths
 # Longer sequences are not run, and told by a trace alone.
 LONGEST_RUN = 4096
 
-# Lengths are tried one by one up to here, and at powers of two beyond.
-_EVERY, _POWERS = 1024, [2**power for power in range(10, 21)]
+# Every length up to here is looked at, and beyond it bounds alone, at powers of two.
+_EVERY, _POWERS = 2**17, [2**power for power in range(17, 25)]
+# Functions that torch writes sizes with.
+_FUNCTIONS = {
+    "FloorDiv": np.floor_divide,
+    "CleanDiv": np.floor_divide,
+    "CeilDiv": lambda size, by: -(-size // by),
+    "Mod": np.mod,
+    "PythonMod": np.mod,
+    "IntTrueDiv": np.divide,
+    "FloatTrueDiv": np.divide,
+    "PowByNatural": np.power,
+    "FloatPow": np.power,
+    "ToFloat": np.float64,
+    "CeilToInt": np.ceil,
+    "FloorToInt": np.floor,
+    "TruncToInt": np.trunc,
+    "RoundToInt": np.rint,
+}
 # After so many conditions that make no difference, the next one ends the range unseen.
 _MOST_HARMLESS = 32
 _TORCH = str(Path(torch.__file__).parent)
@@ -71,59 +90,69 @@ class Condition:
     """Something that holds at the traced length.
 
     Args:
-        holds: whether it does at another one.
+        holds_at: whether it does at other ones: lengths (N,) int64 -> (N,) bool.
         text: the same for the same condition, in any trace.
         file, line: of the code that asked; None where torch did.
     """
 
-    holds: Callable[[int], bool]
+    holds_at: Callable[[np.ndarray], np.ndarray]
     text: str
     file: str | None = None
     line: int = 0
 
+    def holds(self, tokens: int) -> bool:
+        return bool(self.holds_at(np.array([tokens]))[0])
+
     def broken_after(self, tokens: int) -> int | None:
         """Return the first length above `tokens` at which the condition does not hold, if one is found."""
-        for length in range(tokens + 1, _EVERY):
-            if not self.holds(length):
-                return length
+        lengths = np.arange(tokens + 1, _EVERY + 1)
+        broken = np.flatnonzero(~self.holds_at(lengths))
+        if len(broken):
+            return int(lengths[broken[0]])
         for low, high in pairwise(_POWERS):
-            if high > tokens and not (self.holds(high) and self.holds(high + 1)):
-                between = range(max(low, tokens + 1), high + 1)
+            if not self.holds(high):
+                between = range(low, high + 1)
                 return between.start + bisect_left(between, True, key=lambda length: not self.holds(length))
         return None
 
     def ends_at(self, tokens: int) -> bool:
         """Whether the condition is a bound that is passed there, and not one that is met again."""
-        return not any(self.holds(length) for length in (*range(tokens, 2 * tokens), *_POWERS[4:]))
+        return not self.holds_at(np.array([*range(tokens, 2 * tokens), *_POWERS])).any()
 
 
-def conditions_of(exported: ExportedProgram, axis: int = 1) -> list[Condition]:
+def conditions_of(exported: ExportedProgram, axis: int = 1, other: int = 1) -> list[Condition]:
     """Return the conditions on a size of the first input (B, T), as torch noted them.
 
     Args:
         exported: as torch traced it, before decompositions.
         axis: of the input: 1 for the number of tokens, 0 for that of sequences.
+        other: the other size, with which the conditions are tried.
     """
     name = user_inputs(exported)[0]
     shape = next(node for node in exported.graph.nodes if node.name == name).meta["val"].shape
     if not isinstance(shape[axis], torch.SymInt):
         return []
-    sizes = {size.node.expr: size.node.hint for size in shape if isinstance(size, torch.SymInt)}
+    symbols = [size.node.expr for size in shape if isinstance(size, torch.SymInt)]
     symbol = shape[axis].node.expr
+    others = {one: sympy.Integer(other) for one in symbols if one is not symbol}
     found = [
-        Condition(_holds(guard.expr, symbol, sizes), str(guard.expr), *_place(guard.sloc.framework_loc))
+        Condition(
+            _holds_at(symbol, guard.expr.xreplace(others)),
+            str(guard.expr),
+            *_place(guard.sloc.framework_loc),
+        )
         for guard in shape[axis].node.shape_env.guards
         if symbol in guard.expr.free_symbols
-        and guard.expr.free_symbols <= set(sizes)
+        and guard.expr.free_symbols <= set(symbols)
         and (_is_own(guard.sloc.framework_loc) or _is_bound(guard.expr, symbol))
     ]
     # The guards come first: they know their line.
     return found + _bounds(exported.range_constraints.get(symbol))
 
 
-def _holds(expression: Any, symbol: Any, sizes: dict[Any, Any]) -> Callable[[int], bool]:
-    others = {other: sympy.Integer(hint) for other, hint in sizes.items() if other is not symbol}
-    return lambda tokens: bool(expression.xreplace({**others, symbol: sympy.Integer(tokens)}))
+def _holds_at(symbol: Any, expression: Any) -> Callable[[np.ndarray], np.ndarray]:
+    computed = cache(lambda: sympy.lambdify(symbol, expression, [_FUNCTIONS, "numpy"]))
+    return lambda lengths: np.broadcast_to(computed()(lengths), lengths.shape)
 
 
 def _place(asked: Any) -> tuple[str | None, int]:
@@ -144,10 +173,11 @@ def _is_bound(expression: Any, symbol: Any) -> bool:
 def _bounds(bounds: Any) -> list[Condition]:
     if bounds is None:
         return []
+    least, most = (float(bound) for bound in (bounds.lower, bounds.upper))
     # Every size that torch traces begins at two.
     return [
-        Condition(lambda tokens: bool(bounds.upper >= tokens), f"at most {bounds.upper}"),
-        Condition(lambda tokens: bool(bounds.lower <= max(tokens, 2)), f"at least {bounds.lower}"),
+        Condition(lambda lengths: lengths <= most, f"at most {bounds.upper}"),
+        Condition(lambda lengths: np.maximum(lengths, 2) >= least, f"at least {bounds.lower}"),
     ]
 
 
@@ -160,12 +190,14 @@ class Trial:
         run: runs it on a sequence of so many tokens; raises CaptureError where it raises.
         traced_at: traces it at so many tokens; raises CaptureError where torch cannot.
         compared: runs decoder and graph on so many tokens; None where the decoder holds no values.
+        conditions: reads those of a trace.
     """
 
     module: nn.Module
     run: Callable[[int], None]
     traced_at: Callable[[int], ExportedProgram]
     compared: Callable[[int], Outcome] | None
+    conditions: Callable[[ExportedProgram], list[Condition]] = conditions_of
 
     def answer(self, tokens: int) -> Answer:
         """Run both, or trace the decoder anew where that would take long, which shows whether it raises."""
@@ -181,7 +213,7 @@ class Trial:
     def conditions_at(self, tokens: int) -> list[Condition] | None:
         """Return the conditions of a trace at another length; None where torch cannot."""
         try:
-            return conditions_of(self.traced_at(tokens))
+            return self.conditions(self.traced_at(tokens))
         except CaptureError:
             return None
 
@@ -197,10 +229,12 @@ def valid_lengths(conditions: Sequence[Condition], traced: int, trial: Trial) ->
     """Return the range of lengths, around the traced one, for which a graph holds.
 
     Args:
-        conditions: that hold at the traced length.
+        conditions: those of the trace; one that one sequence of that length breaks is for
+            `dispfx.capturing.valid_batches`.
         traced: that length.
         trial: the decoder and its graph.
     """
+    conditions = [one for one in conditions if one.holds(traced)]
     above = range_above(conditions, traced, trial)
     least, where = _downwards(conditions, traced, trial)
     return Lengths(least, above.most, above.end, above.where or where)

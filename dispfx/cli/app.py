@@ -9,8 +9,7 @@ from pathlib import Path
 from cyclopts import App, CycloptsError, MissingArgumentError
 
 from dispfx import __version__
-from dispfx.cli import evaluating, making, showing, tuning, using
-from dispfx.cli import timing_verbs as measuring
+from dispfx.cli import evaluating, making, showing, using
 from dispfx.cli.config_file import configured
 from dispfx.cli.faults import refused
 from dispfx.cli.verb import Verb
@@ -91,14 +90,14 @@ VERBS = (
         docs=_ANY_DOC,
     ),
     Verb(
-        measuring.bench,
+        evaluating.bench,
         BenchSettings,
         positional=_DIR,
         without=(*_OPENING, *_LEARNED_FROM, "data_field", "data_bytes", "allow_unknown", "bos"),
         docs=_DIR_DOC,
     ),
     Verb(
-        tuning.finetune,
+        making.finetune,
         FinetuneSettings,
         positional=_DIR,
         required=("data", "out"),

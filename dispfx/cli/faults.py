@@ -10,6 +10,8 @@
 | anything else | 1, and how to see the traceback |
 | wrong arguments | 2 |
 
+Errors name settings as Python does; here they get their flags: `seq_len=512` becomes --seq-len 512.
+
 With `--json`, stdout has `{"error": {"kind", "message", "where", "hint", "exit_code"}}` as well.
 """
 
@@ -25,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dispfx.cli.screen import Screen
+from dispfx.cli.screen import Screen, spelled
 from dispfx.errors import (
     EXIT_INPUT_FAULT,
     EXIT_INTERRUPTED,
@@ -109,8 +111,10 @@ def _fault_of(error: Exception, way_on: str | None) -> tuple[Fault, str]:
         return fault, f"error: {first_line(error)}\n  {hint}"
     told = told or error
     assert isinstance(told, DispfxError)
-    fault = Fault(type(told).__name__, told.problem, told.where, told.hint, told.exit_code)
-    return fault, f"error: {told}"
+    hint = None if told.hint is None else spelled(told.hint)
+    shown = DispfxError(spelled(told.problem), where=told.where, hint=hint)
+    fault = Fault(type(told).__name__, shown.problem, shown.where, shown.hint, told.exit_code)
+    return fault, f"error: {shown}"
 
 
 def _ended(fault: Fault, message: str, screen: Screen, document: dict[str, Any] | None = None) -> SystemExit:

@@ -2,6 +2,8 @@
 
 With --json, stdout carries one JSON document and progress goes to stderr.  With --quiet, only errors
 and requested JSON are printed.
+
+Python names settings as `seq_len=512`; what is printed here has their flags instead: --seq-len 512.
 """
 
 import json
@@ -9,11 +11,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from dispfx.settings.field import setting
+from dispfx.settings.trees import TREES
+from dispfx.words.option_names import shown_as_options
 
 if TYPE_CHECKING:
     from dispfx.report import TerminalObserver
@@ -62,3 +67,14 @@ class Screen:
         """Print the result unless --json or --quiet was given."""
         if not self.json and not self.quiet:
             print(text)
+
+
+@cache
+def _options() -> frozenset[str]:
+    """Return the name of every setting that a verb has."""
+    return frozenset(name for tree in TREES for name in tree.settings())
+
+
+def spelled(text: str) -> str:
+    """Return a text with `seq_len=512` as --seq-len 512."""
+    return shown_as_options(text, _options())

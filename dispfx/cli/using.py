@@ -20,9 +20,8 @@ def inspect(settings: InspectSettings, screen: Screen) -> None:
         return
     origin_of(model)
     from dispfx import api
-    from dispfx.report.coverage_lines import coverage_lines, coverage_plain
     from dispfx.report.estimate import estimate_plain, print_estimate
-    from dispfx.report.site_tables import print_sites, program_plain
+    from dispfx.report.site_tables import coverage_lines, coverage_plain, print_sites, program_plain
 
     with screen.observer():
         program = api.inspect(settings, config_only=settings.inspection.config_only)

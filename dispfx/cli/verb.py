@@ -15,7 +15,7 @@ from cyclopts import App, Group, Parameter
 
 from dispfx.cli.examples import epilog
 from dispfx.cli.faults import ends_with_message
-from dispfx.cli.screen import Screen
+from dispfx.cli.screen import Screen, spelled
 from dispfx.settings.field import Field, Setting, section_fields
 from dispfx.settings.tree import Tree
 
@@ -144,7 +144,7 @@ class Verb:
         return self._doc(one) + functions + shown
 
     def _doc(self, one: Field) -> str:
-        return self.docs.get(one.name, one.facts.doc)
+        return spelled(self.docs.get(one.name, one.facts.doc))
 
 
 def _in_range(facts: Setting) -> Callable[[Any, Any], None]:

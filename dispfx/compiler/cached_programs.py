@@ -25,8 +25,8 @@ from dispfx.ir.program import Program
 from dispfx.ir.sites import Select
 from dispfx.plan.plan import Plan
 from dispfx.source.cached_forward import cached_forward
-from dispfx.source.context import named_context
 from dispfx.source.experts import Experts, experts_as
+from dispfx.source.source import named_context
 
 
 def capture_cached(

@@ -17,14 +17,15 @@ from dispfx.analysis.finite_weights import require_finite_weights
 from dispfx.capturing.module_capture import capture as capture_module
 from dispfx.compiler.stages import names_of, run_stage
 from dispfx.errors import CaptureError, PlanMismatchError, UnsupportedGraphError
+from dispfx.ir.pipeline import Pass, Pipeline, further_passes
 from dispfx.ir.program import Program, own_tensor
 from dispfx.ir.sites import Select
-from dispfx.pipeline import Pass, Pipeline, further_passes
 from dispfx.plan.hardening import hard_masks
 from dispfx.plan.plan import Plan, site_keys
-from dispfx.source.context import longest_context, named_context
 from dispfx.source.experts import Experts, experts_as, has_choice_of_experts
+from dispfx.source.source import longest_context, named_context
 from dispfx.words.choices import require_choice
+from dispfx.words.option_names import option
 
 WriteSpelling = Literal["index-add", "gather-add"]
 
@@ -147,7 +148,7 @@ def apart(
         raise UnsupportedGraphError(
             "documents cannot be kept apart: the sites would differ",
             where=program.model_class,
-            hint="leave out --packing documents",
+            hint=f"leave out {option('packing', 'documents')}",
         )
     return twin
 

@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from dispfx.errors import DispfxError
+from dispfx.ir.pipeline import Pass, Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.align_groups import AlignGroups
 from dispfx.passes.canonicalize import Canonicalize
@@ -28,7 +29,6 @@ from dispfx.passes.last_logits import LastLogits
 from dispfx.passes.lower_gates import LowerGates
 from dispfx.passes.outline_layers import OutlineLayers
 from dispfx.passes.static_cache import StaticCache
-from dispfx.pipeline import Pass, Pipeline
 from dispfx.words.choices import choice
 
 STAGES: Mapping[str, tuple[Any, ...]] = {

@@ -12,11 +12,16 @@
 Strings and keys are fresh random letters, so that copying and recall cannot be solved by memory.
 Only `random.Random.random` is drawn from: Python documents its sequence as the same for one seed in every
 version and on every platform.
+
+`generate_text` draws a text, `draw_lines` single lines of one skill.  A text is a sequence of lines.  One
+line in ten repeats one of the lines just before it, after the word `again`.
 """
 
 import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
+
+from dispfx.errors import DataError
 
 SKILLS = ("copy", "recall", "arithmetic", "counting", "agreement")
 
@@ -232,3 +237,53 @@ FORMS: tuple[tuple[str, Form, int], ...] = (
     ("nesting", nest_tree, 3),
 )
 MIX: tuple[Form, ...] = tuple(form for _, form, weight in FORMS for _ in range(weight))
+
+
+ECHO_SHARE = 0.1
+ECHO_REACH = 4
+
+
+def generate_text(seed: int, characters: int) -> str:
+    """Returns exactly `characters` characters of ASCII text; the last line may be cut.
+
+    The same seed gives the same text in every process and on every platform, and a shorter text is a prefix
+    of a longer one.
+
+    Raises:
+        DataError: the seed or the number of characters is negative.
+    """
+    dice = _dice(seed)
+    if characters < 0:
+        raise DataError(f"a text has at least 0 characters, but {characters} were asked for")
+    lines: list[str] = []
+    written = 0
+    while written < characters:
+        line = _echo(dice, lines) if dice.unit() < ECHO_SHARE else dice.pick(MIX)(dice).text
+        lines.append(line)
+        written += len(line)
+    return "".join(lines)[:characters]
+
+
+def draw_lines(skill: str, seed: int, count: int) -> list[Line]:
+    """Returns `count` lines of one of `SKILLS`, in the mix of forms that the text has.
+
+    Raises:
+        DataError: there is no such skill, or the seed is negative.
+    """
+    if skill not in SKILLS:
+        raise DataError(f"{skill!r} is not a skill of this grammar", hint=f"one of {', '.join(SKILLS)}")
+    dice = _dice(seed)
+    forms = [form for name, form, weight in FORMS if name == skill for _ in range(weight)]
+    return [dice.pick(forms)(dice) for _ in range(count)]
+
+
+def _dice(seed: int) -> Dice:
+    # Python seeds with the absolute value, so two seeds of opposite sign would give one text.
+    if seed < 0:
+        raise DataError(f"a seed is 0 or more, but {seed} was given")
+    return Dice(seed)
+
+
+def _echo(dice: Dice, lines: list[str]) -> str:
+    recent = lines[-ECHO_REACH:]
+    return "again " + dice.pick(recent).removeprefix("again ") if recent else "again .\n"

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dispfx.demo.demo_text import draw_lines
-from dispfx.demo.grammar import SKILLS, Line
+from dispfx.demo.grammar import SKILLS, Line, draw_lines
 from dispfx.errors import DataError
 
 LINES_A_PASS = 64

@@ -7,6 +7,7 @@ that it can be captured and lowered again; `dispfx.deploy.reload` then puts the 
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
-from dispfx.deploy.section import CONFIG_FILE, OUR_ENTRIES, add_section, read_section, write_model_files
+from dispfx.deploy.section import CONFIG_FILE, OUR_ENTRIES, ModelFiles, add_section, read_section
 from dispfx.deploy.weights import INDEX_BUFFERS, MAX_SHARD_BYTES, read_headers, read_tensors, write_tensors
 from dispfx.errors import DataError
 from dispfx.huggingface.layout import Layout
@@ -32,46 +33,46 @@ _ATTENTION = ("eager", "sdpa")
 _EXPERTS = ("eager", "batched_mm", "grouped_mm")
 
 
+@dataclass(frozen=True, eq=False)
+class StoredDecoder:
+    """A pruned decoder's tensors, as they are stored.
+
+    Args:
+        parameters: by their names on disk, a tied one once.
+        buffers: those that `underived_buffers` names, and the indices.
+        layout: of the decoder's modules; or the reason why it cannot be built from modules, and the tensors
+            are those of the lowered graph.
+    """
+
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    layout: Layout | str
+
+
 def write_checkpoint(
     folder: Path,
-    *,
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
+    model_files: ModelFiles,
+    stored: StoredDecoder,
     plan: Plan,
     sites: Sequence[Site],
-    config: Any,
-    layout: Layout | str,
-    architecture: str | None = None,
-    generation_config: Any = None,
-    tokenizer: Any = None,
+    *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write everything that `skeleton` and `dispfx.deploy.reload.fill` need into `folder`.
 
     Args:
         folder: an existing temporary folder; see `dispfx.deploy.folder`.
-        parameters: the pruned decoder's, by Hugging Face path, a tied one once.
-        buffers: those that `underived_buffers` names, and the indices.
+        model_files: of the dense decoder.
+        stored: the pruned decoder.
         plan: of the sliced parameters.
         sites: of the decoder, for their kinds, in the order of the plan's selections.
-        config: the decoder's transformers config; not changed.
-        layout: of the decoder's modules; or the reason why it cannot be built from modules, and the tensors
-            are those of the lowered graph.
-        architecture: class name of the decoder, if the config does not contain it.
-        generation_config, tokenizer: transformers objects, or None.
 
     Raises:
         OutputError: if a file cannot be written.
     """
-    write_model_files(
-        folder,
-        config=config,
-        architecture=architecture,
-        generation_config=generation_config,
-        tokenizer=tokenizer,
-    )
-    add_section(folder, plan, sites, config, main_dtype(parameters), layout)
-    write_tensors(folder, parameters, buffers, max_shard_bytes=max_shard_bytes)
+    model_files.write(folder)
+    add_section(folder, plan, sites, model_files.config, main_dtype(stored.parameters), stored.layout)
+    write_tensors(folder, stored.parameters, stored.buffers, max_shard_bytes=max_shard_bytes)
     plan.save(folder / PLAN_FILE)
 
 

@@ -1,13 +1,15 @@
-"""SHA-256 of a decoder's files: recorded when a folder is written, compared when it is verified.
+"""Size and SHA-256 of a decoder's files: recorded when a folder is written, compared when it is verified.
 
-They show that a file is unchanged, on any machine.  For a folder with only one form of the decoder, they are
-the only check.
+Digests show that a file is unchanged, on any machine.  For a folder with only one form of the decoder, they
+are the only check.
 """
 
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
+from dispfx.deploy import exported, weights
+from dispfx.deploy.section import CONFIG_FILE
 from dispfx.errors import DataError
 
 # Without documentation and tokenizers, which users may change.
@@ -52,3 +54,14 @@ def _is(path: Path, digest: str) -> bool:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def stored_size(folder: Path) -> tuple[int, int]:
+    """Return parameters and bytes of the weight files, or of `program.pt2` where that is all there is.
+
+    Raises:
+        DataError: if a file is missing or damaged.
+    """
+    if (folder / CONFIG_FILE).is_file():
+        return weights.count_parameters(folder), weights.count_bytes(folder)
+    return exported.count_parameters(folder), (folder / exported.PROGRAM_FILE).stat().st_size

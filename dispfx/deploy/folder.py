@@ -20,6 +20,7 @@ from pathlib import Path
 
 from dispfx.errors import OutputError
 from dispfx.files.disk import cannot_write, writing
+from dispfx.words.option_names import option
 
 
 def refuse_existing(out: str | os.PathLike[str]) -> Path:
@@ -47,7 +48,9 @@ def _other_place(path: Path) -> str:
     """Return the hint for a taken name; it never suggests removing data that dispfx did not write."""
     if _is_written_by_us(path.parent):
         return "move it elsewhere to write it again"
-    return "name another folder with --out" + (", or remove this one" if _is_written_by_us(path) else "")
+    return f"name another folder with {option('out')}" + (
+        ", or remove this one" if _is_written_by_us(path) else ""
+    )
 
 
 def _is_written_by_us(folder: Path) -> bool:

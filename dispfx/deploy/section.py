@@ -7,6 +7,7 @@ tokenizers save themselves.
 import copy
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,30 +49,39 @@ def add_section(
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
-def write_model_files(
-    folder: Path,
-    *,
-    config: Any,
-    architecture: str | None = None,
-    generation_config: Any = None,
-    tokenizer: Any = None,
-) -> None:
-    """Write the decoder's own config.json, generation_config.json and tokenizer files into `folder`.
+@dataclass(frozen=True, eq=False)
+class ModelFiles:
+    """A decoder's own files next to its weights, as transformers writes them.
 
-    The config stays as it is, but for the section of a weight format that was undone when the decoder
-    was read (a quantised source is a plain decoder by now).
+    Args:
+        config: its transformers config; not changed.
+        architecture: name of its class, if the config does not contain it.
+        generation_config: its transformers generation config, or None.
+        tokenizer: its transformers tokenizer, or None.
     """
-    own = copy.deepcopy(config)
-    for entry in OUR_ENTRIES:
-        if hasattr(own, entry):
-            delattr(own, entry)
-    if architecture is not None:
-        own.architectures = [architecture]
-    own.save_pretrained(folder)
-    if generation_config is not None:
-        generation_config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+
+    config: Any
+    architecture: str | None = None
+    generation_config: Any = None
+    tokenizer: Any = None
+
+    def write(self, folder: Path) -> None:
+        """Write config.json, generation_config.json and the tokenizer's files into `folder`.
+
+        The config stays as it is, but for the section of a weight format that was undone when the decoder
+        was read (a quantised source is a plain decoder by now).
+        """
+        own = copy.deepcopy(self.config)
+        for entry in OUR_ENTRIES:
+            if hasattr(own, entry):
+                delattr(own, entry)
+        if self.architecture is not None:
+            own.architectures = [self.architecture]
+        own.save_pretrained(folder)
+        if self.generation_config is not None:
+            self.generation_config.save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
 
 
 def read_section(folder: Path) -> dict[str, Any]:

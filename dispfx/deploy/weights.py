@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dispfx.errors import DataError, OutputError
-from dispfx.files.atomic import share
+from dispfx.files.disk import share
 from dispfx.files.json_text import parse_json, read_json
 from dispfx.huggingface.layout import INDEX_NAMES
 

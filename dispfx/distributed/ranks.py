@@ -20,6 +20,7 @@ from torch import Tensor
 from dispfx.distributed.launcher import end_with_launcher
 from dispfx.errors import DispfxError, first_line
 from dispfx.words.chosen_device import chosen_device
+from dispfx.words.option_names import option
 
 # Ranks wait for each other while one of them compiles, measures or writes.
 _LONGEST_WAIT = timedelta(minutes=60)
@@ -52,12 +53,12 @@ class Ranks:
             raise DispfxError(
                 f"a batch must be a multiple of the {self.size} ranks that share it, and it has {batch_size} "
                 "sequence(s)",
-                hint=f"use --batch-size {(batch_size // self.size + 1) * self.size}",
+                hint=f"use {option('batch_size', (batch_size // self.size + 1) * self.size)}",
             )
         if samples % self.size and self.size % samples:
             raise DispfxError(
                 f"{samples} samples of the masks cannot be shared by {self.size} ranks",
-                hint=f"use --samples {self.size}, or 1",
+                hint=f"use {option('samples', self.size)}, or 1",
             )
 
     def rows(self, batch: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ def joined(device: str | None) -> Iterator[Ranks]:
     except (RuntimeError, ValueError) as error:
         raise DispfxError(
             f"the {ranks.size} processes of the run cannot reach each other: {error}",
-            hint="start them with `--launch N` on one host, or with torchrun",
+            hint=f"start them with {option('launch')} on one host, or with torchrun",
         ) from error
     try:
         yield ranks
@@ -172,5 +173,5 @@ def _is_of_a_lost_rank(error: RuntimeError) -> bool:
 def _lost(error: RuntimeError) -> RankLost:
     return RankLost(
         f"another process of the run ended: {first_line(error)}",
-        hint="run the same command with --resume to go on",
+        hint=f"start the same run with {option('resume', True)} to go on",
     )

@@ -1,13 +1,15 @@
 """How fast a device computes, for estimates of time.
 
+    seconds per step = operations / (efficiency · peak) + overhead + branches · overhead per branch
+
 Peaks are the makers' figures for dense products (NVIDIA's data sheets of the H100 SXM, H200 SXM,
 A100 SXM 80 GB, L40S and RTX 4090): bfloat16 on tensor cores, float32 off them, as torch computes by default.
 
-What learning reaches of the peak was measured on one H100 with a decoder of 7B shape, batch 1 × 2048
-tokens, bfloat16: forward and backward of the gated decoder and the loss took 170 ms without compiling and
-110 ms with compiled layers.  `dispfx.estimate.step_work` counts 61.8 · 10¹² operations for that step (with
-attention over all pairs of tokens; 57.3 · 10¹² and 521 TFLOP/s with the causal half), so 364 and
-562 TFLOP/s, which is 0.37 and 0.57 of 989.
+What learning adds was measured on one H200 with compiled layers (docs/learning.md).  A step without a decoder
+takes 1.8 ms.  Each branch adds about 0.15 ms, from SmolLM2-135M, whose products are short.  With these a step
+is estimated at 18.3, 22.2 and 121 ms where it takes 16 to 18 (SmolLM2-135M, 2 × 2048), 21.9 (8 × 1024) and
+101 to 103 ms (LLaMA-2-7B).  Other cards were not measured.  On a CPU a step of the demo at 1 × 8 tokens takes
+28 ms, one thread.
 """
 
 import time
@@ -15,10 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-EAGER_EFFICIENCY = 0.37
 COMPILED_EFFICIENCY = 0.57
-# Of a product's own speed on a CPU, where pointwise operations and the loss take their time too.
-CPU_EFFICIENCY = 0.5
+CPU_EFFICIENCY = 0.75
+_CPU_STEP, _CPU_BRANCH = 4e-3, 3e-3
 
 _MEASURED_SIZE = 768
 _MEASURED_REPEATS = 5
@@ -32,13 +33,16 @@ class Device:
         name: for people.
         flops_per_second: by dtype; what one dense product reaches at best.
         memory_bytes: of the device, or 0 where unknown.
-        efficiency: share of the peak that a step of learning reaches.
+        efficiency: share of the peak that the products of a step reach.
+        seconds_a_step, seconds_a_branch: overhead of a step, and of each branch in it.
     """
 
     name: str
     flops_per_second: dict[torch.dtype, float]
     memory_bytes: int = 0
-    efficiency: float = EAGER_EFFICIENCY
+    efficiency: float = COMPILED_EFFICIENCY
+    seconds_a_step: float = 1.8e-3
+    seconds_a_branch: float = 0.15e-3
 
     def seconds(self, flops: float, dtype: torch.dtype) -> float:
         """Return how long products of that many operations take within a step of learning."""
@@ -69,4 +73,4 @@ def this_cpu(dtype: torch.dtype) -> Device:
         torch.mm(a, a)
         seconds.append(time.perf_counter() - began)
     rate = 2 * _MEASURED_SIZE**3 / min(seconds[1:])
-    return Device("this CPU", {dtype: rate}, efficiency=CPU_EFFICIENCY)
+    return Device("this CPU", {dtype: rate}, 0, CPU_EFFICIENCY, _CPU_STEP, _CPU_BRANCH)

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from dispfx.estimate.cuda_memory import block_bytes
 from dispfx.ir import ops
 
 
@@ -16,13 +15,11 @@ class Sizes:
         graph: of a program; its first input has shape (batch, tokens).
         batch: sequences.
         tokens: tokens a sequence.
-        on_gpu: count a tensor by its block of the allocator of GPUs, and not by what it asks for.
     """
 
-    def __init__(self, graph: fx.Graph, batch: int, tokens: int, *, on_gpu: bool = False):
+    def __init__(self, graph: fx.Graph, batch: int, tokens: int):
         self.batch = batch
         self.tokens = tokens
-        self.on_gpu = on_gpu
         ids = next(node for node in graph.nodes if node.op == "placeholder")
         dynamic = zip(ids.meta["val"].shape, (batch, tokens), strict=True)
         self._symbols = {size.node.expr: value for size, value in dynamic if not isinstance(size, int)}
@@ -42,11 +39,7 @@ class Sizes:
     def bytes(self, node: fx.Node) -> int:
         """Return the bytes of a tensor value; 0 where the value is no tensor."""
         value = node.meta.get("val")
-        return self.taken(self.count(node) * value.element_size()) if isinstance(value, Tensor) else 0
-
-    def taken(self, size: int) -> int:
-        """Return the bytes that a tensor of that size takes on the device."""
-        return block_bytes(size) if self.on_gpu else size
+        return self.count(node) * value.element_size() if isinstance(value, Tensor) else 0
 
     def _size(self, size: Any) -> int:
         if isinstance(size, int):

@@ -1,42 +1,45 @@
-"""How much memory one step of learning takes beside the weights: a gated graph walked forth and back.
+"""About how much memory one step of learning takes beside the weights, from the sizes of a gated graph.
 
-1. Forward: a value lives until its last user has run, as in the graph's own code, or until its
-   backward pass where autograd keeps it (`dispfx.estimate.autograd_memory`).  Values that share memory
-   are counted once.
-2. Loss of whole logits: they become float32 and a log-softmax of them is kept; on the way back that, its
-   gradient and the gradient of the logits live together, three float32 numbers a logit.  Loss in chunks
-   (`dispfx.fast_decoder.head_loss`): the logits, float32 copies and a mask of one chunk of rows live
-   together, nothing of the chunk before, and a gradient of the shape of the stream is kept instead of what
-   the head would keep.
-3. Backward: the gradient of a value lives from its first user's turn to its own.  Additions and views
-   hand on the gradient that they got; what reaches a value from two users is added up.  What an
-   operation kept is released after its turn.
+    step = kept for the backward pass + the larger of the loss and the gradients that live at once
 
-4. On a GPU (`Sizes.on_gpu`) every tensor is a block of its allocator (`dispfx.estimate.cuda_memory`).  In
-   half precision an attention's backward pass adds up the gradient of the query in float32, and before it
-   one number a row (`mha_bwd` in flash_attn/flash_api.cpp: `dq_accum`, `softmax_d`; as much is in the
-   workspace that cuDNN asks for in native/cudnn/MHA.cpp, and in `_efficient_attention_backward`).
+1. An operation keeps the activations that it reads if its result needs a gradient.  Sums, casts, lookups and
+   changes of shape keep nothing.  A product keeps an operand only if another operand needs a gradient, so
+   nothing where an activation meets a frozen weight.  Attention keeps its result as well, and functions such
+   as exp keep their result alone.
+2. The loss holds three float32 numbers per logit, of all rows, or of one chunk of them
+   (`dispfx.fast_decoder.head_loss`) and then the stream and its gradient.
+3. Gradients: about three values of the largest size within a layer live at once.
+4. With checkpoints every layer keeps the stream that enters it, and one layer at a time keeps the rest.
+5. A compiled layer keeps about half of what its operations keep one by one.
 
-Not counted: what other kernels need inside, and what an allocator holds free between blocks.
+Memory that allocators hold between blocks is added by `dispfx.estimate.run_estimate`.
 """
 
-import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from dispfx.estimate.autograd_memory import GROUPED, KeptMemory
 from dispfx.estimate.graph_sizes import Sizes, storage
 from dispfx.fast_decoder.head_loss import chunk_rows, even_rows
 from dispfx.ir import ops
-from dispfx.ir.ops import aten, packet
+from dispfx.ir.ops import packet, packets
 
+_KEEP_NOTHING = (
+    ops.CASTS
+    | ops.COPIES
+    | ops.SHAPE_OPS
+    | ops.AVERAGES
+    | ops.GATHERS
+    | packets("add sub neg roll flip embedding masked_fill where pad constant_pad_nd cumsum one_hot new_ones")
+    | packets("index_add index_put scatter_add gather lift_fresh")
+)
+_PRODUCTS = ops.PRODUCTS | packets("mul multiply div true_divide addcmul _grouped_mm")
+_KEEP_RESULT = packets("relu relu6 tanh sigmoid exp expm1 sqrt rsqrt reciprocal log_softmax") | ops.SOFTMAX
 _FLOAT_BYTES = 4
-# Of a chunk's logits: the exponentials, the targets as numbers, and the difference of the two.
-_FLOATS_OF_A_CHUNK = 3
-_HANDING_ON = ops.packets("add sub")
+_FLOATS_PER_LOGIT = 3
+_LIVE_GRADIENTS = 3
+_KEPT_BY_COMPILED = 0.5
 
 
 @dataclass(frozen=True)
@@ -45,17 +48,34 @@ class StepMemory:
 
     Args:
         kept: what autograd holds between the two.
-        loss: what the loss holds beside that at its largest.
-        peak: the largest sum at any time.
+        loss: what the loss takes in addition.
+        gradients: what the gradients that live at once take in addition.
+        streams: what enters all layers together; 0 where the layers are not known.
+        layers: how many.
     """
 
     kept: int
     loss: int
-    peak: int
+    gradients: int
+    streams: int = 0
+    layers: int = 1
+
+    def bytes(self, *, checkpoints: bool = False, compiled: bool = False) -> int:
+        """Return the largest sum at any time."""
+        kept = int(self.kept * (_KEPT_BY_COMPILED if compiled else 1.0))
+        if checkpoints:
+            return self.streams + max(self.loss, kept // self.layers + self.gradients)
+        return kept + max(self.loss, self.gradients)
 
 
 def step_memory(
-    graph: fx.Graph, needs: frozenset[fx.Node], sizes: Sizes, chunked_from: fx.Node | None = None
+    graph: fx.Graph,
+    needs: frozenset[fx.Node],
+    sizes: Sizes,
+    *,
+    stream: fx.Node | None = None,
+    layers: int = 1,
+    in_chunks: bool = False,
 ) -> StepMemory:
     """Return the memory of one step.
 
@@ -63,32 +83,22 @@ def step_memory(
         graph: gated.
         needs: its values that need a gradient, as `needing_gradients` finds them.
         sizes: of the graph at the batch and length of a step.
-        chunked_from: the stream as the head takes it, where the loss is computed in chunks behind it.
+        stream: the value between the last layer and the head, where the layers are known.
+        layers: that checkpoints tell apart.
+        in_chunks: whether the loss is computed in chunks of rows of the stream.
     """
-    head = _behind(chunked_from)
+    head = set() if stream is None else _depending_on(stream)
     body = [node for node in graph.nodes if node not in head]
-    kept = KeptMemory(body, needs, sizes)
-    forward = _forward_peak(body, kept, sizes)
-    if chunked_from is None:
-        end = ops.logits_of(graph)
-        loss, first = _loss_bytes(end, sizes), sizes.bytes(end)
-    else:
-        end = chunked_from
-        loss, first = _chunked_loss_bytes(graph, end, head, needs, sizes), 2 * sizes.bytes(end)
-    backward = _backward_peak(body, end, first, needs, kept, sizes)
-    return StepMemory(kept.total, loss, max(forward, kept.total + loss, backward))
-
-
-def _behind(stream: fx.Node | None) -> set[fx.Node]:
-    """Return what depends on the stream as the head takes it."""
-    found: set[fx.Node] = set()
-    pending = [] if stream is None else list(stream.users)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.users
-    return found
+    width = 0 if stream is None else sizes.bytes(stream)
+    logits = ops.logits_of(graph)
+    rows = sizes.batch * sizes.tokens
+    if in_chunks:
+        rows = even_rows(rows, chunk_rows(sizes.shape(logits)[-1]))
+    per_logit = _FLOATS_PER_LOGIT * _FLOAT_BYTES + logits.meta["val"].element_size()
+    loss = rows * sizes.shape(logits)[-1] * per_logit + 2 * width
+    largest = max(sizes.bytes(node) for node in body if node in needs)
+    kept = _kept_bytes(body, needs, sizes)
+    return StepMemory(kept, loss, _LIVE_GRADIENTS * largest, layers * width, layers)
 
 
 def needing_gradients(graph: fx.Graph, leaves: Iterable[fx.Node]) -> frozenset[fx.Node]:
@@ -102,151 +112,38 @@ def needing_gradients(graph: fx.Graph, leaves: Iterable[fx.Node]) -> frozenset[f
     return frozenset(needs)
 
 
-def _forward_peak(nodes: Sequence[fx.Node], kept: KeptMemory, sizes: Sizes) -> int:
-    """Return the largest sum of values alive while the nodes run."""
-    last: dict[object, int] = {}
-    position = {node: index for index, node in enumerate(nodes)}
+def _depending_on(stream: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in stream.graph.nodes:
+        if any(operand is stream or operand in found for operand in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _kept_bytes(nodes: Sequence[fx.Node], needs: frozenset[fx.Node], sizes: Sizes) -> int:
+    """Return the bytes of all that is kept, memory that several values share counted once (rule 1)."""
+    weights = {storage(node) for node in nodes if node.op == "get_attr"}
+    owner: dict[object, fx.Node] = {}
     for node in nodes:
-        users = [position.get(user, len(nodes) - 1) for user in node.users]
-        last[storage(node)] = max([last.get(storage(node), 0), position[node], *users])
-    ends: dict[int, list[object]] = {}
-    for key, index in last.items():
-        ends.setdefault(index, []).append(key)
-    alive: dict[object, int] = {}
-    seen: set[object] = {storage(node) for node in nodes if node.op in ("get_attr", "placeholder")}
-    now = peak = 0
-    for index, node in enumerate(nodes):
-        key = storage(node)
-        if key not in seen:
-            seen.add(key)
-            alive[key] = sizes.bytes(node)
-            now += alive[key]
-        now += kept.bytes_of.get((node, "further"), 0)
-        peak = max(peak, now)
-        for ended in ends.get(index, ()):
-            if ended not in kept.bytes_of:
-                now -= alive.pop(ended, 0)
-    return peak
+        owner.setdefault(storage(node), node)
+    kept = {storage(value) for node in nodes if node in needs for value in _kept_by(node, needs)}
+    return sum(sizes.bytes(owner[key]) for key in kept.intersection(owner) - weights)
 
 
-def _loss_bytes(logits: fx.Node, sizes: Sizes) -> int:
-    count, width = sizes.count(logits), logits.meta["val"].element_size()
-    # The last token is cut off, which copies where there are several sequences.
-    forward = width * (2 if sizes.batch > 1 else 1) + (_FLOAT_BYTES if width != _FLOAT_BYTES else 0)
-    return count * max(forward + _FLOAT_BYTES, 3 * _FLOAT_BYTES)
+def _kept_by(node: fx.Node, needs: frozenset[fx.Node]) -> list[fx.Node]:
+    operands = [value for value in ops.operands(node) if ops.is_tensor(value)]
+    if ops.is_gate(node) or packet(node) in ops.NORMS:
+        return operands[:1]
+    if node.op != "call_function" or packet(node) in _KEEP_NOTHING:
+        return []
+    if packet(node) in _PRODUCTS:
+        return [value for value in operands if needs.intersection(_others(node, value))]
+    if packet(node) in _KEEP_RESULT:
+        return [node]
+    return [*operands, node] if packet(node) in ops.ATTENTION else operands
 
 
-def _chunked_loss_bytes(
-    graph: fx.Graph, stream: fx.Node, head: set[fx.Node], needs: frozenset[fx.Node], sizes: Sizes
-) -> int:
-    """Return the stream, its gradient, and what one chunk of rows takes in its loss or on the way back."""
-    logits = ops.logits_of(graph)
-    chunk = even_rows(sizes.batch * sizes.tokens, chunk_rows(sizes.shape(logits)[-1]))
-    part = Sizes(graph, 1, chunk, on_gpu=sizes.on_gpu)
-    inside = [node for node in graph.nodes if node.op == "get_attr" or node is stream or node in head]
-    of_head = KeptMemory(inside, needs, part)
-    given = of_head.bytes_of.get(storage(stream), 0)
-    width = logits.meta["val"].element_size()
-    floats = _FLOATS_OF_A_CHUNK + (width != _FLOAT_BYTES)
-    half, mask, wide = (part.taken(part.count(logits) * size) for size in (width, 1, _FLOAT_BYTES))
-    in_loss = half + mask + floats * wide + of_head.total
-    on_way_back = half + _backward_peak(inside, logits, half, needs, of_head, part)
-    return 2 * sizes.bytes(stream) + max(in_loss, on_way_back) - given
-
-
-class _Gradients:
-    """The gradients that wait for their value's turn; several values may wait for one and the same."""
-
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-        self._of: dict[fx.Node, int] = {}
-        self._bytes: list[int] = []
-        self._waiting: Counter[int] = Counter()
-
-    def new(self, node: fx.Node, size: int) -> None:
-        """Give a value a gradient of its own."""
-        self._bytes.append(size)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        self.share(node, len(self._bytes) - 1)
-
-    def share(self, node: fx.Node, gradient: int) -> None:
-        """Give a value a gradient that is there; what it got before is added to it."""
-        before = self._of.pop(node, None)
-        self._waiting[gradient] += 1
-        self._of[node] = gradient
-        if before is None:
-            return
-        size = max(self._bytes[before], self._bytes[gradient])
-        del self._of[node]
-        self._bytes.append(size)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        self._of[node] = len(self._bytes) - 1
-        self._waiting[self._of[node]] += 1
-        self.release(before)
-        self.release(gradient)
-
-    def take(self, node: fx.Node) -> int | None:
-        """Return the gradient of a value whose turn it is; it is to be released afterwards."""
-        return self._of.pop(node, None)
-
-    def release(self, gradient: int) -> None:
-        """End one wait for a gradient; it is freed with the last."""
-        self._waiting[gradient] -= 1
-        if not self._waiting[gradient]:
-            self.now -= self._bytes[gradient]
-
-
-def _backward_peak(
-    nodes: Sequence[fx.Node],
-    end: fx.Node,
-    first: int,
-    needs: frozenset[fx.Node],
-    kept: KeptMemory,
-    sizes: Sizes,
-) -> int:
-    """Return the largest sum of kept values and gradients, beginning with `first` bytes at `end`."""
-    gradients = _Gradients()
-    gradients.now = kept.total
-    gradients.new(end, first)
-    for node in reversed(nodes):
-        gradient = gradients.take(node)
-        if gradient is None:
-            continue
-        operands = [operand for operand in dict.fromkeys(ops.operands(node)) if operand in needs]
-        given = sum(sizes.bytes(operand) for operand in operands if not _hands_on(node, operand, sizes))
-        gradients.peak = max(gradients.peak, gradients.now + given + _inside(node, sizes))
-        for operand in operands:
-            if _hands_on(node, operand, sizes):
-                gradients.share(operand, gradient)
-            else:
-                gradients.new(operand, sizes.bytes(operand))
-        gradients.release(gradient)
-        gradients.now -= sum(kept.bytes_of[key] for key in kept.released_by.get(node, ()))
-    return gradients.peak
-
-
-def _hands_on(node: fx.Node, operand: fx.Node, sizes: Sizes) -> bool:
-    """Whether the operand's gradient is the node's, seen in another shape."""
-    if not ops.is_tensor(node) or sizes.bytes(node) != sizes.bytes(operand):
-        return False
-    return packet(node) in _HANDING_ON or (not ops.is_gate(node) and storage(node) == storage(operand))
-
-
-def _inside(node: fx.Node, sizes: Sizes) -> int:
-    """Return what the backward pass of an operation holds beside the gradients that it returns."""
-    if ops.is_gate(node):
-        return sizes.bytes(node)  # gradient · operand, before it is summed for the mask
-    if sizes.on_gpu and packet(node) in ops.ATTENTION:
-        return _inside_attention(node, sizes)
-    if ops.is_grouped(node) and packet(node) not in GROUPED:
-        return sizes.bytes(ops.operands(node)[1])  # it computes the gradient of the weights too
-    return 2 * sizes.bytes(node) if packet(node) is aten.pow else 0
-
-
-def _inside_attention(node: fx.Node, sizes: Sizes) -> int:
-    query = ops.operands(node)[0]
-    of_rows = _FLOAT_BYTES * math.prod(sizes.shape(query)[:-1])
-    half = query.meta["val"].element_size() < _FLOAT_BYTES
-    return sizes.taken(of_rows) + (sizes.taken(_FLOAT_BYTES * sizes.count(query)) if half else 0)
+def _others(node: fx.Node, value: fx.Node) -> list[fx.Node]:
+    """Return the operands that a product multiplies `value` with; itself among them in `x · x`."""
+    twice = [value] if node.args.count(value) > 1 else []
+    return twice + [other for other in ops.operands(node) if other is not value]

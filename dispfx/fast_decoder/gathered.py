@@ -13,25 +13,30 @@ from torch import Tensor, fx
 
 from dispfx.fast_decoder.shards import Shards
 from dispfx.ir.program import Program
-from dispfx.learning.objective import next_token_loss
+from dispfx.learning.objective import NEXT_TOKEN, MaskedLosses, Objective, loss_of_logits
 
 
-class GatheredDecoder:
+class GatheredDecoder(MaskedLosses):
     """A gated program, computed operation by operation; slow, and as small as one weight and its values.
 
     Args:
         program: gated, on the device of the shards.
         shards: of its weights.
+        objective: what is learned.
     """
 
-    def __init__(self, program: Program, shards: Shards):
+    def __init__(self, program: Program, shards: Shards, objective: Objective = NEXT_TOKEN):
+        self.objective = objective
         self._program, self._shards = program, shards
         self._sizes = [site.size for site in program.sites]
 
-    def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
-        """Return the mean next-token loss of a batch under masks (N,) or (S, N)."""
-        logits_BTV = _Gathering(self._program, self._shards).run(ids_BT, *masks.split(self._sizes, -1))
-        return next_token_loss(logits_BTV, ids_BT, self._program.separator)
+    def _loss(self, ids_BT: Tensor, masks: Tensor, objective: Objective, shift: int) -> Tensor:
+        def logits(as_dense: bool) -> Tensor:
+            given = torch.ones_like(masks) if as_dense else masks
+            return _Gathering(self._program, self._shards).run(ids_BT, *given.split(self._sizes, -1))
+
+        separator = self._program.separator
+        return loss_of_logits(objective, logits, ids_BT, separator=separator, shift=shift)
 
 
 class _Gathering(fx.Interpreter):

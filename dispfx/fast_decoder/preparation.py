@@ -6,6 +6,7 @@ Whatever is not there, does not fit or does not agree is left out, with a word.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +25,25 @@ from dispfx.fast_decoder.gathered import GatheredDecoder
 from dispfx.fast_decoder.replay import ReplayedLoss
 from dispfx.fast_decoder.shards import Sharding
 from dispfx.ir.program import Program
-from dispfx.learning.objective import next_token_loss
+from dispfx.learning.objective import NEXT_TOKEN, MaskedLosses, Objective, loss_of_logits
 from dispfx.settings import ComputeSettings
+from dispfx.words.option_names import option
 
 # The ordinary capture is compared on a short sequence: it holds whole masks and whole logits.
 SHORT = 128
 
 
-class PlainDecoder(nn.Module):
-    """A gated graph with the loss of its whole logits."""
+class PlainDecoder(nn.Module, MaskedLosses):
+    """A gated graph with the loss of its whole logits.
 
-    def __init__(self, program: Program):
+    Args:
+        program: gated.
+        objective: what is learned.
+    """
+
+    def __init__(self, program: Program, objective: Objective = NEXT_TOKEN):
         super().__init__()
+        self.objective = objective
         self.graph = program.graph_module
         self.sizes = [site.size for site in program.sites]
         self.separator = program.separator
@@ -44,9 +52,11 @@ class PlainDecoder(nn.Module):
         """Return logits (B, T, V)."""
         return self.graph(ids_BT, *masks)
 
-    def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
-        """Return the mean next-token loss of a batch under masks (N,) or (S, N)."""
-        return next_token_loss(self(ids_BT, masks.split(self.sizes, -1)), ids_BT, self.separator)
+    def _loss(self, ids_BT: Tensor, masks: Tensor, objective: Objective, shift: int) -> Tensor:
+        def logits(as_dense: bool) -> Tensor:
+            return self(ids_BT, (torch.ones_like(masks) if as_dense else masks).split(self.sizes, -1))
+
+        return loss_of_logits(objective, logits, ids_BT, separator=self.separator, shift=shift)
 
 
 class PreparedLoss:
@@ -64,21 +74,41 @@ class PreparedLoss:
         self.notes = tuple(notes)
 
     def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
-        """Return the mean next-token loss of a batch under masks (N,) or (S, N) of all sites."""
+        """Return what is learned from a batch under masks (N,) or (S, N) of all sites."""
         return self._loss(ids_BT, masks)
+
+    def next_token_loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
+        """Return the mean cross entropy with the next token under masks (N,) or (S, N) of all sites."""
+        if self.decoder.objective == NEXT_TOKEN:
+            return self._loss(ids_BT, masks)
+        return self.decoder.next_token_loss(ids_BT, masks)
 
     def __call__(self, ids_BT: Tensor, masks: Sequence[Tensor]) -> Tensor:
         """Return logits (B, T, V)."""
         return self.decoder(ids_BT, masks)
 
 
+@dataclass(frozen=True, eq=False)
+class TrialBatch:
+    """What the ways to compute a loss are compared on; every batch of the run has its shape.
+
+    Args:
+        ids_BT: token ids (B, T).
+        samples: S, masks per batch.
+        objective: what is learned from a batch.
+    """
+
+    ids_BT: Tensor
+    samples: int = 1
+    objective: Objective = NEXT_TOKEN
+
+
 def prepare(
     plain: Program,
     fast: Program,
-    ids_BT: Tensor,
+    trial: TrialBatch,
     compute: ComputeSettings,
     *,
-    samples: int = 1,
     short_of_memory: bool = False,
     note: Callable[[str], None] = lambda text: None,
     agree: Callable[[bool], bool] = lambda holds: holds,
@@ -89,9 +119,8 @@ def prepare(
     Args:
         plain: the gated program.
         fast: the same with simple attention and its outline, where there is one.
-        ids_BT: a batch of the shape of all batches.
+        trial: a batch of the shape of all batches.
         compute: what is wanted.
-        samples: S, masks a batch.
         short_of_memory: whether checkpointing `auto` means on.
         note: told every choice.
         agree: whether something holds here and in every other process of the run.
@@ -102,8 +131,7 @@ def prepare(
             works and differs too much is left out, with a note.
         VerificationError: if the layers of a decoder that is too large to run whole are another function.
     """
-    preparation = _Preparation(plain, fast, ids_BT.to(plain.device), compute, samples, note, agree, sharding)
-    return preparation.run(short_of_memory)
+    return _Preparation(plain, fast, trial, compute, note, agree, sharding).run(short_of_memory)
 
 
 class _Preparation:
@@ -111,29 +139,29 @@ class _Preparation:
         self,
         plain: Program,
         fast: Program,
-        ids_BT: Tensor,
+        trial: TrialBatch,
         compute: ComputeSettings,
-        samples: int,
         note: Callable[[str], None],
         agree: Callable[[bool], bool],
         sharding: Sharding | None,
     ):
-        self.plain, self.fast, self.ids_BT, self.compute, self.note = plain, fast, ids_BT, compute, note
+        self.plain, self.fast, self.compute, self.note = plain, fast, compute, note
+        self.ids_BT, self.objective = trial.ids_BT.to(plain.device), trial.objective
         self.sizes = [site.size for site in plain.sites]
         features = sum(self.sizes)
-        shape = (features,) if samples == 1 else (samples, features)
+        shape = (features,) if trial.samples == 1 else (trial.samples, features)
         self.masks = sample_masks(shape, self.ids_BT.device)
         self.agree, self.sharding = agree, sharding
         self.notes: list[str] = []
 
     def run(self, short_of_memory: bool) -> PreparedLoss:
-        ordinary = PlainDecoder(self.plain)
+        ordinary = PlainDecoder(self.plain, self.objective)
         decoder = self._layers(ordinary)
         if decoder is None:
             if self.compute.compile == "on" or self.compute.checkpointing == "on":
                 raise DispfxError(
                     "compiling and checkpointing need the decoder's layers, which cannot be told apart here",
-                    hint="leave out --compile and --checkpointing",
+                    hint=f"leave out {option('compile')} and {option('checkpointing')}",
                 )
             return PreparedLoss(ordinary.loss, ordinary, self.notes)
         wanted = self.compute.checkpointing
@@ -153,17 +181,21 @@ class _Preparation:
                 raise UnsupportedGraphError(
                     "the weights cannot lie in parts: the layers cannot be told apart",
                     where=self.fast.model_class,
-                    hint="leave out --shard",
+                    hint=f"leave out {option('shard')}",
                 )
             self._say("the layers cannot be told apart: the whole graph runs as it is")
             return None
-        decoder = TrainingDecoder(self.fast, join=self.compute.join, sharding=self.sharding)
-        reference = (
-            ordinary.loss if decoder.shards is None else GatheredDecoder(self.plain, decoder.shards).loss
+        decoder = TrainingDecoder(
+            self.fast, objective=self.objective, join=self.compute.join, sharding=self.sharding
         )
+        reference = (
+            ordinary
+            if decoder.shards is None
+            else GatheredDecoder(self.plain, decoder.shards, self.objective)
+        ).trial_loss
         alone = self.masks if self.masks.dim() == 1 else self.masks[0]
         short = self.ids_BT[:1, :SHORT]
-        found = compare(decoder.loss, reference, short, alone, self.plain.dtype, self.sizes)
+        found = compare(decoder.trial_loss, reference, short, alone, self.plain.dtype, self.sizes)
         good, found = self._holds(found, reference, short, alone)
         if not good:
             if decoder.shards is not None:
@@ -186,12 +218,12 @@ class _Preparation:
             # Plain layers keep more than compiled ones; checkpoints do not change what they compute.
             decoder.compile_layers(False)
             decoder.checkpoint(True)
-            return decoder.loss(ids_BT, masks)
+            return decoder.trial_loss(ids_BT, masks)
 
         def compiled(ids_BT: Tensor, masks: Tensor) -> Tensor:
             decoder.compile_layers(True)
             decoder.checkpoint(kept)
-            return decoder.loss(ids_BT, masks)
+            return decoder.trial_loss(ids_BT, masks)
 
         try:
             found = self._compare(compiled, reference)
@@ -220,7 +252,7 @@ class _Preparation:
         if self.compute.compile == "on" or self.sharding is not None:
             raise DispfxError(
                 f"the layers cannot be compiled: {first_line(error)}",
-                hint="use --compile off",
+                hint=f"use {option('compile', 'off')}",
             ) from error
 
     def _replay(self, decoder: TrainingDecoder) -> Loss:

@@ -28,6 +28,7 @@ from dispfx.errors import UnsupportedGraphError
 from dispfx.fast_decoder.layered import LayeredDecoder, PartModule
 from dispfx.ir.outline import Outline
 from dispfx.ir.program import Program
+from dispfx.words.option_names import option
 
 Fetch = Callable[[str, slice], Tensor]
 
@@ -174,7 +175,7 @@ def check_gradients(outline: Outline) -> None:
         raise UnsupportedGraphError(
             "the weights cannot lie in parts: a gate acts before the first layer",
             where=outline.prologue.values[1],
-            hint="leave out --shard",
+            hint=f"leave out {option('shard')}",
         )
 
 
@@ -191,7 +192,7 @@ def check_shareable(outline: Outline, weights: set[str]) -> None:
         raise UnsupportedGraphError(
             "the weights cannot lie in parts: several layers read one",
             where=", ".join(shared[:3]) + (" …" if len(shared) > 3 else ""),
-            hint="leave out --shard",
+            hint=f"leave out {option('shard')}",
         )
 
 

@@ -22,6 +22,7 @@ from dispfx.huggingface.adapters import TuneSettings
 from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
 from dispfx.learning.state import Position, load_state, save_state
 from dispfx.learning.text import Batches
+from dispfx.words.option_names import option
 
 SAVE_EVERY = 500
 _LARGEST_NORM = 1.0
@@ -166,7 +167,8 @@ def _no_loss(tuned: Any) -> DispfxError:
 def _not_finite(what: str, value: float) -> DispfxError:
     return DispfxError(
         f"{what} is {value}, and no adapters were written",
-        hint="try a smaller --lr, or --dtype float32, without --resume where a state was saved",
+        hint=f"try a smaller {option('lr')}, or {option('dtype', 'float32')}, "
+        f"without {option('resume')} where a state was saved",
     )
 
 
@@ -226,7 +228,7 @@ def _restore(
         raise DataError(
             f"the state to resume from is damaged: {error}",
             where=str(folder),
-            hint="start again without --resume",
+            hint=f"start again without {option('resume')}",
         ) from error
     run.losses, run.generators = losses, _generators(run.device)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from dispfx.errors import CaptureError, DataError, DispfxError
+from dispfx.words.option_names import option
 
 End = Literal["changes", "stops", "limit"]
 
@@ -74,7 +75,9 @@ class Lengths:
             hint = hint or f"use sequences of {self.least:,} tokens or more"
             return CaptureError(f"{problem}, and a sequence has {tokens:,}", where=self.where, hint=hint)
         assert self.most is not None
-        hint = hint or f"use sequences of {self.most:,} tokens or less, as with --seq-len {self.most}"
+        hint = (
+            hint or f"use sequences of {self.most:,} tokens or less, as with {option('seq_len', self.most)}"
+        )
         if self.limit:
             problem = f"this decoder reads at most {self.most:,} tokens, and a sequence has {tokens:,}"
             return DataError(problem, where=self.where, hint=hint)

@@ -32,11 +32,12 @@ COPIES = packets("clone contiguous alias detach dropout lift_fresh_copy")
 VIEWS = packets("view reshape _unsafe_view flatten unflatten unsqueeze squeeze")
 MULTIPLE = packets("split split_with_sizes chunk unbind unsafe_chunk unsafe_split")
 SHAPE_OPS = VIEWS | MULTIPLE | packets(
-    "transpose permute t expand slice select cat stack movedim narrow swapaxes numpy_T"
+    "transpose permute t expand slice select cat stack movedim narrow swapaxes numpy_T mT"
 )  # fmt: skip
 PRODUCTS = packets(
     "linear addmm mm bmm baddbmm matmul einsum tensordot mv addmv dot vdot inner addbmm chain_matmul "
-    "linalg_multi_dot bilinear conv1d convolution"
+    "linalg_multi_dot linalg_vecdot bilinear cdist conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
+    "conv_transpose3d convolution"
 )
 # Products of runs of rows with one matrix of a stack each.  Known by name: a library may bring its own.
 GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")

@@ -7,7 +7,7 @@ and hold names, so they stay true for a copy.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ from dispfx.ir.lengths import Lengths, hold_to
 from dispfx.ir.outline import Outline
 from dispfx.ir.shown_tables import program_html, program_text
 from dispfx.ir.sites import Branch, Refusal, ResidualStream, Site
-from dispfx.ir.unread import unread_parts
 
 # Kept indices of a site are the buffer `dispfx_index.<site>` of a lowered decoder.
 INDEX_PREFIX = "dispfx_index"
@@ -76,7 +75,7 @@ class Program:
         separator: token that ends a document, where the graph keeps the documents of a sequence apart.
         lengths: the sequence lengths for which the graph holds; `hold_to` changes them.
         context: tokens that the decoder reads, where its config names them; its graph may hold for fewer.
-        computes_on: device of the graph where the parameters are on another (`dispfx.ir.placing`).
+        computes_on: device of the graph where the parameters are on another (`dispfx.ir.retype`).
     """
 
     graph_module: fx.GraphModule
@@ -263,3 +262,30 @@ def own_tensor(module: nn.Module, path: str, tensor: Tensor) -> tuple[nn.Module,
     else:
         owner.register_buffer(name, tensor)
     return owner, name
+
+
+def unread_parts(unread: Mapping[str, int], read: Iterable[str], outputs: int) -> tuple[Refusal, ...]:
+    """Return the largest modules without any read parameter, with their sizes.
+
+    Args:
+        unread: size of each parameter that the logits do not depend on, by path.
+        read: paths of the parameters that they depend on.
+        outputs: how many tensors of the logits' shape the decoder returns.
+    """
+    in_use = {prefix for path in read for prefix in _prefixes(path)}
+    sizes: dict[str, int] = {}
+    for path, size in unread.items():
+        part = next(prefix for prefix in (*_prefixes(path), path) if prefix not in in_use)
+        sizes[part] = sizes.get(part, 0) + size
+    of = f", the first of {outputs} outputs of that shape" if outputs > 1 else ""
+    return tuple(
+        Refusal(part, f"not read for the logits{of}; {size:,} parameters are kept as they are")
+        for part, size in sizes.items()
+    )
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """Yield the paths of the modules around a parameter, the outermost first."""
+    parts = path.split(".")
+    for end in range(1, len(parts)):
+        yield ".".join(parts[:end])

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dispfx.learning.ahead import Ahead
 from dispfx.learning.learner import Problem, backward_decoder, check_gates, check_samples
 from dispfx.learning.scores import starting_logits
+from dispfx.learning.text import Ahead
 
 HELD_OUT_BATCHES = 8
 # Encoded first steps of a run that resumes nothing, and of a run that does not start.

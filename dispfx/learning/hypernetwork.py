@@ -16,15 +16,39 @@ A head's gradient is an outer product, (C, W) by (C, F), as large as the heads. 
 Legend: G groups, C groups of one width class, W their width, F inputs of a head, N features.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from dispfx.learning.outer_product import OuterProduct, OuterProducts
 from dispfx.settings.learning_settings import HypernetworkName, seed_for
 from dispfx.words.choices import choice
+
+
+@dataclass(frozen=True, eq=False)
+class OuterProduct:
+    """Matrices left · rightᵀ (C, W, F), stored as two factors.
+
+    Args:
+        left_CW: contiguous.
+        right_CF: contiguous.
+    """
+
+    left_CW: Tensor
+    right_CF: Tensor
+
+    def written(self) -> Tensor:
+        """Return the matrices themselves, (C, W, F)."""
+        return self.left_CW.unsqueeze(2) * self.right_CF.unsqueeze(1)
+
+    def norms(self) -> Tensor:
+        """Return the Frobenius norm of every matrix, (C,): the product of the norms of its factors."""
+        return self.left_CW.norm(dim=1) * self.right_CF.norm(dim=1)
+
+
+OuterProducts = Mapping[nn.Parameter, OuterProduct]
+
 
 INPUT_WIDTH = 32
 RECURRENT_WIDTH = 64

@@ -2,7 +2,7 @@
 
     logits = sharpness · hypernetwork()                      (N,)
     masks, slopes = estimator.sample(logits)                 (S, N) each; the masks are a leaf
-    loss = next_token_loss(gated(ids, masks split by site)) + λ · R
+    loss = loss of the predictions(gated(ids, masks split by site)) + λ · R
     ∂loss/∂logits = Σ over S of ∂loss/∂mask · slope          then one backward pass of the hypernetwork
 
     R = mean over S of budget_loss(count(mask)),             or budget_loss(count(sigmoid(logits))); eased
@@ -25,17 +25,16 @@ from torch import Tensor
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError, PassError
 from dispfx.ir.sites import Site
-from dispfx.learning.ahead import Ahead
 from dispfx.learning.estimators import OwnEstimator, estimator
 from dispfx.learning.hypernetwork import build_hypernetwork
 from dispfx.learning.interrupt import uninterrupted
-from dispfx.learning.objective import next_token_loss
-from dispfx.learning.readout import reading
+from dispfx.learning.objective import NEXT_TOKEN, OBJECTIVES, Objective, loss_of_logits
 from dispfx.learning.state import Position, restore_run, run_tensors
-from dispfx.learning.text import Batches
+from dispfx.learning.text import Ahead, Batches
 from dispfx.learning.update import Slopes, Update, fastest_update
 from dispfx.plan.hardening import Groups, ParameterCount
 from dispfx.settings.learning_settings import LearnSettings, seed_for
+from dispfx.words.option_names import option
 
 # Kernels round differently for a batch than for one sequence, in bfloat16 by about 1e-2 of a logit.
 _SAMPLE_TOLERANCE = 2e-3
@@ -48,10 +47,14 @@ Gated = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 @runtime_checkable
 class WithLoss(Protocol):
-    """A decoder that computes its next-token loss without materialising all logits."""
+    """A decoder that computes its losses without materialising all logits."""
 
     def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
-        """Return the mean next-token loss of a batch under masks (N,) or (S, N) of all sites."""
+        """Return what is learned from a batch under masks (N,) or (S, N) of all sites."""
+        ...
+
+    def next_token_loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
+        """Return the mean cross entropy with the next token under masks (N,) or (S, N) of all sites."""
         ...
 
 
@@ -97,13 +100,29 @@ class Problem:
         return self.ranks.rows(self.text.batch(index))
 
     def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
-        """Return the next-token loss of a batch under masks (N,) or (S, N) of all sites."""
+        """Return what is learned from a batch under masks (N,) or (S, N) of all sites."""
+        return self._loss(ids_BT, masks, OBJECTIVES[self.settings.objective])
+
+    def next_token_loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
+        """Return the next-token loss of a batch under masks (N,) or (S, N) of all sites.
+
+        With everything kept its gradient says how much a feature matters; that of a divergence from the dense
+        decoder is zero there.
+        """
+        return self._loss(ids_BT, masks, NEXT_TOKEN)
+
+    def _loss(self, ids_BT: Tensor, masks: Tensor, objective: Objective) -> Tensor:
         ids_BT = ids_BT.to(self.device)
         with self.ranks.reaching():
             if isinstance(self.gated, WithLoss):
-                return self.gated.loss(ids_BT, masks)
-            logits_BTV = self.gated(ids_BT, masks.split([site.size for site in self.sites], -1))
-            return next_token_loss(logits_BTV, ids_BT)
+                found = self.gated.next_token_loss if objective == NEXT_TOKEN else self.gated.loss
+                return found(ids_BT, masks)
+            sizes = [site.size for site in self.sites]
+
+            def logits(as_dense: bool) -> Tensor:
+                return self.gated(ids_BT, (torch.ones_like(masks) if as_dense else masks).split(sizes, -1))
+
+            return loss_of_logits(objective, logits, ids_BT)
 
 
 @dataclass(frozen=True)
@@ -261,14 +280,15 @@ def check_gates(problem: Problem) -> None:
     sizes = [site.size for site in problem.sites]
     mask_N = torch.ones(sum(sizes), device=problem.device)
     masks = problem.ranks.masks(_as_drawn(mask_N, problem.settings)).clone().requires_grad_()
-    loss = problem.loss(problem.batch(0), masks)
+    loss = problem.next_token_loss(problem.batch(0), masks)
     if not loss.requires_grad:
         where = f"rank {problem.ranks.rank}" if problem.ranks.size > 1 else None
         raise PassError("the logits depend on no gate, so there is nothing to learn", where=where)
     if not math.isfinite(loss.item()):
         raise DispfxError(
             f"the decoder's loss with everything kept is {loss.item()} at the start",
-            hint="use --dtype float32 or bfloat16, and check that the tokenizer belongs to the decoder",
+            hint=f"use {option('dtype', 'float32')} or bfloat16, "
+            "and check that the tokenizer belongs to the decoder",
         )
     loss.backward()
     assert masks.grad is not None
@@ -281,7 +301,7 @@ def check_gates(problem: Problem) -> None:
         raise PassError(
             f"every gate must act on the loss, but {len(dead)} of {len(sizes)} get a gradient of zero",
             where=", ".join(dead[:5]) + (" …" if len(dead) > 5 else ""),
-            hint="leave these branches dense with --skip",
+            hint=f"leave these branches dense with {option('skip')}",
         )
 
 
@@ -354,8 +374,8 @@ def _as_drawn(mask_N: Tensor, settings: LearnSettings) -> Tensor:
 
 def _no_samples(samples: int, reason: str) -> DispfxError:
     return DispfxError(
-        f"--samples {samples} is not possible, because this decoder mixes its sequences: {reason}",
-        hint="use --samples 1",
+        f"{option('samples', samples)} is not possible, because this decoder mixes its sequences: {reason}",
+        hint=f"use {option('samples', 1)}",
     )
 
 
@@ -363,5 +383,27 @@ def _diverged(position: Position, loss: float) -> DispfxError:
     return DispfxError(
         f"learning was stopped at step {position.step}: the loss ({loss}) or its gradient was not finite "
         f"{position.bad_in_a_row} times in a row",
-        hint="use a smaller --lr, or --dtype float32 or bfloat16; the last good state is kept for --resume",
+        hint=f"use a smaller {option('lr')}, or {option('dtype', 'float32')} or bfloat16; "
+        f"the last good state is kept for {option('resume')}",
     )
+
+
+def reading(numbers: Tensor) -> Callable[[], list[float]]:
+    """Start copying numbers to the host, and return a function that waits for them and returns them.
+
+    On a GPU it waits only for work queued before this call, not for work queued between the two calls.
+
+    Args:
+        numbers: (n,); later work may overwrite them.
+    """
+    if numbers.device.type != "cuda":
+        found = numbers.tolist()
+        return lambda: found
+    copied = numbers.to("cpu", non_blocking=True)  # torch pins what it copies to in that way
+    arrived = torch.cuda.current_stream(numbers.device).record_event()
+
+    def wait() -> list[float]:
+        arrived.synchronize()
+        return copied.tolist()
+
+    return wait

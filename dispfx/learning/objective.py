@@ -1,13 +1,104 @@
-"""The objective of learning: next-token loss + λ · budget loss.
+"""The objective of learning: loss of the predictions + λ · budget loss.
 
-Legend: B batch, T tokens, V vocabulary.
+    loss of the predictions = a · cross entropy with the next token + b · KL(dense decoder ‖ under masks)
+
+a and b are named by the objective: `ce`, `kl` or `mix`.
+
+Legend: B batch, T tokens, V vocabulary, N features of all sites, S samples of the masks.
 """
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dispfx.learning.divergence import Predictions, kl_divergence
+
 NO_TARGET = -100
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Weights of the two parts of a loss.
+
+    Args:
+        cross_entropy: of that with the next token.
+        divergence: of KL(dense ‖ under masks), forward KL as in distillation (arXiv 1503.02531).
+    """
+
+    cross_entropy: float
+    divergence: float
+
+
+NEXT_TOKEN = Objective(1.0, 0.0)
+OBJECTIVES: Mapping[str, Objective] = {
+    "ce": NEXT_TOKEN,
+    "kl": Objective(0.0, 1.0),
+    "mix": Objective(0.5, 0.5),
+}
+
+
+class MaskedLosses(ABC):
+    """The losses of a decoder under masks (N,) or (S, N) of all sites; means over tokens, in nats."""
+
+    objective: Objective = NEXT_TOKEN
+
+    def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
+        """Return what is learned from a batch."""
+        return self._loss(ids_BT, masks, self.objective, shift=0)
+
+    def next_token_loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
+        """Return the cross entropy with the next token."""
+        return self._loss(ids_BT, masks, NEXT_TOKEN, shift=0)
+
+    def trial_loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
+        """Return the loss with the dense decoder's predictions for the token before.
+
+        Two ways to compute a loss are compared on it: near the dense decoder the divergence from it is little
+        more than rounding.
+        """
+        return self._loss(ids_BT, masks, self.objective, shift=1)
+
+    @abstractmethod
+    def _loss(self, ids_BT: Tensor, masks: Tensor, objective: Objective, shift: int) -> Tensor:
+        """Return a loss; the dense decoder's predictions are shifted by so many tokens."""
+
+
+def loss_of_logits(
+    objective: Objective,
+    logits: Callable[[bool], Tensor],
+    ids_BT: Tensor,
+    *,
+    separator: int | None = None,
+    shift: int = 0,
+) -> Tensor:
+    """Return a loss from whole logits.
+
+    Args:
+        logits: (B, T, V) under the masks, or those of the dense decoder where it is given True.
+        separator: token that ends a document, as for `next_tokens`.
+        shift: as for `MaskedLosses`.
+    """
+    dense_BTV = _of_dense(objective, logits, shift)
+    logits_BTV = logits(False)
+    parts = []
+    if objective.cross_entropy:
+        parts.append(objective.cross_entropy * next_token_loss(logits_BTV, ids_BT, separator))
+    if dense_BTV is not None:
+        where_BT = next_tokens(ids_BT, separator) != NO_TARGET
+        divergence = kl_divergence(Predictions(dense_BTV), Predictions(logits_BTV), where_BT)
+        parts.append(objective.divergence * divergence)
+    return torch.stack(parts).sum()
+
+
+def _of_dense(objective: Objective, logits: Callable[[bool], Tensor], shift: int) -> Tensor | None:
+    if not objective.divergence:
+        return None
+    with torch.no_grad():
+        return logits(True).roll(shift, 1)
 
 
 def next_tokens(ids_BT: Tensor, separator: int | None = None) -> Tensor:

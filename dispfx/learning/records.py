@@ -9,8 +9,7 @@ from time import perf_counter
 from typing import Any, TextIO
 
 from dispfx.errors import DataError
-from dispfx.files.atomic import replacing
-from dispfx.files.disk import writing
+from dispfx.files.disk import replacing, writing
 from dispfx.files.json_text import parse_json
 from dispfx.learning.tensorboard import TensorBoardLog
 

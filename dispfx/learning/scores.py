@@ -37,6 +37,7 @@ from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import Groups, hard_masks, harden
 from dispfx.plan.plan_making import site_scores
 from dispfx.settings.learning_settings import METHOD_ALIASES, Method, seed_for
+from dispfx.words.option_names import option
 from dispfx.words.own_function import OwnFunction, own_or_choice, shown
 
 SEQUENCES = 64
@@ -117,7 +118,7 @@ class Scored:
 
     def loss(self, ids_BT: Tensor, masks: Mapping[str, Tensor]) -> Tensor:
         """Return the mean next-token loss under masks of all sites, differentiable in them."""
-        return self.problem.loss(ids_BT, torch.cat([masks[site.name] for site in self.sites]))
+        return self.problem.next_token_loss(ids_BT, torch.cat([masks[site.name] for site in self.sites]))
 
     def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return by site the mean and the mean square of its features at their gates, (size,) each."""
@@ -151,10 +152,10 @@ def _require_finite(scores_N: Tensor, problem: Problem) -> None:
         if not bool(scores.isfinite().all()):
             method = shown(problem.settings.method)
             raise DispfxError(
-                f"the scores of --method {method} must be finite: found NaN or infinity in {site.name}; the "
-                "decoder's activations contain NaN or infinity",
+                f"the scores of {option('method', method)} must be finite: "
+                f"found NaN or infinity in {site.name}; the decoder's activations contain NaN or infinity",
                 where=site.slices[0].parameter,
-                hint="use --dtype float32 or bfloat16, or another --method",
+                hint=f"use {option('dtype', 'float32')} or bfloat16, or another {option('method')}",
             )
 
 
@@ -254,12 +255,12 @@ def _gradients(problem: Problem, sequences: int) -> Iterator[Tensor]:
     if not (samples == batch_size > 1 and problem.ranks.size == 1):
         for ids_T in _sequences(problem, sequences):
             masks_N = torch.ones(problem.groups.features, device=problem.device, requires_grad=True)
-            loss = problem.loss(ids_T[None], problem.groups.expand(masks_N))
+            loss = problem.next_token_loss(ids_T[None], problem.groups.expand(masks_N))
             yield torch.autograd.grad(loss, masks_N)[0][None]
         return
     for index in range(-(-sequences // batch_size)):
         masks_SN = torch.ones(samples, problem.groups.features, device=problem.device, requires_grad=True)
-        loss = problem.loss(problem.text.batch(index), problem.groups.expand(masks_SN))
+        loss = problem.next_token_loss(problem.text.batch(index), problem.groups.expand(masks_SN))
         # The loss is the mean over sequences, so each one contributes 1 / S.
         yield torch.autograd.grad(loss, masks_SN)[0] * samples
 

@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dispfx.errors import DataError, PlanMismatchError
-from dispfx.files.atomic import replacing
+from dispfx.files.disk import replacing
 from dispfx.files.json_text import parse_json
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.words.option_names import option
 from dispfx.words.own_function import identity_of
 
 STATE_FILE = "learning.safetensors"
@@ -200,7 +201,7 @@ def _check_identity(saved: dict[str, Any], asked: dict[str, Any], path: Path) ->
             raise PlanMismatchError(
                 f"the state to resume from was made for another decoder: its {what} differ from this one's",
                 where=str(path),
-                hint="resume with the decoder that the run began with, or start again without --resume",
+                hint=f"resume with the run's own decoder, or start again without {option('resume')}",
             )
     differing = [entry for entry in _compared(saved, asked) if entry[1] != entry[2]]
     if differing:
@@ -208,7 +209,7 @@ def _check_identity(saved: dict[str, Any], asked: dict[str, Any], path: Path) ->
         raise DataError(
             f"the state to resume from was made with other settings: {described}",
             where=str(path),
-            hint="resume with the settings that the run began with, or start again without --resume",
+            hint=f"resume with the run's own settings, or start again without {option('resume')}",
         )
 
 

@@ -13,6 +13,8 @@ Legend: B batch, T tokens of a sequence.
 """
 
 import hashlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Protocol
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from dispfx.errors import DataError
 from dispfx.settings.learning_settings import seed_for
+from dispfx.words.option_names import option
 
 HELD_OUT_SHARE = 0.1
 _DIGEST_CHUNK = 1 << 16
@@ -97,7 +100,7 @@ class TokenBatches:
             raise DataError(
                 f"a sequence of {self.seq_len} tokens has no room for text after the {len(self.bos)} that it "
                 "begins with",
-                hint="use a larger --seq-len, or --bos off",
+                hint=f"use a larger {option('seq_len')}, or {option('bos', 'off')}",
             )
         if self.windows < 1:
             held_out = 0 if self.held_out is None else len(self.held_out)
@@ -105,7 +108,7 @@ class TokenBatches:
             raise DataError(
                 f"one sequence needs {self._stride:,} tokens, and the text to learn from has "
                 f"{len(self.tokens):,}{aside}",
-                hint="give a longer text, or a smaller --seq-len",
+                hint=f"give a longer text, or a smaller {option('seq_len')}",
             )
 
     @staticmethod
@@ -220,3 +223,34 @@ def _ids(tokens: Tensor | np.ndarray) -> Tensor:
         return tokens.to("cpu", torch.int64, copy=True)
     # Always a copy: a read-only memory map must not become a writable tensor.
     return torch.from_numpy(tokens.astype("int64"))
+
+
+class Ahead:
+    """Batches by index, on a device; a thread prepares the next batch in the meantime.
+
+    On a GPU, batches wait in pinned memory, so that copies do not block the computation.  On a CPU there is
+    nothing to overlap, so batches are made on demand.
+
+    Args:
+        batch: makes batch `index` on the CPU; called from one thread at a time.
+        device: of the returned batches.
+    """
+
+    def __init__(self, batch: Callable[[int], Tensor], device: torch.device):
+        self._batch = batch
+        self._device = device
+        self._next: tuple[int, Future[Tensor]] | None = None
+        self._thread = ThreadPoolExecutor(1, "batches") if device.type == "cuda" else None
+
+    def get(self, index: int) -> Tensor:
+        """Return batch `index` on the device; re-raises errors of the thread."""
+        if self._thread is None:
+            return self._batch(index).to(self._device)
+        ready = self._next if self._next is not None and self._next[0] == index else None
+        made = ready[1] if ready else self._thread.submit(self._pinned, index)
+        batch = made.result()
+        self._next = (index + 1, self._thread.submit(self._pinned, index + 1))
+        return batch.to(self._device, non_blocking=True)
+
+    def _pinned(self, index: int) -> Tensor:
+        return self._batch(index).pin_memory()

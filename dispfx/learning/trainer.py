@@ -27,6 +27,7 @@ from dispfx.learning.text import Batches
 from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import Groups, ParameterCount, check_reachable, hard_masks, harden
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.words.option_names import option
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +246,7 @@ def _restore(learner: Learner, position: Position, tensors: dict[str, Tensor], *
         raise DataError(
             f"the state to resume from is at step {position.step}, but only {steps} steps were requested",
             where=where,
-            hint="ask for at least as many steps, or start again without --resume",
+            hint=f"ask for at least as many steps, or start again without {option('resume')}",
         )
     try:
         learner.restore(position, tensors)
@@ -253,7 +254,7 @@ def _restore(learner: Learner, position: Position, tensors: dict[str, Tensor], *
         raise DataError(
             f"the state to resume from is damaged: {error}",
             where=where,
-            hint="start again without --resume",
+            hint=f"start again without {option('resume')}",
         ) from error
 
 
@@ -335,6 +336,6 @@ def _hardened(learner: Learner, logits: Tensor, budget: Budget) -> list[Tensor]:
     if not bool(logits.isfinite().all()):
         raise DispfxError(
             f"the logits are not finite after step {learner.position.step}, so no plan can be made",
-            hint="start again with a smaller --lr",
+            hint=f"start again with a smaller {option('lr')}",
         )
     return harden(logits, problem.sites, problem.count, budget, groups=problem.groups)

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from dispfx.errors import first_line
 from dispfx.kernels.recording import recording, warm_up
-from dispfx.learning.hypernetwork import Hypernetwork
+from dispfx.learning.hypernetwork import Hypernetwork, OuterProducts
 from dispfx.learning.objective import budget_loss, eased
-from dispfx.learning.outer_product import OuterProducts
 
 Count = Callable[[Tensor], Tensor]
 Shape = tuple[int, ...]

@@ -29,6 +29,7 @@ from dispfx.plan.groups import Groups
 from dispfx.plan.latency_table import CostTable, branch_costs
 from dispfx.plan.parameter_count import ParameterCount
 from dispfx.plan.width_search import CLOSE, WidthSearch
+from dispfx.words.option_names import option
 
 __all__ = ["CLOSE", "LIMIT", "Groups", "ParameterCount", "check_reachable", "hard_masks", "harden"]
 
@@ -155,7 +156,7 @@ def _out_of_reach(budget: Budget, most: float) -> BudgetError:
         f"ratio {budget.ratio:.4f} of the {budget.of} parameters was requested, but the sites can remove "
         f"at most {most:.4f}{aligned}",
         hint="ask for a smaller ratio"
-        + (", a smaller alignment (--align)" if aligned else "")
+        + (f", a smaller {option('align')}" if aligned else "")
         + (", or count blocks only" if budget.of == "total" else ""),
     )
 
@@ -164,5 +165,5 @@ def _not_met(budget: Budget, reached: float) -> BudgetError:
     return BudgetError(
         f"ratio {budget.ratio:.4f} of the {budget.of} parameters was requested, but the closest widths "
         f"(multiples of {budget.align}) remove {reached:.4f}",
-        hint="ask for that ratio, or for a smaller alignment (--align)",
+        hint=f"ask for that ratio, or for a smaller {option('align')}",
     )

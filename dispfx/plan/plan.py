@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dispfx.errors import DataError, PlanMismatchError
-from dispfx.files.atomic import replacing
+from dispfx.files.disk import replacing
 from dispfx.files.json_text import parse_json
 from dispfx.ir.lengths import End, Lengths
 from dispfx.ir.shown_tables import plan_html, plan_text

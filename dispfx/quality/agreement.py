@@ -17,7 +17,17 @@ from torch.nn import functional
 
 from dispfx.errors import DataError
 from dispfx.quality.logits_by_rows import by_rows
-from dispfx.quality.perplexity import first_predicted, windows_of
+from dispfx.quality.perplexity import (
+    Perplexity,
+    TextFacts,
+    check_measurable,
+    first_predicted,
+    negative_log_likelihood,
+    protocol_of,
+    running_on,
+    windows_of,
+)
+from dispfx.words.option_names import option
 
 # KL is computed in float64.
 _DOUBLE_BYTES = 8
@@ -38,7 +48,16 @@ class Agreement:
     tokens: int
 
 
-def agreement(
+@dataclass(frozen=True)
+class Comparison:
+    """Two decoders on one text, under one protocol."""
+
+    dense: Perplexity
+    pruned: Perplexity
+    agreement: Agreement
+
+
+def compare_on_text(
     dense: Callable[[Tensor], Any],
     pruned: Callable[[Tensor], Any],
     tokens: Tensor,
@@ -46,39 +65,51 @@ def agreement(
     context: int,
     windows: int | None = None,
     device: torch.device | str = "cpu",
-    bos: tuple[int, ...] = (),
-) -> Agreement:
-    """Compare two decoders of one vocabulary on a text.
+    text: TextFacts | None = None,
+) -> Comparison:
+    """Measure perplexity, KL divergence and top-1 agreement of two decoders of one vocabulary in one pass.
 
     Args:
         dense, pruned: token ids (B, T) int64 to logits (B, T, V) or an output with `.logits`.
-        tokens: (N,) token ids, two or more.
-        context, windows: as for `dispfx.quality.perplexity.perplexity`.
-        bos: tokens that every window begins with.
+        tokens: (N,) token ids of the whole text.
+        context, windows, device, text: as for `dispfx.quality.perplexity.perplexity`.
 
     Raises:
-        DataError: if the vocabularies differ or there is nothing to predict.
+        DataError: if the vocabularies differ, there is nothing to predict, or a decoder does not run on
+            windows of `context` tokens.
     """
-    divergence, same, count, first = 0.0, 0, 0, first_predicted(bos)
-    with torch.no_grad():
-        for ids_BT in windows_of(tokens, context, windows, 1, bos):
+    text = text or TextFacts()
+    check_measurable(tokens, context, windows, text)
+    likelihoods, divergence = [0.0, 0.0], 0.0
+    same, count, used, first = 0, 0, 0, first_predicted(text.bos)
+    with running_on(context, text), torch.no_grad():
+        for ids_BT in windows_of(tokens, context, windows, 1, text.bos):
             ids_BT = ids_BT.to(device=device, dtype=torch.int64)
             place = 1
+            used += 1
             chunks = (by_rows(decoder, ids_BT).chunks(ids_BT, _DOUBLE_BYTES) for decoder in (dense, pruned))
-            for p_BRV, q_BRV in zip(*chunks, strict=False):
-                if p_BRV.shape[-1] != q_BRV.shape[-1]:
-                    raise DataError(
-                        f"the decoders have vocabularies of {p_BRV.shape[-1]} and {q_BRV.shape[-1]} tokens",
-                        hint="--dense is the MODEL that the folder was compiled from",
-                    )
+            for pair in zip(*chunks, strict=False):
+                _require_one_vocabulary(*pair)
+                for index, logits_BRV in enumerate(pair):
+                    likelihoods[index] += negative_log_likelihood(logits_BRV, ids_BT, place, first)
                 rows = slice(max(0, first - place), max(0, ids_BT.shape[1] - place))
-                place += p_BRV.shape[1]
-                p_NV, q_NV = (logits_BRV[:, rows].flatten(0, 1) for logits_BRV in (p_BRV, q_BRV))
+                place += pair[0].shape[1]
+                p_NV, q_NV = (logits_BRV[:, rows].flatten(0, 1) for logits_BRV in pair)
                 p, q = (functional.log_softmax(logits_NV.double(), -1) for logits_NV in (p_NV, q_NV))
                 divergence += float(functional.kl_div(q, p, reduction="sum", log_target=True))
                 same += int((p_NV.argmax(-1) == q_NV.argmax(-1)).sum())
                 count += len(p_NV)
-                del p_BRV, q_BRV, p_NV, q_NV, p, q  # before the next chunks are made
-    if not count:
-        raise DataError("the text must have 2 tokens or more to predict one")
-    return Agreement(divergence / count, same / count, count)
+                del pair, logits_BRV, p_NV, q_NV, p, q  # before the next chunks are made
+    protocol = protocol_of(text, context, used, count)
+    return Comparison(
+        *(Perplexity.of(likelihood / count, protocol) for likelihood in likelihoods),
+        Agreement(divergence / count, same / count, count),
+    )
+
+
+def _require_one_vocabulary(p_BRV: Tensor, q_BRV: Tensor) -> None:
+    if p_BRV.shape[-1] != q_BRV.shape[-1]:
+        raise DataError(
+            f"the decoders have vocabularies of {p_BRV.shape[-1]} and {q_BRV.shape[-1]} tokens",
+            hint=f"{option('dense')} is the MODEL that the folder was compiled from",
+        )

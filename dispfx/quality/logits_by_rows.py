@@ -24,7 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from dispfx.capturing.module_capture import logits_of, module_output
+from dispfx.capturing.logits import logits_of, widths_of
+from dispfx.capturing.module_capture import module_output
 from dispfx.ir import ops
 from dispfx.ir.head import way_to_head
 
@@ -185,7 +186,8 @@ class _Replayed:
 
         handle = self._head.register_forward_pre_hook(cut)
         try:
-            return logits_of(module_output(self._module, ids_BT), ids_BT[:, rows])
+            output = module_output(self._module, ids_BT)
+            return logits_of(output, ids_BT[:, rows], widths_of(self._module))
         finally:
             handle.remove()
 

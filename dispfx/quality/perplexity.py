@@ -13,6 +13,7 @@ Shape legend: B batch, T tokens, V vocabulary.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dispfx.errors import DataError
+from dispfx.errors import CaptureError, DataError, first_line
 from dispfx.quality.logits_by_rows import by_rows
+from dispfx.words.option_names import option
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class Perplexity:
     value: float
     protocol: Mapping[str, Any]
 
+    @classmethod
+    def of(cls, loss: float, protocol: Mapping[str, Any]) -> "Perplexity":
+        """Return the perplexity of a mean negative log-likelihood, in nats."""
+        return cls(_exp(loss), protocol)
+
 
 def perplexity(
     decoder: Callable[[Tensor], Any],
@@ -81,6 +88,28 @@ def perplexity(
         DataError: if there is no token to predict.
     """
     text = text or TextFacts()
+    check_measurable(tokens, context, windows, text)
+    first = first_predicted(text.bos)
+    likelihood, predicted, used = 0.0, 0, 0
+    with torch.no_grad():
+        for ids_BT in windows_of(tokens, context, windows, batch_size, text.bos):
+            ids_BT = ids_BT.to(device=device, dtype=torch.int64)
+            place = 1
+            for logits_BRV in by_rows(decoder, ids_BT).chunks(ids_BT):
+                likelihood += negative_log_likelihood(logits_BRV, ids_BT, place, first)
+                place += logits_BRV.shape[1]
+                del logits_BRV  # before the next chunk is made
+            predicted += ids_BT[:, first:].numel()
+            used += len(ids_BT)
+    return Perplexity.of(likelihood / predicted, protocol_of(text, context, used, predicted))
+
+
+def check_measurable(tokens: Tensor, context: int, windows: int | None, text: TextFacts) -> None:
+    """Pass if there is something to predict.
+
+    Raises:
+        DataError: if there is no token to predict.
+    """
     fewest = max(2, len(text.bos) + 1)
     if context < fewest:
         raise DataError(f"a window must hold {fewest} tokens or more, but the context is {context}")
@@ -90,24 +119,52 @@ def perplexity(
         raise DataError(
             f"the text must have 2 tokens or more to predict one, but has {len(tokens)}", where=text.name
         )
-    first = first_predicted(text.bos)
-    likelihood, predicted, used = 0.0, 0, 0
-    with torch.no_grad():
-        for ids_BT in windows_of(tokens, context, windows, batch_size, text.bos):
-            ids_BT = ids_BT.to(device=device, dtype=torch.int64)
-            likelihood += _negative_log_likelihood(decoder, ids_BT, first)
-            predicted += ids_BT[:, first:].numel()
-            used += len(ids_BT)
-    protocol = {
+
+
+def protocol_of(text: TextFacts, context: int, windows: int, tokens: int) -> dict[str, Any]:
+    """Return the protocol of a measurement, as `Perplexity` has it."""
+    return {
         "text": text.name,
         "context": context,
-        "windows": used,
-        "tokens": predicted,
+        "windows": windows,
+        "tokens": tokens,
         "held_out_share": text.held_out_share,
         "bos": text.bos,
         "unknown_share": text.unknown_share,
     }
-    return Perplexity(_exp(likelihood / predicted), protocol)
+
+
+def measure(
+    decoder: Callable[[Tensor], Any],
+    tokens: Tensor,
+    *,
+    context: int,
+    text: TextFacts,
+    windows: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Perplexity:
+    """As `perplexity`, one window at a time.
+
+    Raises:
+        DataError: if the text is too short, or the decoder does not run on windows of `context` tokens, for
+            example because of a shorter position table.
+    """
+    with running_on(context, text):
+        return perplexity(decoder, tokens, context=context, windows=windows, device=device, text=text)
+
+
+@contextmanager
+def running_on(context: int, text: TextFacts) -> Iterator[None]:
+    """Turn what a decoder raises on windows of `context` tokens into a DataError."""
+    try:
+        yield
+    except (CaptureError, RuntimeError, IndexError, ValueError) as error:
+        raise DataError(
+            f"perplexity needs a decoder that runs on windows of {context} tokens; this one does not: "
+            f"{first_line(error)}",
+            where=text.name,
+            hint=f"measure shorter windows ({option('context')}), or leave out the text to measure on",
+        ) from error
 
 
 def windows_of(
@@ -136,21 +193,18 @@ def _begun(ids_BT: Tensor, bos: tuple[int, ...]) -> Tensor:
     return torch.cat([torch.tensor(bos).expand(len(ids_BT), -1), ids_BT.to("cpu", torch.int64)], dim=1)
 
 
-def _negative_log_likelihood(decoder: Callable[[Tensor], Any], ids_BT: Tensor, first: int) -> float:
-    """Return -Σ log p over the tokens of each window from position `first`, in nats."""
-    total, place = 0.0, 1
-    for logits_BRV in by_rows(decoder, ids_BT).chunks(ids_BT):
-        # The first row predicts token `place`.
-        skipped = max(0, first - place)
-        targets_BR = ids_BT[:, place + skipped : place + logits_BRV.shape[1]].to(logits_BRV.device)
-        for logits_RV, targets_R in zip(logits_BRV[:, skipped:], targets_BR, strict=True):
-            losses_R = functional.cross_entropy(
-                logits_RV[: len(targets_R)].float(), targets_R, reduction="none"
-            )
-            total += float(losses_R.double().sum())
-            del logits_RV
-        place += logits_BRV.shape[1]
-        del logits_BRV  # before the next chunk is made
+def negative_log_likelihood(logits_BRV: Tensor, ids_BT: Tensor, place: int, first: int) -> float:
+    """Return -Σ log p over the tokens that some rows of logits predict, in nats.
+
+    Args:
+        place: position of the token that the first row predicts.
+        first: position of the first token of a window that counts.
+    """
+    total, skipped = 0.0, max(0, first - place)
+    targets_BR = ids_BT[:, place + skipped : place + logits_BRV.shape[1]].to(logits_BRV.device)
+    for logits_RV, targets_R in zip(logits_BRV[:, skipped:], targets_BR, strict=True):
+        losses_R = functional.cross_entropy(logits_RV[: len(targets_R)].float(), targets_R, reduction="none")
+        total += float(losses_R.double().sum())
     return total
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from dispfx.errors import DataError
+from dispfx.words.option_names import option
 
 PAPER_METRICS: Mapping[str, str] = {
     "piqa": "acc_norm",
@@ -168,7 +169,7 @@ class Harness:
                 f"lm-eval has no task {name!r}",
                 hint=f"did you mean {', '.join(close)}?"
                 if close
-                else "`lm_eval ls tasks` lists them; --task-folder DIR adds your own",
+                else f"`lm_eval ls tasks` lists them; {option('task_folder')} adds your own",
             )
         loaded = self._loaded(name)
         for task in loaded.values():
@@ -206,7 +207,7 @@ def _fault(task: str, error: Exception) -> DataError:
     if isinstance(error, OSError):
         hint = (
             "data comes from the hub; without a network, write a task on local files and name its folder "
-            "with --task-folder"
+            f"with {option('task_folder')}"
         )
     return DataError(f"the task {task} gives no questions: {_short(error)}", hint=hint)
 

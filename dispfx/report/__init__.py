@@ -16,10 +16,11 @@ tasks, evaluation   scores in tasks, and what `dispfx eval` found
 tuning     what fine-tuning did
 """
 
-from dispfx.report.card import model_card
+from dispfx.report.card import FolderContents, model_card
 from dispfx.report.json_form import from_json, load_report, save_report, to_json, to_plain
 from dispfx.report.observer import NullObserver, Observer, TerminalObserver
 from dispfx.report.schema import (
+    Behaviour,
     Bytes,
     Parameters,
     PerplexityChange,
@@ -34,7 +35,9 @@ from dispfx.report.schema import (
 )
 
 __all__ = [
+    "Behaviour",
     "Bytes",
+    "FolderContents",
     "NullObserver",
     "Observer",
     "Parameters",

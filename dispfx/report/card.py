@@ -1,49 +1,61 @@
 """The model card of a folder: what was done, what it cost, how to load the model."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 
 from dispfx.report.numbers import shown_perplexity
-from dispfx.report.schema import Report
+from dispfx.report.schema import Behaviour, Report
 from dispfx.report.settings_table import settings_rows
 from dispfx.report.tuning_record import tuning_lines
 from dispfx.verification.equivalence import Verification
 
 
+@dataclass(frozen=True)
+class FolderContents:
+    """What an output folder holds, which decides how it is loaded.
+
+    Args:
+        folder: its name, for the commands shown.
+        as_modules: whether transformers loads it; a graph needs dispfx.load.
+        onnx: whether an ONNX model was also written.
+        tokenizer: whether the folder has a tokenizer.
+        code: Python module that registers the decoder's class with transformers, if needed.
+        own_code: whether the folder contains code of the decoder or tokenizer.
+    """
+
+    folder: str
+    as_modules: bool = True
+    onnx: bool = False
+    tokenizer: bool = True
+    code: str | None = None
+    own_code: bool = False
+
+    @property
+    def name(self) -> str:
+        """Last part of the folder's path."""
+        return PurePath(self.folder).name
+
+
 def model_card(
-    report: Report,
-    *,
-    base_model: str,
-    folder: str,
-    data: str = "",
-    onnx: bool = False,
-    on_hub: bool = False,
-    as_modules: bool = True,
-    tokenizer: bool = True,
-    code: str | None = None,
-    own_code: bool = False,
+    report: Report, contents: FolderContents, *, base_model: str, on_hub: bool = False, data: str = ""
 ) -> str:
     """Return the text of DIR/README.md.
 
     Args:
         report: of the compilation.
+        contents: of DIR.
         base_model: MODEL as the user wrote it.
-        folder: name of the output folder, for the commands shown.
-        data: name of the text that the masks were learned from; empty if they were not learned.
-        onnx: whether an ONNX model was also written.
-        as_modules: whether transformers loads the folder; a graph needs dispfx.load.
         on_hub: whether `base_model` is a hub id, and so a public link.
-        tokenizer: whether the folder has a tokenizer.
-        code: Python module that registers the decoder's class with transformers, if needed.
-        own_code: whether the folder contains code of the decoder or tokenizer.
+        data: name of the text that the masks were learned from; empty if they were not learned.
     """
     parts = [
         _front_matter(base_model if on_hub else None),
-        f"# {PurePath(folder).name}",
+        f"# {contents.name}",
         _summary(report, base_model),
         _figures(report),
         _tuned(report),
-        _loading(folder, onnx, as_modules, tokenizer, code, own_code),
+        _loading(contents),
         _without_cache(report),
         _origin(report, data),
         _settings(report),
@@ -81,7 +93,9 @@ def _figures(report: Report) -> str:
         f"| bytes | {report.bytes.dense:,} | {report.bytes.pruned:,} |",
     ]
     measured = report.perplexity
-    if measured is not None:
+    lines += [_of_text(one) for one in report.behaviour[:1]]
+    lines += [_of_text(one, f", {one.text}") for one in report.behaviour[1:]]
+    if measured is not None and not report.behaviour:
         lines.append(
             f"| perplexity | {shown_perplexity(measured.dense)} | {shown_perplexity(measured.pruned)} |"
         )
@@ -102,7 +116,20 @@ def _figures(report: Report) -> str:
         f"windows of {protocol.context} tokens without overlap, {protocol.tokens:,} predicted tokens."
         f"{protocol.begins}",
     ]
+    if report.behaviour:
+        lines[-1] += (
+            " KL is the mean over tokens of KL(dense ‖ pruned) in nats; the percentage is how often both "
+            "decoders find the same token likeliest."
+        )
     return "\n".join(lines)
+
+
+def _of_text(one: Behaviour, of: str = "") -> str:
+    return (
+        f"| KL per token{of} | 0 | {one.kl:.4f} ({one.top1:.1%}) |\n"
+        f"| perplexity{of} | {shown_perplexity(one.perplexity_dense)} "
+        f"| {shown_perplexity(one.perplexity_pruned)} |"
+    )
 
 
 def _tuned(report: Report) -> str:
@@ -112,11 +139,9 @@ def _tuned(report: Report) -> str:
     return f"## Tuned\n\nAfter pruning, the weights were tuned, so they differ from the original's.\n\n{text}"
 
 
-def _loading(
-    folder: str, onnx: bool, as_modules: bool, tokenizer: bool, code: str | None, own_code: bool
-) -> str:
-    name = PurePath(folder).name
-    trust, flag = (", trust_remote_code=True", " --trust-remote-code") if own_code else ("", "")
+def _loading(contents: FolderContents) -> str:
+    name, code, tokenizer = contents.name, contents.code, contents.tokenizer
+    trust, flag = (", trust_remote_code=True", " --trust-remote-code") if contents.own_code else ("", "")
     with_transformers = [
         *([f"import {code}  # registers the decoder's class"] if code else []),
         "import dispfx  # lets transformers load the folder",
@@ -126,7 +151,7 @@ def _loading(
         *([f'tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})'] if tokenizer else []),
     ]
     # The commands do not import foreign code.
-    by_command = not (as_modules and code)
+    by_command = not (contents.as_modules and code)
     commands = [
         *([f'dispfx generate {name}{flag} --prompt "…"'] if tokenizer and by_command else []),
         *([f"dispfx verify {name}{flag}"] if by_command else []),
@@ -139,14 +164,14 @@ def _loading(
     lines = [
         "## Use",
         "",
-        *(["Loading this folder runs its Python files: read them first.", ""] if own_code else []),
+        *(["Loading this folder runs its Python files: read them first.", ""] if contents.own_code else []),
         "```python",
-        *(with_transformers if as_modules else as_graph),
+        *(with_transformers if contents.as_modules else as_graph),
         "```",
     ]
     if commands:
         lines += ["", "```", *commands, "```"]
-    if onnx:
+    if contents.onnx:
         lines += ["", "`onnx/model.onnx` is the same decoder for ONNX Runtime."]
     return "\n".join(lines)
 
@@ -161,7 +186,11 @@ def _without_cache(report: Report) -> str:
 
 
 def _origin(report: Report, data: str) -> str:
-    learned = f" The masks were learned from {data}." if data else ""
+    learned = (
+        (f" The masks were learned from {data}; figures measured on text of that kind flatter them.")
+        if data
+        else ""
+    )
     gives = "these weights again" if report.tuned is None else "the weights before they were tuned"
     return (
         f"## How it was made\n\n```\n{report.command}\n```\n\n"

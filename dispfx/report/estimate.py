@@ -20,20 +20,21 @@ def print_estimate(estimate: Estimate, console: Console) -> None:
 def estimate_lines(estimate: Estimate) -> list[str]:
     """Return the lines that `print_estimate` prints."""
     settings, share = estimate.settings, estimate.gated_parameters / estimate.parameters
-    cublas = f"cuBLAS {shown_bytes(estimate.workspace_bytes)}, " if estimate.workspace_bytes else ""
+    free = estimate.free_bytes
+    verdict = "" if free is None else f"; {estimate.fits(free)} here ({shown_bytes(free)} free)"
     return [
         f"{estimate.gated_parameters:,} of {estimate.parameters:,} parameters are gated ({share:.1%})",
-        f"learning at {settings.batch_size} × {settings.seq_len} tokens is estimated to take "
+        f"learning at {settings.batch_size} × {settings.seq_len} tokens takes about "
         f"{shown_bytes(estimate.peak_bytes)}: weights {shown_bytes(estimate.weight_bytes)}, "
-        f"hypernetwork {shown_bytes(estimate.hypernetwork_bytes)}, {cublas}"
-        f"one step {shown_bytes(estimate.step.peak)}",
+        f"hypernetwork {shown_bytes(estimate.hypernetwork_bytes)}, the rest for a step{verdict}",
         *(_card_line(estimate, card) for card in CARDS.values()),
     ]
 
 
 def estimate_plain(estimate: Estimate) -> dict[str, Any]:
     """Return all figures, ready for JSON; bytes, operations and seconds."""
-    settings = estimate.settings
+    settings, free = estimate.settings, estimate.free_bytes
+    checkpoints = estimate.beside_weights(checkpoints=True, compiled=estimate.place == "cuda")
     return {
         "batch_size": settings.batch_size,
         "seq_len": settings.seq_len,
@@ -43,24 +44,29 @@ def estimate_plain(estimate: Estimate) -> dict[str, Any]:
             "weights": estimate.weight_bytes,
             "weights_by_dtype": estimate.weight_bytes_by_dtype,
             "hypernetwork": estimate.hypernetwork_bytes,
-            "workspaces": estimate.workspace_bytes,
             "kept_for_backward": estimate.step.kept,
-            "loss": estimate.step.loss,
-            "step": estimate.step.peak,
+            "step": estimate.step.bytes(),
             "peak": estimate.peak_bytes,
+            "peak_with_checkpointing": estimate.weight_bytes + checkpoints,
+            "free": free,
         },
+        "fits": None if free is None else estimate.fits(free),
         "flops_a_step": estimate.flops_a_step,
         "seconds": {name: estimate.seconds(card) for name, card in CARDS.items()},
     }
 
 
 def _card_line(estimate: Estimate, card: Device) -> str:
-    """Return how long one GPU takes, and how many GPUs hold the memory."""
-    least = -(-estimate.peak_bytes // card.memory_bytes)
-    fits = "fits on one" if least == 1 else f"needs the memory of at least {least:,}"
+    """Return how long one GPU takes, and whether its memory suffices."""
+    fit = estimate.fits(card.memory_bytes - estimate.weight_bytes, "cuda")
+    if fit == "does not fit":
+        needed = estimate.weight_bytes + estimate.beside_weights("cuda", checkpoints=True, compiled=True)
+        fit = f"needs the memory of at least {max(2, -(-needed // card.memory_bytes)):,}"
+    else:
+        fit = fit.replace("fits", "fits on one", 1)
     return (
-        f"  {card.name}: {duration(estimate.seconds(card))} on one for {estimate.settings.steps:,} steps; "
-        f"{fits} ({card.memory_bytes / _GIGA:.0f} GB)"
+        f"  {card.name}: about {duration(estimate.seconds(card))} on one for {estimate.settings.steps:,} "
+        f"steps; {fit} ({card.memory_bytes / _GIGA:.0f} GB)"
     )
 
 

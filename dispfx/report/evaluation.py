@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dispfx.errors import DataError
-from dispfx.files.atomic import replacing
-from dispfx.files.disk import writing
+from dispfx.files.disk import replacing, writing
 from dispfx.files.json_text import read_json
 from dispfx.quality.agreement import Agreement
 from dispfx.quality.perplexity import Perplexity

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dispfx.errors import DataError, DispfxError
-from dispfx.files.atomic import replacing
+from dispfx.files.disk import replacing
 from dispfx.files.json_text import parse_json
 from dispfx.report.schema import Report
 from dispfx.settings.stored import stored_sections
@@ -29,7 +29,7 @@ def to_json(report: Report) -> str:
     plain = to_plain(report)
     for absent in [
         name
-        for name in ("skills", "tuned", "files", "settings", "onnx_without_cache", "lengths")
+        for name in ("behaviour", "skills", "tuned", "files", "settings", "onnx_without_cache", "lengths")
         if not getattr(report, name)
     ]:
         del plain[absent]

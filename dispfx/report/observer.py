@@ -18,7 +18,7 @@ from dispfx.ir.program import Program
 from dispfx.learning.records import StepRecord
 from dispfx.report.schema import Report
 from dispfx.report.site_tables import found_lines, refusal_lines
-from dispfx.report.table import print_report
+from dispfx.report.table import flattered_notes, print_report
 from dispfx.verification.equivalence import Verification
 
 _PLAIN_LINES = 10
@@ -174,6 +174,8 @@ class TerminalObserver(NullObserver):
         self._clear()
         if not self._quiet:
             print_report(report, self._console)
+            for note in flattered_notes(report):
+                self._line(note)
 
     def _move_bar(self, name: str, done: int, total: int, figures: str) -> None:
         if self._progress is None:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dispfx.errors import OutputError
-from dispfx.files.atomic import replacing
-from dispfx.files.disk import writing
+from dispfx.files.disk import replacing, writing
 from dispfx.report.evaluation import Evaluation, task_table, text_lines
 from dispfx.report.layers import Layers, layers_of
 from dispfx.report.numbers import shown_perplexity
@@ -20,7 +19,7 @@ from dispfx.report.pictures import COLOURS, Picture, pictures_of
 from dispfx.report.run import Run, read_run
 from dispfx.report.schema import Report
 from dispfx.report.settings_table import settings_rows
-from dispfx.report.table import report_rows, verification_rows
+from dispfx.report.table import flattered_notes, report_rows, verification_rows
 from dispfx.report.task_rows import task_notes
 from dispfx.report.tuning_record import tuning_lines
 
@@ -125,6 +124,9 @@ def _header(run: Run) -> str:
             f"parameters, of {report.parameters.dense / 1e6:,.2f} M",
         ),
     ]
+    if report.behaviour:
+        first = report.behaviour[0]
+        tiles.append((f"{first.kl:.4f}", f"nats of KL per token; {first.top1:.1%} the same first choice"))
     if report.perplexity is not None:
         tiles.append(
             (
@@ -156,6 +158,7 @@ def _protocol(report: Report) -> str:
     return (
         f"<p>Perplexity on {escape(protocol.text or 'the given text')}: {protocol.windows:,} windows of "
         f"{protocol.context:,} tokens, {protocol.tokens:,} predicted tokens.{held_out}{protocol.begins}</p>"
+        + "".join(f"<p>{escape(note)}.</p>" for note in flattered_notes(report))
     )
 
 

@@ -54,7 +54,7 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
             raise OutputError(
                 f"a folder that dispfx wrote is needed, but this one has no {file}",
                 where=str(path),
-                hint="pass the --out of a compile",
+                hint="pass a folder that `dispfx compile` wrote",
             )
     return Run(
         name or path.resolve().name,

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from dispfx.files.atomic import replacing
+from dispfx.files.disk import replacing
 from dispfx.report.json_form import to_plain
 from dispfx.report.numbers import shown_perplexity
 from dispfx.report.page import document, figure_of, section, table
@@ -21,6 +21,7 @@ RUN_HEADER = (
     "removed",
     "parameters",
     "size",
+    "KL",
     "perplexity",
     "× dense",
     "prefill ×",
@@ -65,6 +66,7 @@ def runs_plain(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "ratio_of": report.ratio.of,
                 "parameters": report.parameters.pruned,
                 "bytes": report.bytes.pruned,
+                "kl": _kl(run),
                 "perplexity": None if report.perplexity is None else report.perplexity.pruned,
                 "dense_perplexity": None if report.perplexity is None else report.perplexity.dense,
                 "prefill_speedup": speedup(run, "prefill"),
@@ -100,6 +102,7 @@ def comparison_picture(runs: Sequence[Run]) -> Picture:
     panels = [
         (label, points)
         for label, points in (
+            ("KL per token (nats)", [_kl(run) for run in runs]),
             ("perplexity", [_perplexity(run) for run in runs]),
             ("size (MB)", [run.report.bytes.pruned / 1e6 for run in runs]),
             ("prefill speed-up", [speedup(run, "prefill") for run in runs]),
@@ -127,10 +130,15 @@ def comparison_picture(runs: Sequence[Run]) -> Picture:
             panel.margins(0.2)
         axes[-1].set_xlabel("share of parameters removed")
 
-    rows_text = "; ".join(", ".join(_row(run)[:5]) for run in runs)
+    rows_text = "; ".join(", ".join(_row(run)[:6]) for run in runs)
     caption = "Every run by its removed share: " + ", ".join(label for label, _ in panels) + "."
-    alt = f"{len(runs)} points (run, removed, parameters, size, perplexity): {rows_text}."
+    alt = f"{len(runs)} points (run, removed, parameters, size, KL, perplexity): {rows_text}."
     return draw_picture("comparison", caption, alt, draw, height=2.2 * len(panels))
+
+
+def _kl(run: Run) -> float | None:
+    """Return KL on the first text."""
+    return run.report.behaviour[0].kl if run.report.behaviour else None
 
 
 def _perplexity(run: Run) -> float | None:
@@ -146,6 +154,7 @@ def _row(run: Run) -> Sequence[str]:
         f"{report.ratio.achieved:.2%} of {report.ratio.of}",
         f"{report.parameters.pruned:,}",
         f"{report.bytes.pruned / 1e6:,.2f} MB",
+        "—" if (kl := _kl(run)) is None else f"{kl:.4f}",
         "—" if measured is None else shown_perplexity(measured.pruned),
         "—" if measured is None else f"{measured.pruned / measured.dense:.3f}",
         *("—" if value is None else f"{value:.2f}" for value in speedups),

@@ -11,6 +11,9 @@ from typing import Any, Literal
 from dispfx.ir.lengths import Lengths
 from dispfx.verification.equivalence import Verification
 
+# Less is what rounding may do.
+_NOTICED_KL = 0.01
+
 
 @dataclass(frozen=True)
 class Ratio:
@@ -78,6 +81,31 @@ class PerplexityChange:
     dense: float
     pruned: float
     protocol: Protocol
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """How alike the pruned and the dense decoder predict a text; the first one's windows are `perplexity`'s.
+
+    Args:
+        text: its name.
+        tokens: that were predicted.
+        kl: mean over tokens of KL(dense ‖ pruned), in nats.
+        top1: share of tokens for which both find the same one likeliest.
+        perplexity_dense, perplexity_pruned: on this text.
+    """
+
+    text: str
+    tokens: int
+    kl: float
+    top1: float
+    perplexity_dense: float
+    perplexity_pruned: float
+
+    @property
+    def flattered(self) -> bool:
+        """Whether the pruned decoder predicts the text better than the dense one, and otherwise than it."""
+        return self.perplexity_pruned < self.perplexity_dense and self.kl > _NOTICED_KL
 
 
 @dataclass(frozen=True)
@@ -151,6 +179,7 @@ class Report:
         parameters: before and after.
         bytes: before and after.
         perplexity: before and after; None if no text was given to measure on.
+        behaviour: of the two decoders on each measured text; empty in reports without this entry.
         verify: every comparison of two forms of the pruned decoder.
         sites: number of kept features per site.
         refused: branches and sites that were left dense.
@@ -183,6 +212,7 @@ class Report:
     device: str
     seconds: Mapping[str, float]
     command: str
+    behaviour: tuple[Behaviour, ...] = ()
     skills: Mapping[str, SkillChange] = field(default_factory=dict)
     tuned: Tuning | None = None
     files: Mapping[str, str] = field(default_factory=dict)
@@ -192,6 +222,6 @@ class Report:
     lengths: Lengths | None = None
 
     def _repr_html_(self) -> str:
-        from dispfx.report.report_html import report_html
+        from dispfx.report.table import report_html
 
         return report_html(self)

@@ -1,4 +1,7 @@
-"""The branches and sites of a decoder: short as text, complete as JSON."""
+"""The branches and sites of a decoder: short as text, complete as JSON.
+
+`coverage_lines` and `coverage_plain` say which block weights the sites cut, and why the rest is not cut.
+"""
 
 import re
 from collections import Counter
@@ -7,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from dispfx.analysis.coverage import Coverage
 from dispfx.ir.lengths import Lengths
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Refusal
@@ -151,3 +155,48 @@ def plural(number: int, one: str, many: str) -> str:
 
 def _millions(count: int) -> str:
     return f"{count / 1e6:,.2f} M" if count >= 1e6 else f"{count:,}"
+
+
+_PATHS_SHOWN = 4
+
+
+def coverage_lines(found: Coverage) -> list[str]:
+    """Return which block weights are gated, and why the rest is not."""
+    lines = [f"block weights: {_share(found.gated, found.total)} of {found.total:,} are gated"]
+    lines += [
+        f"not gated: {_share(one.size, found.total)}: {one.reason} ({_shortened(one.parameters)})"
+        for one in found.ungated
+    ]
+    return lines + [
+        f"stays whole: {plural(len(axes), 'axis', 'axes')} of gated weights: {reason}"
+        for reason, axes in found.axes.items()
+    ]
+
+
+def _share(size: int, total: int) -> str:
+    return f"{size:,} ({size / total:.1%})" if total else "0"
+
+
+def _shortened(paths: Sequence[str]) -> str:
+    """Merge paths that differ only in their numbers."""
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        groups.setdefault(NUMBER.sub("#", path), []).append(path)
+    shown = [merged(names) for names in groups.values()]
+    more = f", and {len(shown) - _PATHS_SHOWN} more" if len(shown) > _PATHS_SHOWN else ""
+    return ", ".join(shown[:_PATHS_SHOWN]) + more
+
+
+def coverage_plain(found: Coverage) -> dict[str, Any]:
+    """Return everything, ready for JSON."""
+    return {
+        "block_weights": {"gated": found.gated, "total": found.total},
+        "ungated": [
+            {"reason": one.reason, "parameters": one.size, "paths": list(one.parameters)}
+            for one in found.ungated
+        ],
+        "axes_that_stay": [
+            {"reason": reason, "axes": [{"parameter": path, "axis": axis} for path, axis in axes]}
+            for reason, axes in found.axes.items()
+        ],
+    }

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dispfx.benchmark.speed_row import Side, SpeedRow
-from dispfx.files.atomic import replacing
-from dispfx.files.disk import writing
+from dispfx.files.disk import replacing, writing
 
 _HEADER = (
     "", "step", "batch × tokens (past)", "mode", "dense", "pruned", "×", "bound", "of bound", "tokens/s",

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dispfx.ir.shown_tables import html_table
 from dispfx.report.numbers import shown_perplexity
 from dispfx.verification.equivalence import Verification
 
@@ -128,23 +129,22 @@ def _size_rows(report: Any) -> list[Row]:
 
 
 def _quality_rows(report: Any) -> list[Row]:
-    rows: list[Row] = []
+    rows = [*map(_kl_row, report.behaviour[:1])]
     measured = report.perplexity
     if measured is not None:
-        rows.append(
-            (
-                f"perplexity ({measured.protocol.windows} × {measured.protocol.context} tokens)",
-                shown_perplexity(measured.dense),
-                shown_perplexity(measured.pruned),
-                _change(measured.dense, measured.pruned),
-            )
-        )
+        name = f"perplexity ({measured.protocol.windows} × {measured.protocol.context} tokens)"
+        rows.append(_perplexity_row(name, measured.dense, measured.pruned))
+    for one in report.behaviour[1:]:
+        name = f"perplexity, {one.text}"
+        rows += [
+            _kl_row(one, f", {one.text}"),
+            _perplexity_row(name, one.perplexity_dense, one.perplexity_pruned),
+        ]
     tuned = report.tuned
     if tuned is not None:
         protocol = tuned.protocol
         name = f"perplexity, pruned and tuned ({protocol.windows} × {protocol.context} tokens)"
-        change = _change(tuned.before, tuned.after)
-        rows.append((name, shown_perplexity(tuned.before), shown_perplexity(tuned.after), change))
+        rows.append(_perplexity_row(name, tuned.before, tuned.after))
     rows.extend(
         (f"skill: {name}", f"{skill.dense:.0%}", f"{skill.pruned:.0%}", f"{skill.pruned - skill.dense:+.0%}")
         for name, skill in report.skills.items()
@@ -152,7 +152,32 @@ def _quality_rows(report: Any) -> list[Row]:
     return rows
 
 
+def _kl_row(one: Any, of: str = "") -> Row:
+    return (f"KL per token{of}", "0", f"{one.kl:.4f} nats", f"{one.top1:.1%} the same first choice")
+
+
+def _perplexity_row(name: str, before: float, after: float) -> Row:
+    return (name, shown_perplexity(before), shown_perplexity(after), _change(before, after))
+
+
+def flattered_notes(report: Any) -> list[str]:
+    """Return a line for every text that the pruned decoder predicts better, and not as the dense one does."""
+    return [
+        f"perplexity on {one.text or 'the text'} fell below the dense decoder's, and KL is {one.kl:.3f}: the "
+        "masks follow the style of this text, and say less of others"
+        for one in report.behaviour
+        if one.flattered
+    ]
+
+
 def _change(before: float, after: float) -> str:
     if not before or not math.isfinite(before) or not math.isfinite(after):
         return "—"
     return f"{after / before - 1.0:+.1%}"
+
+
+def report_html(report: Any) -> str:
+    """Return the table of the terminal as HTML."""
+    rows = [row for rows in report_rows(report) for row in rows]
+    title = f"{report.ratio.achieved:.2%} of {report.ratio.of} removed, on {report.device}"
+    return html_table(title, ("", "before", "after", "change"), rows)

@@ -42,7 +42,9 @@ def task_notes(found: TaskScores) -> list[str]:
     notes = [f"lm-eval {harness}; at most {found.context} tokens per question, batch size {found.batch_size}"]
     cut = [score.task for score in found.scores if score.samples < score.of]
     if cut:
-        notes.append(f"--limit cuts {', '.join(cut)} short: such scores cannot be compared with others")
+        notes.append(
+            f"the limit of questions cuts {', '.join(cut)} short: such scores cannot be compared with others"
+        )
     missing = [task for task in PAPER_METRICS if task not in {score.task for score in found.scores}]
     if 0 < len(missing) < len(PAPER_METRICS):
         notes.append(f"no average of the paper's five tasks without {', '.join(missing)}")

@@ -6,7 +6,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from dispfx.errors import DataError
-from dispfx.files.atomic import replacing
+from dispfx.files.disk import replacing
 from dispfx.files.json_text import read_json
 from dispfx.report.json_form import from_plain, to_plain
 from dispfx.report.numbers import shown_perplexity

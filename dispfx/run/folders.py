@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dispfx.analysis.label_map import Mismatch
+from dispfx.capturing.module_capture import VERIFIED_LENGTHS
 from dispfx.compiler.cached_programs import capture_cached
 from dispfx.compiler.programs import analyse, lower_program, only_planned
 from dispfx.compiler.stages import run_stage
@@ -88,7 +89,8 @@ class Opened:
             raise OutputError(
                 "this needs a checkpoint, but the folder holds only program.pt2",
                 where=str(self.path),
-                hint="choose other forms when the folder is written, as in apply MODEL PLAN --export onnx",
+                hint="choose other forms when the folder is written, "
+                "as in `dispfx apply MODEL PLAN --export onnx`",
             )
         return self.program.graph_module
 
@@ -96,7 +98,9 @@ class Opened:
     def vocabulary_size(self) -> int:
         """Width of the logits."""
         with torch.no_grad():
-            output = self.decoder(torch.zeros((2, 2), dtype=torch.int64, device=self.device))
+            # At a length that every form is verified at: torch may have traced it for no shorter one.
+            shape = (2, min(VERIFIED_LENGTHS))
+            output = self.decoder(torch.zeros(shape, dtype=torch.int64, device=self.device))
         return getattr(output, "logits", output).shape[-1]
 
     @property

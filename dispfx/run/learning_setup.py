@@ -9,19 +9,18 @@ from dispfx.compiler.stages import for_learning, run_stage
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError
 from dispfx.estimate.free_memory import free_bytes
-from dispfx.estimate.resident import resident_bytes
 from dispfx.estimate.run_estimate import estimate
-from dispfx.fast_decoder.preparation import PreparedLoss, prepare
+from dispfx.fast_decoder.preparation import PreparedLoss, TrialBatch, prepare
 from dispfx.fast_decoder.shards import Sharding, rows_of
-from dispfx.ir.placing import placed
 from dispfx.ir.program import Program
+from dispfx.ir.retype import placed
+from dispfx.learning.objective import OBJECTIVES
 from dispfx.learning.text import Batches
 from dispfx.settings import ComputeSettings, LearnSettings
+from dispfx.words.option_names import option
 
-# Share of free memory; the rest is for workspaces of kernels and the allocator's rounding.
+# Share of free memory; the rest is for workspaces of kernels.
 _USABLE = 0.9
-# Share of the activations of the plain graph that a compiled layer keeps.
-_KEPT_BY_COMPILED = 0.5
 
 
 def prepared_loss(
@@ -61,9 +60,12 @@ def prepared_loss(
     return prepare(
         plain,
         fast,
-        ranks.rows(text.batch(0)),
+        TrialBatch(
+            ranks.rows(text.batch(0)),
+            max(1, settings.samples // ranks.size),
+            OBJECTIVES[settings.objective],
+        ),
         chosen,
-        samples=max(1, settings.samples // ranks.size),
         short_of_memory=short,
         note=note,
         agree=lambda holds: ranks.all(holds, device),
@@ -88,8 +90,8 @@ def _sharding(program: Program, compute: ComputeSettings, ranks: Ranks) -> Shard
         return None
     if ranks.size == 1:
         raise DispfxError(
-            "--shard splits the weights among processes, but there is only one",
-            hint="use --launch N or torchrun with --shard, or leave out --shard",
+            f"{option('shard')} splits the weights among processes, but there is only one",
+            hint=f"use {option('launch')} or torchrun with {option('shard')}, or leave out {option('shard')}",
         )
     return Sharding(rows_of(dict(program.tensors())), ranks.size, torch.device(compute.shard_on))
 
@@ -113,12 +115,7 @@ def short_of_memory(
     free = free_bytes(device)
     if free is None:
         return False
-    own = own_part(settings, ranks)
-    found = estimate(program, own, device=device)
-    kept = found.step.kept * (_KEPT_BY_COMPILED if compiled else 1.0)
+    found = estimate(program, own_part(settings, ranks), device=device)
     # Sharded weights are not loaded yet.
     weights = 0 if sharding is None else found.weight_bytes / sharding.size
-    # A GPU's allocator keeps the unusable share free; glibc keeps more.
-    on_gpu = device.type == "cuda"
-    step = found.held_bytes + kept if on_gpu else resident_bytes(found.held_bytes, kept, device)
-    return step + weights > _USABLE * free
+    return found.beside_weights(compiled=compiled) + weights > _USABLE * free

@@ -11,8 +11,8 @@ from dispfx.ir.lengths import Lengths
 from dispfx.ir.program import Program
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source import Source
-from dispfx.source.context import context_of
 from dispfx.source.experts import experts_as, has_choice_of_experts
+from dispfx.source.source import context_of
 
 
 def window_of(source: Source, program: Program, seq_len: int | None) -> int:

@@ -1,21 +1,25 @@
 """From a program and tokens to a plan: learn masks, or score features once."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dispfx.analysis.lookups import require_readable
 from dispfx.compiler.programs import gate, require_same_decoder
 from dispfx.distributed.ranks import ALONE, Ranks
-from dispfx.errors import DispfxError
+from dispfx.errors import DispfxError, memory_shortage
+from dispfx.fast_decoder.decoder import TrainingDecoder
 from dispfx.ir.program import Program
 from dispfx.learning.learner import Gated
+from dispfx.learning.records import StepRecord
 from dispfx.learning.scores import select_by_score
 from dispfx.learning.text import Batches, TokenBatches, token_vector
-from dispfx.learning.trainer import LearningTask, Watch, follow_run
+from dispfx.learning.trainer import Learned, LearningTask, Watch, follow_run
 from dispfx.learning.trainer import learn as learn_masks
 from dispfx.plan.budget import Budget
 from dispfx.plan.latency_table import latency_table
@@ -24,6 +28,7 @@ from dispfx.run.fitting import fitted_settings, settings_for
 from dispfx.run.learning_setup import device_of_learning, prepared_loss
 from dispfx.settings import BudgetSettings, ComputeSettings, LearnSettings, changed_settings, learn_settings
 from dispfx.settings.field import section_fields
+from dispfx.words.option_names import option
 from dispfx.words.own_function import shown
 
 
@@ -54,6 +59,9 @@ def learn(
         changes: single settings of learning and budget, as in `steps=100, align=16, ratio_of="total"`; widths
             are not aligned by default.  `start` may be a plan to start from.
 
+    If memory runs out in the first step, learning starts once more with layers computed again in the backward
+    pass, unless `compute` says otherwise.  The masks are the same.
+
     Raises:
         UnknownSettingError: if one of `changes` is no setting.
         PlanMismatchError: if the plan to start from was made for another decoder.
@@ -83,17 +91,55 @@ def learn(
     if chosen.method != "learned":
         if compute is not None and compute.shard_on is not None:
             raise DispfxError(
-                f"--shard is for learning, and --method {shown(chosen.method)} scores features once",
-                hint="leave out --shard",
+                f"{option('shard')} is for learning, and "
+                f"{option('method', shown(chosen.method))} scores features once",
+                hint=f"leave out {option('shard')}",
             )
         if start_from is not None:
             raise DispfxError(
                 f"method {shown(chosen.method)} scores features once, and cannot start from a plan"
             )
         return Plan.of(program, budget, _scored(program, text, budget, chosen), chosen.seed)
-    task = _task(program, text, budget, chosen, compute, ranks or ALONE, watch.note)
-    found = learn_masks(replace(task, start_from=start_from), watch)
+
+    def task_for(compute: ComputeSettings | None) -> LearningTask:
+        task = _task(program, text, budget, chosen, compute, ranks or ALONE, watch.note)
+        return replace(task, start_from=start_from)
+
+    found = _learned(task_for, compute or ComputeSettings(), watch)
     return Plan.of(program, budget, found.kept, chosen.seed)
+
+
+def _learned(
+    task_for: Callable[[ComputeSettings], LearningTask], compute: ComputeSettings, watch: Watch
+) -> Learned:
+    """Learn; where the first step runs out of memory, once more with checkpoints, which keep the masks.
+
+    Checkpoints that nobody left to `auto` stay as they are, as does a run of several processes.
+    """
+    task, done = task_for(compute), list[int]()
+
+    def on_step(record: StepRecord) -> None:
+        done.append(record.step)
+        watch.on_step(record)
+
+    try:
+        return learn_masks(task, replace(watch, on_step=on_step))
+    except Exception as error:
+        if done or memory_shortage(error) is None or not _can_checkpoint(task, compute):
+            raise
+    # The frames of the error held the tensors of the step that failed until here.
+    del task
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    watch.note("memory ran out in the first step: trying once more with --checkpointing on")
+    return learn_masks(task_for(replace(compute, checkpointing="on")), watch)
+
+
+def _can_checkpoint(task: LearningTask, compute: ComputeSettings) -> bool:
+    decoder = getattr(task.gated, "decoder", None)
+    known = isinstance(decoder, TrainingDecoder) and not decoder.checkpointing
+    return known and compute.checkpointing == "auto" and task.ranks.size == 1
 
 
 def follow(
@@ -155,13 +201,15 @@ def _check_packing(program: Program, settings: LearnSettings) -> None:
         return
     if program.separator is None:
         raise DispfxError(
-            "--packing documents needs a program that keeps documents apart, but this one does not",
+            f"{option('packing', 'documents')} needs a program that keeps documents apart, "
+            "but this one does not",
             hint="learn on the program that `dispfx.api.apart` returns",
         )
     if settings.method != "learned":
         raise DispfxError(
-            f"--packing documents is for learning, --method {shown(settings.method)} scores features once",
-            hint="leave out --packing",
+            f"{option('packing', 'documents')} is for learning, and "
+            f"{option('method', shown(settings.method))} scores features once",
+            hint=f"leave out {option('packing')}",
         )
 
 

@@ -23,7 +23,7 @@ from dispfx.deploy.onnx.session import (
     OnnxCachedDecoder,
     OnnxDecoder,
 )
-from dispfx.deploy.section import write_model_files
+from dispfx.deploy.section import ModelFiles
 from dispfx.errors import (
     CaptureError,
     OutputError,
@@ -37,11 +37,12 @@ from dispfx.ir.lengths import held_to
 from dispfx.ir.program import Program
 from dispfx.run.folders import Opened
 from dispfx.run.length_checks import require_onnx_lengths
-from dispfx.source.context import named_context
 from dispfx.source.own_code import carry_code
+from dispfx.source.source import named_context
 from dispfx.verification.equivalence import SHAPES_BT, Verification, random_token_ids, require
 from dispfx.verification.onnx_model import Answers, Reference, onnx_lines, whole_answers, with_cached_answers
 from dispfx.words.choices import require_choice
+from dispfx.words.option_names import option
 
 FOLDER = "onnx"
 
@@ -92,7 +93,7 @@ def write_onnx(
         VerificationError: if a comparison fails; nothing is written then.
         UnsupportedGraphError: if the exporter cannot translate the decoder.
     """
-    require_choice(get_args(WriteSpelling), write, "--write")
+    require_choice(get_args(WriteSpelling), write, option("write"))
     if opened.plan is not None and opened.plan.lengths is not None:
         require_onnx_lengths(opened.plan.lengths, named_context(opened.config))
     answers = whole_answers(_reference(opened), shapes)
@@ -209,7 +210,7 @@ def _spelled(program: Program, write: WriteSpelling) -> Program:
     if program.dtype in (torch.float16, torch.bfloat16):
         raise UnsupportedGraphError(
             f"ONNX Runtime has no adding scatter for {str(program.dtype).removeprefix('torch.')}",
-            hint="leave out --write index-add",
+            hint=f"leave out {option('write', 'index-add')}",
         )
     return program
 
@@ -234,7 +235,7 @@ def _write_configs(opened: Opened, cached: Program, folder: Path) -> None:
 def _write_own_files(opened: Opened, folder: Path) -> Any:
     """Write the decoder's own config and tokenizer, and return its generation config."""
     generation: Any = own_generation_config(opened.path)
-    write_model_files(folder, config=opened.config, generation_config=generation, tokenizer=opened.tokenizer)
+    ModelFiles(opened.config, None, generation, opened.tokenizer).write(folder)
     carry_code(folder, {"AutoConfig": opened.config})
     return generation
 

@@ -28,6 +28,7 @@ from dispfx.run.timed_stages import Stages
 from dispfx.settings import LearnSettings, RunSettings
 from dispfx.settings.sections import state_place
 from dispfx.source import Source
+from dispfx.words.option_names import option
 
 _OF_A_STATE = (STATE_FILE, PLAN_FILE, METRICS_FILE, TENSORBOARD_FOLDER)
 
@@ -114,19 +115,21 @@ def state_folder(path: Path, resume: bool) -> Path:
         OutputError: if DIR.state exists without --resume, or holds data that is not from a run.
     """
     if not path.name:
-        raise OutputError("the output needs a name", where=str(path), hint="name a folder with --out")
+        raise OutputError(
+            "the output needs a name", where=str(path), hint=f"name a folder with {option('out')}"
+        )
     state = state_place(path)
     if os.path.lexists(state) and not _is_state(state):
         raise OutputError(
             "the run needs this path for its state, but it holds something else",
             where=str(state),
-            hint="name another folder with --out",
+            hint=f"name another folder with {option('out')}",
         )
     if state.exists() and not resume:
         raise OutputError(
             "an unfinished run left its state",
             where=str(state),
-            hint="go on with --resume, or remove that folder to start anew",
+            hint=f"go on with {option('resume')}, or remove that folder to start anew",
         )
     return state
 

@@ -2,10 +2,9 @@
 
 1. Before weights are read: the weights, and if a folder is written also their pruned copy.
 2. Before learning: the estimate of `dispfx.estimate.run_estimate` without the weights, which are loaded by
-   then, plus the overhead of the allocator (`dispfx.estimate.resident`). If layers may be checkpointed,
-   activations are not counted.
+   then.  If layers may be checkpointed, it is the estimate with checkpoints.
 
-The estimate may be wrong by 15%: a run is rejected only if it would not fit with 15% less.
+The estimate may be wrong by 25%: a run is rejected only if it would not fit with 25% less.
 """
 
 import torch
@@ -13,16 +12,16 @@ import torch
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError
 from dispfx.estimate.free_memory import free_bytes
-from dispfx.estimate.resident import resident_bytes
-from dispfx.estimate.run_estimate import Estimate, estimate
+from dispfx.estimate.run_estimate import estimate
 from dispfx.ir.program import Program
 from dispfx.report.numbers import shown_bytes
 from dispfx.run.learning_setup import own_part
 from dispfx.settings import ComputeSettings, LearnSettings, ModelSettings
 from dispfx.source import dtype_of
-from dispfx.source.stored import loaded_bytes
+from dispfx.source.loaded_size import loaded_bytes
+from dispfx.words.option_names import option
 
-_SURE = 0.85
+_SURE = 0.75
 
 
 def require_room_for_weights(model: ModelSettings, *, copies: float = 1.0) -> None:
@@ -47,7 +46,8 @@ def require_room_for_weights(model: ModelSettings, *, copies: float = 1.0) -> No
                 copies * size,
                 free,
                 device,
-                "--dtype bfloat16 halves float32 weights; `dispfx inspect MODEL --config-only` needs none",
+                f"{option('dtype', 'bfloat16')} halves float32 weights; "
+                "`dispfx inspect MODEL --config-only` needs none",
             )
 
 
@@ -65,7 +65,7 @@ def require_room_to_learn(
     own = own_part(settings, ranks or ALONE)
     found = estimate(program, own)
     checkpoints, compiled = chosen.checkpointing != "off", chosen.compiles(program.device)
-    needed = bytes_beside_weights(found, program.device, checkpoints=checkpoints, compiled=compiled)
+    needed = found.beside_weights(checkpoints=checkpoints, compiled=compiled)
     free = free_bytes(program.device)
     if free is not None and _SURE * needed > free:
         raise _missing(
@@ -75,26 +75,11 @@ def require_room_to_learn(
             needed,
             free,
             program.device,
-            "a smaller --batch-size or --seq-len"
-            + (", --checkpointing on" if chosen.checkpointing == "off" else "")
-            + (", --hypernetwork linear" if settings.hypernetwork == "full" else "")
-            + ", or --launch N",
+            f"a smaller {option('batch_size')} or {option('seq_len')}"
+            + (f", {option('checkpointing', 'on')}" if chosen.checkpointing == "off" else "")
+            + (f", {option('hypernetwork', 'linear')}" if settings.hypernetwork == "full" else "")
+            + f", or {option('launch')}",
         )
-
-
-def bytes_beside_weights(
-    found: Estimate, device: torch.device, *, checkpoints: bool, compiled: bool = False
-) -> int:
-    """Return the memory of learning in addition to the weights; on CUDA, the memory that torch reserves.
-
-    With checkpoints it is a lower bound.  With compiled layers it is an upper bound, because they keep about
-    half of the activations of the plain graph.
-    """
-    step = found.step.loss if checkpoints else found.step.peak
-    if device.type == "cuda" and (checkpoints or compiled):
-        return found.held_bytes + step  # already a lower bound; the allocator's overhead is unknown
-    behind_it = resident_bytes(found.held_bytes + found.gradient_bytes, 0, device)
-    return max(resident_bytes(found.held_bytes, step, device), behind_it)
 
 
 def _missing(what: str, needed: float, free: int, device: torch.device, hint: str) -> DispfxError:

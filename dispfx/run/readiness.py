@@ -19,19 +19,19 @@ from dispfx.ir.program import Program
 from dispfx.ir.sites import Select
 from dispfx.learning.text import Batches
 from dispfx.plan.latency_table import CostTable, latency_table
+from dispfx.run.decoder_files import require_writable
 from dispfx.run.fitting import fitted_settings
 from dispfx.run.learning_setup import device_of_learning
 from dispfx.run.length_checks import require_lengths, require_onnx_lengths
 from dispfx.run.opening import open_model
-from dispfx.run.ordinary_decoder import require_ordinary
 from dispfx.run.preflight import require_room_for_weights, require_room_to_learn
 from dispfx.run.rehearsal import rehearse
 from dispfx.run.run_text import Text, TextChoice, open_text, require_tokens, separator_of
+from dispfx.run.targets import export_of, require_ordinary
 from dispfx.run.timed_stages import Stages
-from dispfx.run.writing import require_writable
 from dispfx.settings import LearnSettings, RunSettings
 from dispfx.source import Source
-from dispfx.source.context import context_of
+from dispfx.source.source import context_of
 from dispfx.source.transformers_classes import unknown_class
 from dispfx.words.own_function import require_functions
 from dispfx.words.preconditions import check_select
@@ -114,7 +114,7 @@ def ready_to_learn(
     batches = text.batches(learning)
     require_room_to_learn(learned_on, learning, settings.compute, ranks)
     with stages("rehearse"):
-        rehearse(source, program, budget.ratio, export)
+        rehearse(source, program, budget.ratio, export_of(export, source))
     return Ready(source, text, batches, program, learned_on, learning, costs)
 
 

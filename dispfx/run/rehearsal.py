@@ -1,6 +1,7 @@
 """Run with random selections, before learning, what comes after it: a failure then costs no hours.
 
     random selections → lower, both spellings → gated = lowered → smaller modules → program.pt2
+                                                                                   → every operation in ONNX
 
 What is covered depends on the decoder's size, so that the rehearsal stays a small share of a run:
 
@@ -10,8 +11,9 @@ What is covered depends on the decoder's size, so that the rehearsal stays a sma
 3. With values: the transformers model with smaller modules, or the reason why there is none.  For a module
    that transformers does not know, and with `--export pt2`, the exported program.  It is written to a
    temporary folder where it has less than `_WRITTEN_BYTES`.
-
-The conversion to ONNX is not rehearsed.
+4. With `--export onnx`: every operation of the graph without a cache is translated once
+   (`dispfx.deploy.onnx.one_of_each`), which takes a few seconds, however deep the decoder is.  A mixture of
+   experts is captured in the form that is exported.
 """
 
 import tempfile
@@ -21,18 +23,21 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.capturing.module_capture import export_program
-from dispfx.compiler.programs import exportable, gated, lower_program
+from dispfx.compiler.cached_programs import capture_cached
+from dispfx.compiler.programs import exportable, gated, lower_program, only_planned
 from dispfx.deploy.exported import save_program
-from dispfx.errors import UnsupportedGraphError
+from dispfx.deploy.onnx.exporting import cached_model, require_translations
+from dispfx.errors import CaptureError, UnsupportedGraphError
+from dispfx.ir.pipeline import printing_after
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
-from dispfx.pipeline import printing_after
 from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan
-from dispfx.run.writing import modules_of
+from dispfx.run.decoder_files import modules_of
 from dispfx.source import Source
 from dispfx.verification.equivalence import SHAPES_BT, compare_decoders, random_token_ids, require
 from dispfx.verification.graphs import tolerance_of
+from dispfx.words.option_names import option
 
 _COMPARED_BYTES, _WRITTEN_BYTES = 2**32, 2**28
 
@@ -54,15 +59,19 @@ def rehearse(source: Source, program: Program, ratio: float, export: str | None 
     with printing_after((), lambda name, text: None), torch.no_grad():
         if not _has_values(program) or _bytes(program) > _COMPARED_BYTES:
             hollow = _without_weights(program)
-            for write in ("index-add", "gather-add"):
-                lower_program(hollow, plan, write=write)
+            lower_program(hollow, plan, write="index-add")
+            fast = lower_program(hollow, plan, write="gather-add").graph_module
+            if export == "onnx":
+                _translated(source, program, plan, fast)
             return
-        lowered = _compared(program, plan)
+        fast, lowered = _compared(program, plan)
         if source.config is not None:
             modules_of(program, plan, source.model, lowered, source.config)
         if source.config is None or export == "pt2":
             other = exportable(source.model, program, plan)
             _exported(other, lowered if other is program else lower_program(other, plan).graph_module)
+        if export == "onnx":
+            _translated(source, program, plan, fast)
 
 
 def random_plan(program: Program, ratio: float, seed: int = 0) -> Plan:
@@ -79,8 +88,8 @@ def _random_indices(site: Site, keep: float, generator: torch.Generator) -> Tens
     return (drawn + site.each * torch.arange(site.experts).unsqueeze(1)).flatten()
 
 
-def _compared(program: Program, plan: Plan) -> torch.fx.GraphModule:
-    """Return the lowered decoder after comparing both spellings with the gated one."""
+def _compared(program: Program, plan: Plan) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """Return the lowered decoder in both spellings, gather-add first, compared with the gated one."""
     hard = gated(program, plan)
     fast, lowered = (
         lower_program(program, plan, write=write).graph_module for write in ("gather-add", "index-add")
@@ -97,7 +106,32 @@ def _compared(program: Program, plan: Plan) -> torch.fx.GraphModule:
                 device=program.device,
             )
         )
-    return lowered
+    return fast, lowered
+
+
+def _translated(source: Source, program: Program, plan: Plan, fast: torch.fx.GraphModule) -> None:
+    """Translate what ONNX would be made from; `fast` is written by gather-add."""
+    other = exportable(source.model, program, plan)
+    if other is not program:
+        fast = lower_program(_without_weights(other), plan, write="gather-add").graph_module
+    ids = random_token_ids(program.vocabulary_size, (2, program.lengths.within(9)), device=program.device)
+    try:
+        require_translations(fast, ids)
+    except UnsupportedGraphError:
+        # With a cache the graph may have other operations, and that is what is written then.
+        cached = None if source.config is None else _cached(source, plan)
+        if cached is None:
+            raise
+        cached_model(cached)
+
+
+def _cached(source: Source, plan: Plan) -> Program | None:
+    """Return the lowered decoder with its cache, or None where it cannot be captured with one."""
+    try:
+        found = capture_cached(source.model, select=plan.select)
+    except (CaptureError, UnsupportedGraphError):
+        return None
+    return lower_program(only_planned(found, plan), plan, write="gather-add")
 
 
 def _exported(program: Program, lowered: torch.fx.GraphModule) -> None:
@@ -129,7 +163,8 @@ def _without_weights(program: Program) -> Program:
 
 def _no_zeroed_decoder(program: Program) -> UnsupportedGraphError:
     return UnsupportedGraphError(
-        "--export dense writes zeros, which would change the statistics that the decoder takes of weights",
+        f"{option('export', 'dense')} writes zeros, which would change "
+        "the statistics that the decoder takes of weights",
         where=next(iter(program.dense_statistics)),
-        hint="leave out --export dense; the folder itself loads with dispfx",
+        hint=f"leave out {option('export', 'dense')}; the folder itself loads with dispfx",
     )

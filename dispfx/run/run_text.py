@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from dispfx.demo.demo_text import generate_text
+from dispfx.demo.grammar import generate_text
 from dispfx.errors import DataError
 from dispfx.learning.mixture import Mixture, quotas
 from dispfx.learning.text import HELD_OUT_SHARE, Batches, TokenBatches
 from dispfx.quality.perplexity import TextFacts
+from dispfx.quality.second_text import NAME, second_text
 from dispfx.settings import LearnSettings, TextSettings
 from dispfx.settings.learning_settings import seed_for
 from dispfx.source import Source
@@ -27,7 +28,9 @@ from dispfx.source.text import (
     read_text,
     tokens_in_front,
 )
+from dispfx.source.text.legibility import WARNED, unknown_share
 from dispfx.words.model_origin import origin_of
+from dispfx.words.option_names import option
 from dispfx.words.text_origin import LINE_BREAK, Reading, check_texts, repeated_texts
 
 _DEMO_CHARACTERS = 1_500_000
@@ -69,7 +72,9 @@ class TextChoice:
         """
         data, weights = self.settings.data, self.settings.data_weight
         if weights and isinstance(data, Tensor | None):
-            raise DataError("--data-weight needs --data: no text to learn from was named")
+            raise DataError(
+                f"{option('data_weight')} needs {option('data')}: no text to learn from was named"
+            )
         words, evaluated = self._words
         check_texts(words, weights)
         check_texts(evaluated)
@@ -110,6 +115,14 @@ def _named(texts: object) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
+class MeasuredText:
+    """A text to measure on: (K,) token ids, and what they are."""
+
+    tokens: Tensor
+    about: TextFacts
+
+
+@dataclass(frozen=True, eq=False)
 class Text:
     """Tokens of a command.
 
@@ -119,6 +132,7 @@ class Text:
         weights: of the parts, if there are several.
         measure: (K,) ids to measure on, or None.
         about: the text to measure on, for the protocol.
+        further: texts of other kinds to measure on, each separately.
         learned_name: name of the text to learn from.
         bos: tokens that every sequence to learn from begins with.
         separator: token that ends a document, where documents are kept apart.
@@ -131,11 +145,19 @@ class Text:
     weights: tuple[float, ...] = ()
     measure: Tensor | None = None
     about: TextFacts = field(default_factory=TextFacts)
+    further: tuple[MeasuredText, ...] = ()
     learned_name: str = ""
     bos: tuple[int, ...] = ()
     separator: int | None = None
     largest: int = 0
     notes: tuple[str, ...] = ()
+
+    @property
+    def measured(self) -> tuple[MeasuredText, ...]:
+        """All texts to measure on, the first one first."""
+        if self.measure is None:
+            return ()
+        return (MeasuredText(self.measure, self.about), *self.further)
 
     def require_measurable(self) -> None:
         """Raise if there are too few tokens to measure on, unless nothing will be measured.
@@ -143,12 +165,13 @@ class Text:
         Raises:
             DataError: if there is only one token.
         """
-        if self.measure is not None and len(self.measure) + len(self.about.bos) < 2:
-            raise DataError(
-                f"two tokens or more are needed to measure on, but there are {len(self.measure)}",
-                where=self.about.name,
-                hint="use a longer text, or name another one to measure on with --eval-data",
-            )
+        for one in self.measured:
+            if len(one.tokens) + len(one.about.bos) < 2:
+                raise DataError(
+                    f"two tokens or more are needed to measure on, but there are {len(one.tokens)}",
+                    where=one.about.name,
+                    hint=f"use a longer text, or name another one to measure on with {option('eval_data')}",
+                )
 
     def require_learnable(self) -> None:
         """Raise if a part has too few tokens for the shortest possible sequence.
@@ -185,7 +208,7 @@ class Text:
 
 
 def _no_text() -> DataError:
-    return DataError("text to learn from is needed", hint="name a text file with --data")
+    return DataError("text to learn from is needed", hint=f"name a text file with {option('data')}")
 
 
 def open_text(source: Source, chosen: TextChoice) -> Text:
@@ -197,15 +220,15 @@ def open_text(source: Source, chosen: TextChoice) -> Text:
     settings = chosen.settings
     parts = _parts(source, chosen)
     name = ", ".join(part.name for part in parts)
-    other = None
+    others: list[ReadText] = []
     if _named(settings.eval_data):
         # The text to measure on does not depend on how the other one is learned from.
         reading = replace(chosen.reading, between=LINE_BREAK)
-        other = read_text(settings.eval_data, source.tokenizer, reading)
-    read = [*parts, *([other] if other else [])]
+        others = read_apart(settings.eval_data, source.tokenizer, reading)
+    read = [*parts, *others]
     of_parts, of_other = (
         bos_tokens(settings.bos, source.tokenizer, given_ids=any(part.given_ids for part in texts))
-        for texts in (parts, [other] if other else parts)
+        for texts in (parts, others[:1] or parts)
     )
     largest = max((part.largest for part in read), default=0)
     largest = max([largest, *of_parts, *of_other])
@@ -213,11 +236,12 @@ def open_text(source: Source, chosen: TextChoice) -> Text:
     if not read:
         return Text()
     learn = tokens = tuple(part.tokens for part in parts)
-    if other is not None:
+    if others:
+        first = others[0]
         held_out, measure, about = (
-            (other.tokens,),
-            other.tokens,
-            TextFacts(other.name, None, of_other, other.unknown_share),
+            (first.tokens,),
+            first.tokens,
+            TextFacts(first.name, None, of_other, first.unknown_share),
         )
     else:
         learn, held_out = zip(*map(split_held_out, tokens), strict=True)
@@ -228,6 +252,7 @@ def open_text(source: Source, chosen: TextChoice) -> Text:
         weights=tuple(settings.data_weight or ()),
         measure=measure,
         about=about,
+        further=tuple(_by_itself(source, chosen, one) for one in others[1:] or _own(source)),
         learned_name=name,
         bos=of_parts,
         separator=chosen.separator,
@@ -238,6 +263,24 @@ def open_text(source: Source, chosen: TextChoice) -> Text:
             *_notes_on_bos(source, read, {of_parts, of_other}),
         ),
     )
+
+
+def _by_itself(source: Source, chosen: TextChoice, text: ReadText) -> MeasuredText:
+    bos = bos_tokens(chosen.settings.bos, source.tokenizer, given_ids=text.given_ids)
+    return MeasuredText(text.tokens, TextFacts(text.name, None, bos, text.unknown_share))
+
+
+def _own(source: Source) -> list[ReadText]:
+    """Return the project's text of another kind, where the decoder's tokenizer knows it."""
+    if source.tokenizer is None:
+        return []
+    text = second_text()
+    tokens = encode(text, source.tokenizer)
+    share = unknown_share(tokens, text, source.tokenizer)
+    largest, known = int(tokens.max()), vocabulary_of(source.config)
+    if (share is not None and share > WARNED) or (known is not None and largest >= known):
+        return []
+    return [ReadText(tokens, NAME, largest, unknown_share=share)]
 
 
 def _unknown_share(parts: Sequence[ReadText]) -> float | None:
@@ -271,9 +314,10 @@ def separator_of(source: Source) -> int:
         if isinstance(token, int):
             return token
     raise DataError(
-        "--packing documents needs an end-of-document token, but neither tokenizer nor config names one",
+        f"{option('packing', 'documents')} needs an end-of-document token, "
+        "but neither tokenizer nor config names one",
         where=source.name,
-        hint="leave out --packing documents",
+        hint=f"leave out {option('packing', 'documents')}",
     )
 
 

@@ -17,19 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dispfx.analysis.label_map import Mismatch
 from dispfx.capturing.module_capture import export_program
 from dispfx.compiler.programs import exportable, lower
 from dispfx.deploy import exported
-from dispfx.errors import DispfxError, VerificationError
+from dispfx.errors import DispfxError, UnsupportedGraphError, VerificationError
 from dispfx.huggingface.dense import write_ordinary, zeroed_twin
 from dispfx.huggingface.model_loading import load_model
+from dispfx.huggingface.ordinary import build_ordinary
 from dispfx.ir.program import Program
+from dispfx.plan.budget import BudgetOf
 from dispfx.plan.plan import Plan
 from dispfx.run.folders import Opened
-from dispfx.run.onnx_folder import write_onnx
-from dispfx.run.ordinary_decoder import ordinary_decoder
 from dispfx.source import Source
 from dispfx.verification.equivalence import Verification, compare_decoders, random_token_ids
 from dispfx.verification.graphs import (
@@ -39,6 +40,7 @@ from dispfx.verification.graphs import (
     tolerance_of,
     zeroed_tensors,
 )
+from dispfx.words.option_names import option
 from dispfx.words.own_function import OwnFunction, own_or_choice
 
 DENSE_FOLDER = "dense"
@@ -110,6 +112,11 @@ class Written:
 Target = Callable[[Form], Written]
 
 
+def export_of(asked: Any, source: Source) -> Any:
+    """Return the target that was asked for, or the default: ONNX for the demo, none otherwise."""
+    return asked or ("onnx" if source.origin == "demo" else "none")
+
+
 def target_named(export: Any) -> tuple[str, Target]:
     """Return a target's name and its writer.
 
@@ -135,9 +142,10 @@ def require_target(export: Any, source: Source) -> None:
         target_named(export)
     if export == "dense" and source.config is None:
         raise DispfxError(
-            "--export dense writes a transformers checkpoint, but transformers does not know this module",
+            f"{option('export', 'dense')} writes a transformers checkpoint, "
+            "but transformers does not know this module",
             where=source.name,
-            hint="--export pt2 writes the pruned graph",
+            hint=f"{option('export', 'pt2')} writes the pruned graph",
         )
 
 
@@ -170,6 +178,8 @@ def _onnx(form: Form) -> Written:
     def plain() -> torch.fx.GraphModule:
         return lower(form.exportable(), form.plan, write="gather-add")
 
+    from dispfx.run.onnx_folder import write_onnx  # imports onnx, which no other target needs
+
     written = write_onnx(form.opened, plain=plain, shapes=compared_shapes(form.program))
     return Written(written.lines, written.no_cache)
 
@@ -197,3 +207,50 @@ def _dense(form: Form) -> Written:
 
 
 TARGETS: dict[str, Target] = {"none": _nothing, "onnx": _onnx, "pt2": _graph, "dense": _dense}
+
+
+def ordinary_decoder(source: Source, program: Program, plan: Plan, lowered: nn.Module) -> Any:
+    """Return the decoder left by a plan with one selection for the whole stream, as its own class.
+
+    Args:
+        source: the dense decoder.
+        program: of the decoder.
+        lowered: its lowered graph, to compare the result with.
+
+    Raises:
+        UnsupportedGraphError: if the class does not support these widths, or computes something else with
+        them.
+    """
+    kept = plan.for_sites(program.sites)
+    by_site = {site.name: indices for site, indices in zip(program.sites, kept, strict=True)}
+    found = build_ordinary(source.model, program, by_site)
+    if isinstance(found, Mismatch):
+        raise _no_ordinary_decoder(found.reason, source)
+    model: Any = found.to(program.device)  # type: ignore[arg-type]
+    lines = dense_lines(program, lowered, model)
+    worst = max(line.max_rel_error for line in lines)
+    if not all(line.holds for line in lines):
+        raise _no_ordinary_decoder(
+            f"the smaller decoder's logits differ by {worst:.1e}: its code derives a number from a width",
+            source,
+        )
+    return model
+
+
+def require_ordinary(source: Source, program: Program, ratio: float, of: BudgetOf, align: int) -> None:
+    """Check that a smaller ordinary decoder is possible, by building one with a random plan of this ratio.
+
+    Raises:
+        UnsupportedGraphError: as `ordinary_decoder`.
+        BudgetError: if no widths meet the ratio.
+    """
+    plan = Plan.random(program, ratio, seed=0, of=of, align=align)
+    ordinary_decoder(source, program, plan, lower(program, plan))
+
+
+def _no_ordinary_decoder(reason: str, source: Source) -> UnsupportedGraphError:
+    return UnsupportedGraphError(
+        f"this class cannot be built with smaller widths: {reason}",
+        where=type(source.model).__name__,
+        hint=f"leave out {option('export', 'dense')}; the folder itself loads with dispfx",
+    )

@@ -1,17 +1,26 @@
-"""Time the stages of a command, and notify an observer when a stage begins and ends."""
+"""Notify an observer of a command's stages with their times, and print the graph after a pass.
+
+with printing(["lower-gates"], observer):
+    ...                                 # every pipeline in here prints after lower-gates
+"""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from dispfx.compiler.stages import PASSES
 from dispfx.errors import DispfxError, MemoryShortage, first_line, memory_shortage
-from dispfx.report import Observer
+from dispfx.ir.pipeline import printing_after
+from dispfx.report import NullObserver, Observer
+from dispfx.words.choices import require_choice
+from dispfx.words.option_names import option
 
 # How to reduce the memory of a stage; there is no way for other stages.
 _LESS = {
-    "open": "--dtype bfloat16 halves float32 weights",
-    "learn": "use a smaller --batch-size or --seq-len, or --checkpointing on",
-    "tune": "use a smaller --batch-size or --seq-len",
+    "open": f"{option('dtype', 'bfloat16')} halves float32 weights",
+    "learn": f"use a smaller {option('batch_size')} or {option('seq_len')}, "
+    f"or {option('checkpointing', 'on')}",
+    "tune": f"use a smaller {option('batch_size')} or {option('seq_len')}",
 }
 _MORE = "end other programs, or use a machine or a GPU with more memory"
 
@@ -51,3 +60,20 @@ class Stages:
 def _shortage(stage: str, told: BaseException) -> DispfxError:
     problem = f"memory ran out in stage {stage}: {first_line(told)}"
     return MemoryShortage(problem, hint=_LESS.get(stage, _MORE))
+
+
+@contextmanager
+def printing(names: Sequence[str], observer: Observer | None = None) -> Iterator[None]:
+    """Pass the graphs after the named passes to an observer; note which passes did not run.
+
+    Raises:
+        DispfxError: if a name is unknown, listing all passes.
+    """
+    for name in names:
+        require_choice(PASSES, name, "a pass to print after")
+    watcher = observer or NullObserver()
+    with printing_after(names, watcher.printed) as printer:
+        yield
+    for name in dict.fromkeys(names):
+        if name not in printer.printed:
+            watcher.note(f"{name} did not run in this command, so there is no graph to print after it")

@@ -7,8 +7,7 @@ from pathlib import Path
 from dispfx.capturing.module_capture import module_logits
 from dispfx.deploy import exported
 from dispfx.deploy.checkpoint import PLAN_FILE
-from dispfx.deploy.digests import changed
-from dispfx.deploy.size import stored_size
+from dispfx.deploy.digests import changed, stored_size
 from dispfx.huggingface.model_loading import load_model
 from dispfx.plan.plan import Plan
 from dispfx.report import Report, load_report

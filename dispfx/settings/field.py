@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from dispfx.errors import DispfxError, UnknownSettingError
 from dispfx.words.choices import closest, require_choice
+from dispfx.words.option_names import flag, option
 from dispfx.words.own_function import names_function
 
 _KEY = "dispfx"
@@ -98,7 +99,7 @@ class Field:
     @property
     def option(self) -> str:
         """Spelling on the command line, such as `--lambda` for `lambda_`."""
-        return "--" + self.name.strip("_").replace("_", "-")
+        return flag(self.name)
 
     @property
     def typed(self) -> Any:
@@ -163,11 +164,11 @@ class Section:
             if value is None:
                 continue
             if one.choices and not (one.facts.functions and names_function(value)):
-                require_choice(one.choices, value, one.name)
+                require_choice(one.choices, value, option(one.name))
             for number in value if isinstance(value, list | tuple) else [value]:
                 if _is_number(number) and not one.facts.allows(number):
                     allowed = one.facts.range_text() or "a finite number"
-                    raise one.facts.error(f"{one.name} must be {allowed}, and {number!r} was given")
+                    raise one.facts.error(f"{option(one.name)} must be {allowed}, and {number!r} was given")
 
 
 def refuse_unknown_names(names: Iterable[str], known: Iterable[str]) -> None:

@@ -14,11 +14,13 @@ from typing import Any, Literal
 from dispfx.errors import DispfxError
 from dispfx.settings.field import Section, refuse_unknown_names, setting
 from dispfx.words.choices import choice
+from dispfx.words.option_names import option
 
 EstimatorName = Literal["reinmax", "gumbel", "straight-through"]
 HypernetworkName = Literal["full", "linear", "none"]
 Schedule = Literal["constant", "cosine"]
 Start = Literal["uniform", "sensitivity"]
+ObjectiveName = Literal["ce", "kl", "mix"]
 Packing = Literal["joined", "documents"]
 BudgetOn = Literal["masks", "probabilities"]
 Method = Literal["learned", "magnitude", "wanda", "flap", "fisher", "random"]
@@ -103,6 +105,10 @@ class LearnSettings(Section):
     packing: Packing = setting(
         "joined", "A sequence is one text, or several documents that do not see each other."
     )
+    objective: ObjectiveName = setting(
+        "ce",
+        "Loss of the masks: cross entropy with the next token, KL from the dense decoder, or half of each.",
+    )
     lr: float = setting(1e-3, "Learning rate of AdamW.", default="3e-3", above=0.0)
     weight_decay: float = setting(0.05, "Weight decay of AdamW.", default="1; demo: 0.05", least=0.0)
     lambda_: float = setting(6.0, "Weight of the budget loss.", least=0.0)
@@ -167,7 +173,8 @@ class LearnSettings(Section):
         super().__post_init__()
         if self.batch_size % self.samples:
             raise DispfxError(
-                f"samples must be a divisor of batch_size ({self.batch_size}), {self.samples} was given",
+                f"{option('samples')} must be a divisor of {option('batch_size')} ({self.batch_size}), "
+                f"and {self.samples} was given",
                 where="LearnSettings.samples",
             )
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from dispfx.errors import BudgetError, DataError, OutputError
 from dispfx.settings.field import Section, required, setting
 from dispfx.words.chosen_device import check_device
+from dispfx.words.option_names import option
 from dispfx.words.text_origin import TEXT_BYTES, TEXT_FIELD
 
 Switch = Literal["auto", "on", "off"]
@@ -47,14 +48,14 @@ class TextSettings(Section):
     )
     eval_data: Any = setting(
         None,
-        "Text to measure on, as --data. Never learned from. May be repeated.",
+        f"Text to measure on, as {option('data')}. Never learned from. May be repeated.",
         default="the last tenth of the data",
         common=True,
         repeats=str,
     )
     data_weight: Sequence[float] | None = setting(
         None,
-        "Share of the sequences from each --data, in order.",
+        f"Share of the sequences from each {option('data')}, in order.",
         default="texts are joined",
         repeats=float,
     )
@@ -101,7 +102,7 @@ class BudgetSettings(Section):
     select: Select = setting(
         "after-norm",
         "Select features after every norm; or before them, with one selection for the whole residual stream "
-        "(needs --constrained).",
+        f"(needs {option('constrained', True)}).",
     )
 
     def __post_init__(self) -> None:
@@ -159,7 +160,7 @@ class WritingSection(Section):
             OutputError: if `--out` is missing.
         """
         if self.out is None:
-            raise OutputError("an output path is needed", hint="name one with --out")
+            raise OutputError("an output path is needed", hint=f"name one with {option('out')}")
         return Path(self.out).expanduser()
 
 
@@ -176,7 +177,7 @@ class OutputSettings(WritingSection):
     export: Export | None = setting(
         None,
         "What to write next to the checkpoint: an ONNX model, program.pt2, or dense: a full-size checkpoint "
-        "with zeros (with --select before-norm a smaller ordinary one).",
+        f"with zeros (with {option('select', 'before-norm')} a smaller ordinary one).",
         default="none; demo: onnx",
         common=True,
         functions=True,
@@ -193,7 +194,8 @@ class OutputSettings(WritingSection):
 
     config: Path | None = setting(
         None,
-        "Settings of an earlier run: its report.json. What is given here wins; --out is always needed.",
+        "Settings of an earlier run: its report.json. What is given here wins; "
+        f"{option('out')} is always needed.",
         metavar="FILE",
         common=True,
         per_run=True,

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from dispfx.errors import DispfxError
 from dispfx.settings.field import Field, refuse_unknown_names, section_fields
+from dispfx.words.option_names import option
 
 
 class Tree:
@@ -57,7 +58,7 @@ class Tree:
         refuse_unknown_names(flat, cls.settings())
         for name, one in cls.settings().items():
             if one.required and name not in flat:
-                raise DispfxError(f"{name} is needed: {one.facts.doc}")
+                raise DispfxError(f"{option(name)} is needed: {one.facts.doc}")
         return cls(**{name: cls._section(name, kind, flat) for name, kind in cls.sections().items()})
 
     @classmethod

@@ -170,3 +170,18 @@ class CompareSettings(Tree):
 @dataclass(frozen=True, eq=False)
 class NoSettings(Tree):
     """Verbs without settings of their own."""
+
+
+TREES: tuple[type[Tree], ...] = (
+    RunSettings,
+    ApplySettings,
+    InspectSettings,
+    EvalSettings,
+    FinetuneSettings,
+    BenchSettings,
+    ExportSettings,
+    GenerateSettings,
+    VerifySettings,
+    CompareSettings,
+    NoSettings,
+)

@@ -5,8 +5,8 @@
 
     pretrained  folder, GGUF file, hub id → module, config and tokenizer
     function    package.module:function → module
-    stored      MODEL → bytes of its weights, before they are read
-    causality   reject models whose logits depend on later tokens
+    loaded_size MODEL → bytes of its weights, before they are read
+    loading     MODEL → Source; rejects models whose logits depend on later tokens
     text        files and data sets of text, and token files → one vector of token ids
 """
 

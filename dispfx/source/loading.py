@@ -1,22 +1,37 @@
-"""MODEL in any form → `Source`."""
+"""MODEL in any form → `Source`.
 
+A model must predict each token from earlier tokens only; other models are rejected.  The class name is not
+enough: an encoder's checkpoint loads into a causal class without a missing weight.  So the last token is
+changed, and the logits before it must not change.
+
+A decoder moves to a device and dtype also if its class overrides `to`:
+
+    nn.Module:   model.to(device=…, dtype=…)
+    overridden:  model.to(device), then model.to(dtype), as TransformerLens expects
+
+Legend: B batch, T tokens, V vocabulary
+"""
+
+import inspect
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from dispfx.capturing.logits import logits_of, widths_of
 from dispfx.demo import DECODER_FOLDER
-from dispfx.errors import SourceError
-from dispfx.source.causality import check_causal
+from dispfx.errors import CaptureError, SourceError
 from dispfx.source.contents import check_checkpoint, check_weights
 from dispfx.source.function import build_module
 from dispfx.source.location import Location, reach_hub
-from dispfx.source.moving import moved
 from dispfx.source.pretrained import build_from_config, load_pretrained
 from dispfx.source.source import Source
 from dispfx.source.tokenizer import load_tokenizer
 from dispfx.words.choices import choice
 from dispfx.words.chosen_device import chosen_device
 from dispfx.words.model_origin import origin_of
+from dispfx.words.option_names import option
 
 # An index names weight files in its folder.
 _WEIGHT_ENDINGS = (
@@ -93,7 +108,9 @@ def load_config(
     _check_revision(spec, origin, revision)
     wanted = dtype_of(dtype)
     if origin == "gguf":
-        raise SourceError("a GGUF file has no separate config", where=spec, hint="leave out --config-only")
+        raise SourceError(
+            "a GGUF file has no separate config", where=spec, hint=f"leave out {option('config_only')}"
+        )
     if origin == "function":
         with torch.device("meta"):
             module, tokenizer, config = build_module(spec)
@@ -113,7 +130,9 @@ def config_alone(spec: str) -> bool:
 
 def _check_revision(spec: str, origin: str, revision: str | None) -> None:
     if revision is not None and origin != "hub":
-        raise SourceError("--revision chooses a version of a hub id, but MODEL is not a hub id", where=spec)
+        raise SourceError(
+            f"{option('revision')} chooses a version of a hub id, but MODEL is not a hub id", where=spec
+        )
 
 
 def _location(spec: str, origin: str, revision: str | None) -> Location:
@@ -132,10 +151,10 @@ def _with_tokenizer(source: Source, tokenizer: str | None, trust_remote_code: bo
     if tokenizer is None:
         return source
     folder = Path(tokenizer).expanduser()
-    location = Location(str(folder)) if folder.is_dir() else reach_hub(tokenizer, None, "--tokenizer")
+    location = Location(str(folder)) if folder.is_dir() else reach_hub(tokenizer, None, option("tokenizer"))
     loaded, files = load_tokenizer(location, trust_remote_code)
     if loaded is None:
-        raise SourceError("--tokenizer names a folder without a tokenizer", where=tokenizer)
+        raise SourceError(f"{option('tokenizer')} names a folder without a tokenizer", where=tokenizer)
     return Source(
         source.model, loaded, source.config, source.name, source.origin, source.generation_config, files
     )
@@ -149,4 +168,72 @@ def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    return choice(_DTYPES, dtype, "--dtype")
+    return choice(_DTYPES, dtype, option("dtype"))
+
+
+# Relative to the largest logit.  Equal prefixes may round differently where experts are grouped by
+# token (3e-7 in float32); an untrained bidirectional layer of the usual scale moves them by 4e-4.
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+
+# Ids 0 and 1 exist in every vocabulary.  The last position differs.
+_IDS_BT = ((1, 0, 1, 1, 0, 1, 0, 1), (1, 0, 1, 1, 0, 1, 0, 0))
+
+
+def check_causal(model: nn.Module, name: str, device: torch.device) -> None:
+    """Check that `model` maps token ids to logits, each from earlier tokens only.
+
+    Raises:
+        SourceError: if it cannot run, does not return logits, or uses later tokens.
+    """
+    first_TV, second_TV = (_logits(model, torch.tensor([ids], device=device), name)[0] for ids in _IDS_BT)
+    before_TV = first_TV[:-1].double()
+    change = (before_TV - second_TV[:-1].double()).abs().max()
+    if bool(change > _TOLERANCE.get(first_TV.dtype, 3e-2) * before_TV.abs().max()):
+        raise SourceError(
+            "a decoder must predict each token from the tokens before it, "
+            "and this model's logits change with a later token",
+            where=name,
+            hint="encoders and models with bidirectional attention cannot be compiled",
+        )
+
+
+def _logits(model: nn.Module, ids_BT: Tensor, name: str) -> Tensor:
+    try:
+        with torch.no_grad():
+            output = model(ids_BT)
+    except Exception as error:
+        message = " ".join(str(error).split())[:300]
+        raise SourceError(
+            f"the model cannot run on token ids (batch, tokens): {type(error).__name__}: {message}",
+            where=name,
+            hint="its forward must take int64 token ids first and need nothing else",
+        ) from error
+    try:
+        return logits_of(output, ids_BT, widths_of(model))
+    except CaptureError as error:
+        raise SourceError(error.problem, where=name, hint=error.hint) from error
+
+
+def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return a decoder on a device, with floating-point tensors of a dtype; None keeps their dtypes.
+
+    `to` is not called if nothing has to change.
+    """
+    wanted: dict[str, Any] = {"device": device} if dtype is None else {"device": device, "dtype": dtype}
+    if all(_is_there(tensor, device, dtype) for tensor in (*model.parameters(), *model.buffers())):
+        return model
+    try:
+        inspect.signature(model.to).bind(**wanted)
+    except TypeError:
+        for step in wanted.values():
+            own: Any = model.to
+            model = own(step) or model  # an in-place `to` may return None
+        return model
+    together: Any = model.to
+    return together(**wanted) or model
+
+
+def _is_there(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> bool:
+    same = dtype is None or not tensor.is_floating_point() or tensor.dtype == dtype
+    index = device.index if device.index is not None or device.type == "cpu" else tensor.device.index
+    return same and tensor.device.type == device.type and tensor.device.index == index

@@ -2,8 +2,13 @@
 
 transformers initialises missing weights randomly, with a warning.  Here, missing weights and other kinds of
 models are errors.
+
+dispfx cuts plain weights.  transformers can expand some compressed formats.  In other formats the weights
+stay packed in modules of their library; these are rejected, because rows or columns cannot be removed.
 """
 
+import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +20,17 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from dispfx.errors import SourceError
 from dispfx.files.json_text import read_json
-from dispfx.source.compression import expanding
 from dispfx.source.location import Location
 from dispfx.source.quiet import installation, quiet, short
 from dispfx.source.source import Source
 from dispfx.source.tokenizer import load_tokenizer
 from dispfx.source.transformers_classes import known_config
 from dispfx.words.model_origin import Origin
+from dispfx.words.option_names import option
 
 
 def load_pretrained(
@@ -101,7 +107,7 @@ def _needs_own_code(what: str, spec: str) -> SourceError:
     return SourceError(
         f"{what} needs code that comes with the checkpoint",
         where=spec,
-        hint="read that code, then allow it with --trust-remote-code",
+        hint=f"read that code, then allow it with {option('trust_remote_code', True)}",
     )
 
 
@@ -193,3 +199,39 @@ def _model(
             hint="a decoder with a language-model head and all its weights is needed",
         )
     return model
+
+
+# Its weights are plain, and made ternary in each forward pass.
+_PLAIN = ("bitnet",)
+# Attribute that requests plain weights; the second one is for older versions.
+_SWITCHES = {"dequantize": True, "run_compressed": False}
+
+
+def method_of(config: Any) -> str | None:
+    """Return the format of a checkpoint's weights, or None if they are plain."""
+    section = getattr(config, "quantization_config", None)
+    method = section.get("quant_method") if isinstance(section, dict) else None
+    return str(method) if method is not None else None
+
+
+def expanding(config: Any, spec: str) -> Any:
+    """Return a config that makes transformers expand the weights; unchanged for a plain checkpoint.
+
+    Raises:
+        SourceError: if weights of this format stay packed.
+    """
+    method = method_of(config)
+    if method is None or method in _PLAIN:
+        return config
+    known = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+    names = inspect.signature(known.__init__).parameters if known is not None else ()
+    switch = next((name for name in _SWITCHES if name in names), None)
+    if switch is None:
+        raise SourceError(
+            f"the weights are compressed with {method}, but dispfx can only cut plain weights",
+            where=spec,
+            hint="pass the checkpoint that this one was made from, before it was compressed",
+        )
+    changed = copy.deepcopy(config)
+    changed.quantization_config = {**config.quantization_config, switch: _SWITCHES[switch]}
+    return changed

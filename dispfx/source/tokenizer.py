@@ -11,6 +11,7 @@ from dispfx.errors import SourceError
 from dispfx.files.json_text import read_json
 from dispfx.source.location import Location
 from dispfx.source.quiet import installation, quiet, short
+from dispfx.words.option_names import option
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -48,12 +49,12 @@ def load_tokenizer(location: Location, trust_remote_code: bool) -> tuple[Any | N
                 raise SourceError(
                     "the tokenizer needs code that comes with it",
                     where=location.path,
-                    hint="read that code, then allow it with --trust-remote-code",
+                    hint=f"read that code, then allow it with {option('trust_remote_code', True)}",
                 ) from error
             raise SourceError(
                 f"the tokenizer cannot be read: {short(error)}",
                 where=location.path,
-                hint=installation(error) or "name another one with --tokenizer",
+                hint=installation(error) or f"name another one with {option('tokenizer')}",
             ) from error
         return tokenizer, files or (() if location.gguf_file else _tokenizer_files(location))
 

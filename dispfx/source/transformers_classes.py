@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from dispfx.errors import DataError
 from dispfx.files.json_text import read_json
 from dispfx.source.own_code import is_own_code
+from dispfx.words.option_names import option
 
 # Classes in `transformers_modules` are code of a checkpoint, which transformers loads.
 _KNOWN = ("transformers", "dispfx", "transformers_modules")
@@ -66,7 +67,7 @@ def require_known_class(folder: Path, trust_remote_code: bool = False) -> None:
         raise DataError(
             f"the decoder's class is code that comes with the folder: {', '.join(files)}",
             where=str(folder),
-            hint="read that code, then allow it: --trust-remote-code, or trust_remote_code=True in Python",
+            hint=f"read that code, then allow it with {option('trust_remote_code', True)}",
         )
     if unknown and not own_code:
         raise DataError(

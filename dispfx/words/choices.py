@@ -7,7 +7,7 @@ Nothing here imports torch, so that a typo is reported at once.
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from dispfx.errors import DispfxError
@@ -40,11 +40,8 @@ def require_choice(known: Iterable[str], name: object, what: str) -> None:
         raise DispfxError(problem, hint=closest(str(name), names))
 
 
-def check_choices(settings: Any, name_of: Callable[[str], str] = str) -> None:
+def check_choices(settings: Any) -> None:
     """Raise if a field of a dataclass with a `Literal` type holds another value.
-
-    Args:
-        name_of: returns the name of a field for messages, such as `option`; the field's name by default.
 
     Raises:
         DispfxError: as `require_choice`.
@@ -53,12 +50,7 @@ def check_choices(settings: Any, name_of: Callable[[str], str] = str) -> None:
     for field in dataclasses.fields(settings):
         if get_origin(hints[field.name]) is Literal:
             value = getattr(settings, field.name)
-            require_choice(get_args(hints[field.name]), value, name_of(field.name))
-
-
-def option(name: str) -> str:
-    """Return the option of the command line that sets a field."""
-    return f"--{name.rstrip('_').replace('_', '-')}"
+            require_choice(get_args(hints[field.name]), value, field.name)
 
 
 def require_fields(kind: type, names: Iterable[str]) -> None:

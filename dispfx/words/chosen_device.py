@@ -8,6 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from dispfx.errors import DispfxError
+from dispfx.words.option_names import option
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,7 @@ def check_device(device: "str | torch.device | None") -> None:
     word = "cpu" if device is None else str(device)
     if not _WORD.fullmatch(word):
         raise DispfxError(
-            f"--device must be cpu, cuda or cuda:N, and {word!r} was given",
+            f"{option('device')} must be cpu, cuda or cuda:N, and {word!r} was given",
             hint="dispfx runs on CPUs and on CUDA devices; `dispfx doctor` lists those of this machine",
         )
     if word.startswith("cpu"):
@@ -46,10 +47,10 @@ def check_device(device: "str | torch.device | None") -> None:
     found = torch.cuda.device_count()
     if int(word.partition(":")[2] or 0) >= found:
         raise DispfxError(
-            f"--device {word} was given, but torch sees {found or 'no'} CUDA device(s)",
-            hint="use --device cpu, or install a CUDA build of torch"
+            f"{option('device', word)} was given, but torch sees {found or 'no'} CUDA device(s)",
+            hint=f"use {option('device', 'cpu')}, or install a CUDA build of torch"
             if not found
-            else f"use --device cuda:{found - 1} or below",
+            else f"use {option('device', f'cuda:{found - 1}')} or below",
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from dispfx.errors import BudgetError, DataError, DispfxError, OutputError
 from dispfx.files.json_text import read_json
 from dispfx.words.choices import require_choice
+from dispfx.words.option_names import option
 from dispfx.words.python_code import current_folder
 
 SELECTIONS = ("after-norm", "before-norm")
@@ -37,7 +38,7 @@ def check_ratio(ratio: float) -> None:
     if not 0.0 < ratio < 1.0:
         raise BudgetError(
             f"the ratio is the share to remove, between 0 and 1; {ratio:g} was given",
-            hint="--ratio 0.3 removes 30%",
+            hint=f"{option('ratio', 0.3)} removes 30%",
         )
 
 
@@ -47,18 +48,19 @@ def check_select(select: str, *, constrained: bool, costs: bool) -> None:
     Raises:
         DispfxError: if branches would select separately, or be left dense by their latency.
     """
-    require_choice(SELECTIONS, select, "--select")
+    require_choice(SELECTIONS, select, option("select"))
     if select == "after-norm":
         return
     if not constrained:
         raise DispfxError(
             "a selection before the norms applies to the whole residual stream",
-            hint="add --constrained to --select before-norm",
+            hint=f"add {option('constrained', True)} to {option('select', 'before-norm')}",
         )
     if costs:
         raise DispfxError(
-            "one selection for the whole stream cuts every branch, so --costs cannot leave a branch dense",
-            hint="leave out --costs",
+            "one selection for the whole stream cuts every branch, "
+            f"so {option('costs')} cannot leave a branch dense",
+            hint=f"leave out {option('costs')}",
         )
 
 
@@ -115,5 +117,5 @@ def check_folder(path: str | os.PathLike[str], *, report: bool = False) -> None:
         raise OutputError(
             "the folder has no report.json, so dispfx did not write it",
             where=str(path),
-            hint="pass the --out folder of `dispfx compile`",
+            hint="pass a folder that `dispfx compile` wrote",
         )

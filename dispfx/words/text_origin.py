@@ -17,6 +17,7 @@ from typing import Literal, get_args
 
 from dispfx.errors import DataError
 from dispfx.words.choices import require_choice
+from dispfx.words.option_names import option
 from dispfx.words.preconditions import check_files
 
 Bos = Literal["auto", "on", "off"]
@@ -98,9 +99,9 @@ class Reading:
             DataError: if `most_bytes` is below one.
             DispfxError: if `bos` is unknown.
         """
-        require_choice(get_args(Bos), self.bos, "--bos")
+        require_choice(get_args(Bos), self.bos, option("bos"))
         if self.most_bytes < 1:
-            raise DataError(f"--data-bytes must be at least 1, and {self.most_bytes} was given")
+            raise DataError(f"{option('data_bytes')} must be at least 1, and {self.most_bytes} was given")
 
 
 def text_origin(word: str | PurePath) -> TextOrigin:
@@ -140,7 +141,8 @@ def check_texts(words: Sequence[str | PurePath], weights: Sequence[float] | None
             )
     if weights and len(weights) != len(words):
         raise DataError(
-            f"--data-weight must be given once per --data: there are {len(weights)} for {len(words)} texts",
+            f"{option('data_weight')} must be given once per {option('data')}: "
+            f"there are {len(weights)} for {len(words)} texts",
             hint="give one weight per text in the same order, or none",
         )
 
@@ -163,9 +165,9 @@ def repeated_texts(data: Sequence[str | PurePath], eval_data: Sequence[str | Pur
     learned, measured = list(map(text_origin, data)), list(map(text_origin, eval_data))
     twice = [one for index, one in enumerate(learned) if any(same_text(one, o) for o in learned[:index])]
     both = [one for one in measured if any(same_text(one, other) for other in learned)]
-    of_both = "{} is in both --eval-data and --data: perplexity is measured on text that was learned from"
+    of_both = "{} is learned from and measured on: perplexity is measured on text that was learned from"
     return [
-        *(f"{one.name} is in --data twice: held-out text is also learned from" for one in twice),
+        *(f"{one.name} is named twice: held-out text is also learned from" for one in twice),
         *(of_both.format(one.name) for one in both),
     ]
 

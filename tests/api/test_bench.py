@@ -21,8 +21,7 @@ from dispfx.errors import DataError, OutputError, PlanMismatchError
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.ir.ops import is_grouped
 from dispfx.plan.plan import Plan
-from dispfx.quality.measuring import measure
-from dispfx.quality.perplexity import TextFacts
+from dispfx.quality.perplexity import TextFacts, measure
 from dispfx.run.opening import open_model
 from dispfx.settings import ModelSettings
 from tests.api.conftest import Compiled
@@ -30,7 +29,7 @@ from tests.captures import plain
 from tests.tiny_transformers import tiny_transformer
 
 # The room, which the function of its name hides.
-bench_room = importlib.import_module("dispfx.api.bench")
+bench_room = importlib.import_module("dispfx.api.benching")
 
 
 @pytest.fixture(autouse=True)
@@ -129,15 +128,15 @@ def test_alignments_are_timed_and_measured_on_the_plan(
     assert all(row.speedup for row in aligned)
     found = dict(each.rsplit(" ", 1) for each in benched.facts["perplexity of the plan"].split(", "))
     assert set(found) == {"as it is", "× 1", "× 8"} and found["as it is"] == found["× 1"]
-    with pytest.raises(DataError, match="use --runtime torch"):
+    with pytest.raises(DataError, match="use `runtime='torch'`"):
         bench(pruned_folder, align=(8,), runtime="onnx")
     short = tmp_path / "short.safetensors"
     save_file({"tokens": torch.randint(61, (20,))}, short)
     with pytest.raises(DataError, match="which features come or go"):
         bench(pruned_folder, dense=str(decoder_folder), align=(8,), eval_data=str(short))
-    with pytest.raises(DataError, match="--align is not given"):
+    with pytest.raises(DataError, match="`align` is not given"):
         bench(pruned_folder, dense=str(decoder_folder), eval_data=str(text))
-    with pytest.raises(DataError, match="--dense MODEL"):
+    with pytest.raises(DataError, match="`dense`"):
         bench(pruned_folder, align=(8,), eval_data=str(text))
 
 

@@ -154,7 +154,7 @@ def test_on_without_such_a_token_is_refused_by_every_command(
         with pytest.raises(DataError, match="the tokenizer has no bos_token") as refusal:
             call()
         assert refusal.value.exit_code == 2
-    with pytest.raises(DispfxError, match="bos must be auto or on or off, and 'yes' was given"):
+    with pytest.raises(DispfxError, match="`bos` must be auto or on or off, and 'yes' was given"):
         api.evaluate(str(decoder_folder), eval_data=text, bos="yes")  # type: ignore[arg-type]
 
 

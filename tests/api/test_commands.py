@@ -15,7 +15,7 @@ from dispfx.api import agree, apply, evaluate, export, generate, inspect, learn_
 from dispfx.errors import DataError, DispfxError, OutputError, VerificationError
 from dispfx.plan.plan import Plan
 from dispfx.report import Report
-from dispfx.run.pass_printing import printing
+from dispfx.run.timed_stages import printing
 from dispfx.verification.equivalence import Verification, require
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Compiled, Watcher, random_tokens
 from tests.api.plain import build_decoder
@@ -32,7 +32,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Repor
     text = folder / "text.txt"
     text.write_text("the cats see the dog . " * 40)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dispfx.run.writing._PROBE_SAMPLES", 1)
+        patch.setattr("dispfx.run.folder_report._PROBE_SAMPLES", 1)
         report = apply("demo", plan, out=folder / "out", eval_data=text, eval_windows=1, export="pt2")
     yield folder / "out", report
 

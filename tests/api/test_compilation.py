@@ -206,7 +206,7 @@ def test_an_interrupted_run_resumes_to_the_same_plan(compiled: Compiled, tmp_pat
     assert not (tmp_path / "out").exists() and (tmp_path / "out.state").is_dir()
     with pytest.raises(OutputError, match="an unfinished run left its state") as error:
         compile_(tmp_path / "out", tokens)
-    assert "--resume" in str(error.value)
+    assert "`resume`" in str(error.value)
     watcher = Watcher()
     compile_(tmp_path / "out", tokens, resume=True, observer=watcher)
     assert watcher.notes[-1:] == ["going on at step 2"] and len(watcher.steps) == 1
@@ -316,11 +316,11 @@ REFUSED = {
     "ids of another vocabulary": ({"data": torch.full((600,), 61)}, DataError, "must be in [0, 61)"),
     "one token to measure on": ({"data": random_tokens(17)}, DataError, "two tokens or more are needed"),
     "no such function": ({"model": "tests.api.plain:nothing"}, SourceError, "has no nothing"),
-    "every branch skipped": ({"skip": ["*"]}, DispfxError, "--skip leaves out"),
+    "every branch skipped": ({"skip": ["*"]}, DispfxError, "`skip` leaves out"),
     "an unknown export": (
         {"export": "tensorrt"},
         DispfxError,
-        "export must be none or onnx or pt2 or dense",
+        "`export` must be none or onnx or pt2 or dense",
     ),
 }
 

@@ -5,7 +5,7 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
-from dispfx.api.doctor import doctor, package_finding
+from dispfx.api.installation import doctor, package_finding
 
 
 def test_a_package_is_there_too_old_or_missing():

@@ -19,7 +19,7 @@ from dispfx.api import apply, evaluate, finetune, verify
 from dispfx.api.finetuning import fitted_tuning
 from dispfx.capturing.module_capture import module_logits
 from dispfx.demo import DECODER_FOLDER
-from dispfx.demo.demo_text import generate_text
+from dispfx.demo.grammar import generate_text
 from dispfx.errors import DataError, DispfxError, OutputError
 from dispfx.huggingface.adapter_training import Keeping, TuneStep, train
 from dispfx.learning.state import STATE_FILE, saved_step
@@ -261,7 +261,7 @@ def test_a_state_of_another_decoder_or_other_settings_is_refused(
         finetune(merged[0], **asdict(SETTINGS), **words)
     with pytest.raises(DataError, match="rank was 4 and is 2"):
         finetune(pruned, **asdict(replace(SETTINGS, rank=2)), **words)
-    with pytest.raises(DispfxError, match="save_every must be at least 1"):
+    with pytest.raises(DispfxError, match="`save_every` must be at least 1"):
         finetune(pruned, **asdict(SETTINGS), save_every=0, **words)
     assert saved_step(tmp_path / "out.state") == 1 and not (tmp_path / "out").exists()
 

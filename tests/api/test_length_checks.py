@@ -52,7 +52,7 @@ def test_a_run_beyond_the_range_is_refused_before_learning(
     with pytest.raises(CaptureError, match="arithmetic changes at 25 tokens, and a sequence has") as error:
         compile_(tmp_path / "out", tokens, settings, observer=watcher)
     assert error.value.exit_code == 2 and "lengths_decoders.py:" in str(error.value.where)
-    assert "--seq-len 24" in str(error.value.hint)
+    assert "`seq_len=24`" in str(error.value.hint)
     assert not watcher.steps and not list(tmp_path.glob("out*"))
 
 

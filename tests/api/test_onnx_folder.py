@@ -8,6 +8,7 @@ import onnx
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.activations import ACT2FN
 
 import dispfx
 from dispfx import api
@@ -15,7 +16,10 @@ from dispfx.deploy.onnx import legalize
 from dispfx.errors import UnsupportedGraphError, VerificationError
 from dispfx.report import load_report
 from dispfx.run import onnx_folder
+from dispfx.run.rehearsal import rehearse
+from dispfx.source import Source
 from tests.api.conftest import Watcher
+from tests.command_line import run
 from tests.tiny_transformers import tiny_transformer
 
 
@@ -92,6 +96,38 @@ def test_an_onnx_model_without_a_cache_is_told_everywhere_with_the_reason(
     observer.notes.clear()
     api.export(folder, onnx=True, observer=observer)
     assert len(observer.notes) == 1 and reason in observer.notes[0]
+
+
+class InverseErrorFunction(torch.nn.Module):
+    """An activation without an ONNX form."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.erfinv(0.9 * torch.tanh(x))
+
+
+def test_a_folder_with_an_operation_that_onnx_lacks_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(ACT2FN, "inverse_error_function", InverseErrorFunction)
+    config: Any = tiny_transformer("llama").config
+    config.hidden_act = "inverse_error_function"
+    model = type(tiny_transformer("llama"))(config).eval()
+    folder = tmp_path / "out"
+    plan = dispfx.Plan.random(dispfx.capture(model), 0.4, seed=1, align=4)
+    api.apply(model, plan, out=folder)
+    before = sorted(folder.rglob("*"))
+
+    result = run("export", folder, "--onnx")
+
+    assert result.exit_code == 2 and "no ONNX form for aten.erfinv" in result.stderr
+    assert "test_onnx_folder.py:" in result.stderr
+    assert sorted(folder.rglob("*")) == before
+    with pytest.raises(UnsupportedGraphError, match="erfinv"):
+        rehearse(source_of(folder, model), dispfx.capture(model), 0.4, "onnx")
+
+
+def source_of(folder: Path, model: Any) -> Source:
+    return Source(model, None, model.config, None, str(folder), "path", None)
 
 
 def domains(model: onnx.ModelProto) -> set[str]:

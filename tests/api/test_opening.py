@@ -33,7 +33,7 @@ def test_every_sequence_has_a_mask_whatever_batch_was_asked(batch):
 
 
 def test_samples_that_do_not_divide_the_batch_are_refused_where_they_were_asked():
-    with pytest.raises(DispfxError, match=r"samples must be a divisor of batch_size \(4\), 3 was given"):
+    with pytest.raises(DispfxError, match=r"`samples` must be a divisor of `batch_size` \(4\), and 3"):
         learn_settings("a-model", recipe="informed", samples=3, batch_size=4)
 
 

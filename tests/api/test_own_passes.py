@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import dispfx
 from dispfx.errors import CaptureError, DataError, DispfxError, PassError
 from dispfx.ir.ops import aten, packet
-from dispfx.pipeline import PassResult
+from dispfx.ir.pipeline import PassResult
 from tests.plain_decoders import FORMS, build
 from tests.programs import program_of, token_ids
 

@@ -12,7 +12,7 @@ from dispfx.errors import DispfxError
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.plan.plan import Plan
 from dispfx.run.mask_learning import learn
-from dispfx.run.pass_printing import printing
+from dispfx.run.timed_stages import printing
 from dispfx.settings.learning_settings import LearnSettings
 from tests.api.conftest import Watcher, random_tokens
 from tests.api.plain import build_decoder
@@ -28,7 +28,7 @@ def test_every_file_of_a_pass_has_its_name_in_the_list():
 
 @pytest.mark.parametrize("name", ["lower_gates", "no-such-pass", ""])
 def test_an_unknown_pass_is_an_error_that_lists_the_passes(name: str):
-    listed = r"--print-after must be canonicalize or .*outline-layers"
+    listed = r"a pass to print after must be canonicalize or .*outline-layers"
     with pytest.raises(DispfxError, match=listed) as error, printing([name]):
         pytest.fail("nothing runs")
     assert error.value.exit_code == 2

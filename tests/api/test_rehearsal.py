@@ -1,6 +1,7 @@
 """What would fail after learning fails before it: every later stage runs on random selections first."""
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,13 +114,47 @@ def test_numbers_that_differ_are_found_before_learning(monkeypatch: pytest.Monke
     assert not list(tmp_path.iterdir())
 
 
+def inverse_error_function(middle: Middle, hidden: Tensor) -> Tensor:
+    return torch.erfinv(0.9 * torch.tanh(hidden))
+
+
+def test_an_operation_without_an_onnx_form_is_refused_before_learning(tmp_path: Path):
+    model = one_branch(lambda: Middle(inverse_error_function, up=96, down=96))
+    with pytest.raises(UnsupportedGraphError, match=r"no ONNX form for aten\.erfinv") as refusal:
+        compiled(model, tmp_path / "out", export="onnx")
+    assert refusal.value.exit_code == 2 and str(refusal.value.where).split(":")[0].endswith("one_branch.py")
+    assert "--export none" in str(refusal.value)
+    assert not list(tmp_path.iterdir()), "nothing was learned"
+    assert all(line.holds for line in compiled(model, tmp_path / "out", export="none").verify)
+
+
+@pytest.mark.parametrize("middle", [inverse_error_function, lambda m, h: F.gelu(h)])
+def test_a_large_decoder_is_translated_without_its_weights(middle: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rehearsal, "_COMPARED_BYTES", 0)
+    model = one_branch(lambda: Middle(middle))
+    refused = pytest.raises(UnsupportedGraphError, match="erfinv")
+    with refused if middle is inverse_error_function else nullcontext():
+        rehearse(source_of(model), dispfx.capture(model), 0.3, "onnx")
+
+
+@pytest.mark.slow
+def test_tokens_cut_into_chunks_by_unfold_compile_to_onnx(tmp_path: Path):
+    """torch traces the chunks of 4 tokens for no text that is shorter, so nothing may run at 2 tokens."""
+
+    model: Any = one_branch(lambda: Middle(lambda m, h: F.gelu(h), up=96, down=96))
+    model.end = lambda decoder, x: decoder.head(F.pad(x, (0, 0, 3, 0)).unfold(1, 4, 1).mean(-1))
+    report = compiled(model, tmp_path / "out", export="onnx")
+    lines = [line for line in report.verify if line.name.startswith("onnx")]
+    assert lines and all(line.holds for line in lines)
+
+
 def source_of(model: nn.Module, config: Any = None) -> Any:
     return SimpleNamespace(model=model, config=config)
 
 
 def test_a_dense_checkpoint_of_a_decoder_with_statistics_of_weights_is_refused():
     model = one_branch(lambda: ChangedMiddle(ternary))
-    with pytest.raises(UnsupportedGraphError, match="--export dense"):
+    with pytest.raises(UnsupportedGraphError, match="`export='dense'`"):
         rehearse(source_of(model), dispfx.capture(model), 0.3, "dense")
 
 

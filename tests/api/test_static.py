@@ -15,9 +15,9 @@ from dispfx.compiler.cached_programs import CachedDecoder
 from dispfx.errors import DataError, UnsupportedGraphError
 from dispfx.fast_decoder.layered import LayeredDecoder
 from dispfx.ir.cached_inputs import CachedShape
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.outline_layers import OutlineLayers
-from dispfx.pipeline import Pipeline
 from dispfx.plan.plan import Plan
 from tests.captures import lowered_with_cache, plain
 from tests.passes.golden import calls_of

@@ -89,7 +89,7 @@ def test_data_that_cannot_be_reached_is_the_inputs_fault_and_says_what_to_do(
     file.write_text(file.read_text().replace("dataset_path: json", "dataset_path: nobody/nothing"))
     with pytest.raises(DataError, match="the task mine gives no questions") as caught:
         score_tasks("demo", tasks=["mine"], task_folder=tasks)
-    assert "--task-folder" in str(caught.value.hint)
+    assert "`task_folder`" in str(caught.value.hint)
 
 
 def test_a_template_without_its_column_is_the_inputs_fault(tasks: Path):

@@ -210,9 +210,9 @@ def test_a_file_that_is_learned_from_and_measured_on_is_told(source: Source, tmp
     b = stored(tmp_path / "b.safetensors", torch.arange(40))
     assert open_text(source, texts(a, eval_data=b)).notes == ()
     (both,) = open_text(source, texts([b, a], eval_data=a)).notes
-    assert "a.safetensors is in both --eval-data and --data" in both
+    assert "a.safetensors is learned from and measured on" in both
     (twice,) = open_text(source, texts([a, b, a])).notes
-    assert "a.safetensors is in --data twice" in twice
+    assert "a.safetensors is named twice" in twice
 
 
 def test_what_a_text_is_warned_of_and_refused_for_reaches_every_command(decoder_folder: Path, tmp_path: Path):

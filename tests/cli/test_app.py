@@ -14,6 +14,12 @@ from tests.command_line import NAMED, options
 
 ROOT = Path(__file__).parents[2]
 
+# What takes long to import.  The module that imports one of them is imported by the verb that needs it.
+HEAVY = {
+    "datasets", "gguf", "lm_eval", "matplotlib", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "pandas",
+    "peft", "pyarrow", "tensorboard", "torch", "transformers",
+}  # fmt: skip
+
 VERBS = [
     "compile",
     "inspect",
@@ -31,8 +37,10 @@ VERBS = [
 ]
 
 
-def python(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=60)
+def python(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, check=False, timeout=timeout
+    )
 
 
 def test_help_names_every_verb(dispfx):
@@ -95,6 +103,28 @@ def test_help_and_wrong_words_are_answered_without_importing_torch(words: list[s
     )
     result = python("-c", script)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        (["passes"], {"torch"}),
+        (["doctor"], {"torch"}),
+        (["inspect", "demo", "--quiet"], {"torch", "transformers"}),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_a_verb_imports_no_library_that_it_does_not_need(words: list[str], needed: set[str]):
+    script = (
+        "import sys\n"
+        "from dispfx.cli import main\n"
+        f"sys.argv = ['dispfx', *{words!r}]\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
+        f"print('loaded', *sorted({HEAVY!r} & set(sys.modules)))\n"
+    )
+    result = python("-W", "ignore", "-c", script, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert set(result.stdout.splitlines()[-1].split()[1:]) == needed
 
 
 def test_the_module_is_the_command():

@@ -181,7 +181,7 @@ def test_the_report_of_a_plan_that_was_applied_has_none_and_says_so(
     [
         ("learning", "steps", "many", 'learning.steps must be int and is "many"'),
         ("learning", "stesp", 3, "learning has no setting 'stesp'"),
-        ("learning", "steps", -1, "steps must be at least 1"),
+        ("learning", "steps", -1, "--steps must be at least 1"),
         ("learning", "adaptable", 5, "learning.adaptable must be a list of str and is 5"),
         ("learning", "log_every", "x", 'learning.log_every must be int and is "x"'),
         ("budget", "ratio", True, "budget.ratio must be float and is true"),

@@ -75,7 +75,7 @@ FUNCTIONS: dict[str, Callable[[str], Any]] = {
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 @pytest.mark.parametrize("device", ["gpu", "", "meta", "cuda:7"])
 def test_functions_refuse_it_as_the_command_line_does(without_cards: None, name: str, device: str):
-    with pytest.raises(DispfxError, match="--device") as error:
+    with pytest.raises(DispfxError, match="`device") as error:
         FUNCTIONS[name](device)
     assert error.value.exit_code == 2 and error.value.hint
 
@@ -92,7 +92,7 @@ def test_a_device_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch):
     assert chosen_device("cuda") == torch.device("cuda") and chosen_device("cuda:1").index == 1
     with pytest.raises(DispfxError, match=r"torch sees 2 CUDA device\(s\)") as error:
         chosen_device("cuda:2")
-    assert error.value.hint == "use --device cuda:1 or below"
+    assert error.value.hint == "use `device='cuda:1'` or below"
 
 
 def test_each_process_of_a_run_has_a_card_of_its_own(monkeypatch: pytest.MonkeyPatch):

@@ -231,7 +231,7 @@ def write(*_):
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)  # the interpreter itself needs some to end
 
-writing._write_decoder = write
+writing.write_decoder = write
 from dispfx.cli import main
 sys.argv = ["dispfx", *sys.argv[1:]]
 main()

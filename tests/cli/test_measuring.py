@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dispfx.api.bench import Benched
+from dispfx.api.benching import Benched
 from tests.cli.asked import asked
 from tests.report.test_speed import FACTS, row
 

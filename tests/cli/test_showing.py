@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dispfx.api.doctor import Finding
+from dispfx.api.installation import Finding
 from tests.report.runs import plan_of, write_run
 
 

@@ -10,8 +10,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dispfx.demo import DECODER_FOLDER
-from dispfx.demo.demo_text import draw_lines, generate_text
-from dispfx.demo.grammar import SKILLS
+from dispfx.demo.grammar import SKILLS, draw_lines, generate_text
 from dispfx.demo.probe import encode_lines, skill_probe
 
 # Training used seeds of 2**32 and above, the card seeds 1 and 2.

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from dispfx.demo.demo_text import draw_lines, generate_text
-from dispfx.demo.grammar import BRACKETS, FORMS, NOUNS, SKILLS
+from dispfx.demo.grammar import BRACKETS, FORMS, NOUNS, SKILLS, draw_lines, generate_text
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dispfx.demo.demo_text import draw_lines
-from dispfx.demo.grammar import SKILLS
+from dispfx.demo.grammar import SKILLS, draw_lines
 from dispfx.demo.probe import NO_ANSWER, encode_lines, skill_probe
 from dispfx.errors import DataError
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dispfx.demo.demo_text import draw_lines, generate_text
-from dispfx.demo.grammar import SKILLS
+from dispfx.demo.grammar import SKILLS, draw_lines, generate_text
 from dispfx.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +26,7 @@ def test_the_text_of_a_seed_never_changes():
 
 
 def test_another_process_generates_the_same_text():
-    program = "from dispfx.demo.demo_text import generate_text; print(generate_text(7, 100_000), end='')"
+    program = "from dispfx.demo.grammar import generate_text; print(generate_text(7, 100_000), end='')"
     # Another hash seed, so that an order taken from a set would show.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "12345"}
     told = subprocess.run(

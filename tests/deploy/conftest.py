@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dispfx.deploy.checkpoint import site_indices, underived_buffers, write_checkpoint
+from dispfx.deploy.checkpoint import StoredDecoder, site_indices, underived_buffers, write_checkpoint
+from dispfx.deploy.section import ModelFiles
 from dispfx.ir.sites import Site, Slice
 from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan, Selection, site_keys
@@ -94,24 +95,26 @@ def written(tmp_path: Path) -> Written:
     return write(tmp_path / "out", tiny_llama(), inner_plan())
 
 
-def write(folder: Path, model: LlamaForCausalLM, plan: Plan, **options: Any) -> Written:
+def write(
+    folder: Path, model: LlamaForCausalLM, plan: Plan, *, tokenizer: Any = None, **options: Any
+) -> Written:
     """Prune `model` in place by `plan` and write it into a new `folder`."""
     names = underived_buffers(model, model.config)
     lowered = slice_in_place(model, plan)
     folder.mkdir()
     write_checkpoint(
         folder,
-        parameters=dict(lowered.named_parameters()),
-        buffers={
-            **{name: buffer for name, buffer in lowered.named_buffers() if name in names},
-            **site_indices(plan, mlp_sites()),
-        },
-        plan=plan,
-        sites=mlp_sites(),
-        config=model.config,
-        layout="its modules are not looked at in these tests",
-        architecture=type(model).__name__,
-        generation_config=model.generation_config,
+        ModelFiles(model.config, type(model).__name__, model.generation_config, tokenizer),
+        StoredDecoder(
+            parameters=dict(lowered.named_parameters()),
+            buffers={
+                **{name: buffer for name, buffer in lowered.named_buffers() if name in names},
+                **site_indices(plan, mlp_sites()),
+            },
+            layout="its modules are not looked at in these tests",
+        ),
+        plan,
+        mlp_sites(),
         **options,
     )
     return Written(folder, lowered, plan)

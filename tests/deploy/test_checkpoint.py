@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from dispfx.deploy import checkpoint, reload, weights
-from dispfx.deploy.section import read_section, write_model_files
+from dispfx.deploy.section import ModelFiles, read_section
 from dispfx.errors import DataError, OutputError
 from dispfx.huggingface.entries import SCHEMA_VERSION
 from tests.deploy.conftest import Written, inner_plan, mlp_sites, plan_of, slice_in_place, tiny_llama, write
@@ -74,7 +74,7 @@ def test_a_reloaded_decoder_is_bit_identical(written: Written) -> None:
 def test_the_config_is_the_decoders_own_with_two_entries_more(written: Written, tmp_path: Path) -> None:
     config = tiny_llama().config
     (tmp_path / "plain").mkdir()
-    write_model_files(tmp_path / "plain", config=config, architecture="LlamaForCausalLM")
+    ModelFiles(config, "LlamaForCausalLM").write(tmp_path / "plain")
     plain = json.loads((tmp_path / "plain" / "config.json").read_text())
 
     entries = json.loads((written.folder / "config.json").read_text())
@@ -94,7 +94,7 @@ def test_the_section_of_a_weight_format_that_was_undone_is_not_written(tmp_path:
     config = tiny_llama().config
     config.quantization_config = {"quant_method": "gguf"}
 
-    write_model_files(tmp_path, config=config)
+    ModelFiles(config).write(tmp_path)
 
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     assert config.quantization_config == {"quant_method": "gguf"}
@@ -167,7 +167,7 @@ def test_a_skeleton_touches_no_memory_for_its_weights(tmp_path: Path) -> None:
         num_attention_heads=32,
         vocab_size=32000,
     )
-    write_model_files(tmp_path, config=config)
+    ModelFiles(config).write(tmp_path)
     entries = json.loads((tmp_path / "config.json").read_text())
     entries["quantization_config"] = {"quant_method": "dispfx", "schema_version": SCHEMA_VERSION, "sites": []}
     (tmp_path / "config.json").write_text(json.dumps(entries))

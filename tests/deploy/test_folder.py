@@ -69,8 +69,8 @@ def test_only_a_folder_of_dispfx_is_said_to_be_removable(tmp_path: Path) -> None
         with pytest.raises(OutputError) as error:
             refuse_existing(path)
         hints[path] = error.value.hint
-    assert hints[model] == hints[plain] == "name another folder with --out"
-    assert hints[own] == "name another folder with --out, or remove this one"
+    assert hints[model] == hints[plain] == "name another folder with `out`"
+    assert hints[own] == "name another folder with `out`, or remove this one"
     assert hints[own / "report.json"] == "move it elsewhere to write it again"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dispfx.run.run_text
-from dispfx.demo.demo_text import generate_text
+from dispfx.demo.grammar import generate_text
 from tests.docs.listed import LISTED
 from tests.docs.pages import ROOT, blocks, commands, filled, printed, run, run_file
 from tests.local_tasks import write_tasks
@@ -24,7 +24,7 @@ MADE = (
 def test_the_guide_works_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dispfx.run.run_text, "_DEMO_CHARACTERS", 40_000)
-    monkeypatch.setattr("dispfx.run.writing._PROBE_SAMPLES", 5)
+    monkeypatch.setattr("dispfx.run.folder_report._PROBE_SAMPLES", 5)
     for module in ("mine", "odd"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     pytest.importorskip("lm_eval")

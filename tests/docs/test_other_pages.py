@@ -11,7 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from dispfx.demo.demo_text import generate_text
+from dispfx.demo.grammar import generate_text
 from dispfx.learning.records import MetricsLog
 from dispfx.report import load_report
 from tests.docs.listed import LISTED

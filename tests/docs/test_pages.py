@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from dispfx.capturing.module_capture import capture
+from dispfx.ir.pipeline import Pipeline
 from dispfx.passes.canonicalize import Canonicalize
-from dispfx.pipeline import Pipeline
 from tests.command_line import check
 from tests.docs.listed import ELSEWHERE, LISTED
 from tests.docs.pages import FENCED, PAGES, ROOT, blocks, commands, lines, spans

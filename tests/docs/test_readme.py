@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dispfx.api
-from dispfx.demo.demo_text import generate_text
+from dispfx.demo.grammar import generate_text
 from dispfx.run.mask_learning import learn
 from dispfx.source import load_source
 from tests.docs.listed import LISTED

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from dispfx.api import capture
 from dispfx.api.compilation import apply
 from dispfx.compiler.programs import lower_program
-from dispfx.deploy.checkpoint import underived_buffers, write_checkpoint
+from dispfx.deploy.checkpoint import StoredDecoder, underived_buffers, write_checkpoint
+from dispfx.deploy.section import ModelFiles
 from dispfx.huggingface.saving import PrunedModel, build_pruned
 from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
@@ -82,10 +83,12 @@ def write_unverified(path: Path, name: str) -> Path:
     assert isinstance(pruned, PrunedModel), pruned
     path.mkdir()
     write_checkpoint(
-        path, parameters=pruned.stored_parameters(), buffers=pruned.stored_buffers(), layout=pruned.layout,
-        plan=plan, sites=program.sites, config=dense.config, architecture=type(dense).__name__,
-        generation_config=dense.generation_config,
-    )  # fmt: skip
+        path,
+        ModelFiles(dense.config, type(dense).__name__, dense.generation_config),
+        StoredDecoder(pruned.stored_parameters(), pruned.stored_buffers(), pruned.layout),
+        plan,
+        program.sites,
+    )
     return path
 
 

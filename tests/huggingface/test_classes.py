@@ -61,7 +61,7 @@ def test_code_of_a_folder_is_refused_by_its_file_until_it_is_trusted(read, tmp_p
     with pytest.raises(DataError, match=r"comes with the folder: own\.py, parts\.py") as error:
         auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "parts.Model"}
         read(folder_of(tmp_path, {"model_type": "mine", "auto_map": auto_map}))
-    assert "--trust-remote-code" in str(error.value) and len(str(error.value).splitlines()) == 3
+    assert "`trust_remote_code=True`" in str(error.value) and len(str(error.value).splitlines()) == 3
 
 
 def test_the_code_of_a_class_is_named_where_transformers_does_not_have_it():

@@ -108,7 +108,7 @@ def write_wide_decoder(folder: Path) -> None:
         num_attention_heads=32, tie_word_embeddings=True,
     )  # fmt: skip
     folder.mkdir()
-    section.write_model_files(folder, config=config, architecture="LlamaForCausalLM")
+    section.ModelFiles(config, "LlamaForCausalLM").write(folder)
     entries = json.loads((folder / "config.json").read_text())
     indices = {}
     modules = {}

@@ -14,7 +14,7 @@ from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import ParameterCount, hard_masks, harden
 from dispfx.plan.latency_table import CostTable, branch_costs, read_costs
 from dispfx.plan.plan import Plan
-from dispfx.run.writing import left_dense
+from dispfx.run.folder_report import left_dense
 from tests.programs import program_of
 
 # A product costs what its weight has, in microseconds.

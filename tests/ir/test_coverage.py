@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dispfx
-from dispfx.analysis.coverage import EXPERTS, HEADS, SKIPPED, UNREAD, coverage
+from dispfx.analysis.coverage import EXPERTS, HEADS, SKIPPED, UNREAD, UNSUMMED, coverage
 from dispfx.ir.program import Program
 from tests import foreign_decoders
 from tests.one_branch import INNER, WIDTH, Middle, one_branch, require_one_function
@@ -181,3 +181,79 @@ def test_weights_that_only_an_operation_of_a_library_reads_are_counted():
     assert left.parameters == ("down", "up") and left.size == 2 * WIDTH * 24
     assert left.reason == "no rule is known for coverage_tests.linear"
     assert [refusal.reason for refusal in program.refused] == [left.reason]
+
+
+class Own(nn.Module):
+    """A usual MLP, and a branch that a test writes with weights u (WIDTH, INNER) and d (INNER, WIDTH)."""
+
+    def __init__(self, branch: Callable[[Tensor, Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(61, WIDTH), nn.Linear(WIDTH, 61)
+        self.usual, self.branch = Middle(lambda m, h: F.gelu(h)), branch
+        self.own = nn.ParameterDict({"u": torch.randn(WIDTH, INNER) / 6, "d": torch.randn(INNER, WIDTH) / 6})
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        x = x + self.usual(x)
+        return self.head(x + self.branch(x, self.own["u"], self.own["d"]))
+
+
+SILENT: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
+    "three operands share the sum": (
+        lambda x, u, d: torch.einsum("btf,fd,f->btd", x @ u, d, u[0]),
+        "aten.einsum combines all features",
+    ),
+    "three operands in a chain": (
+        lambda x, u, d: torch.einsum("btd,df,fe->bte", x, u, d),
+        "two weights are multiplied along the features",
+    ),
+    "a diagonal": (
+        lambda x, u, d: torch.einsum("btd,dd->btd", x, u @ d),
+        "aten.einsum combines all features",
+    ),
+    "distances": (lambda x, u, d: torch.cdist(x, u.T).neg().exp() @ d, "no rule is known for aten.cdist"),
+    "similarities": (
+        lambda x, u, d: F.cosine_similarity(x.unsqueeze(-2), u.T, dim=-1) @ d,
+        "no rule is known for aten.cosine_similarity",
+    ),
+    "dot products": (
+        lambda x, u, d: torch.linalg.vecdot(x.unsqueeze(-2), u.T) @ d,
+        "no rule is known for aten.linalg_vecdot",
+    ),
+    "channels in groups": (
+        lambda x, u, d: F.conv1d((x @ u).transpose(1, 2), d[: INNER // 2].mT.unsqueeze(-1), groups=2).mT,
+        "aten.conv1d combines all features",
+    ),
+    "a sum without a product": (
+        lambda x, u, d: (F.gelu(x @ u).unsqueeze(-1) * d).sum(-2),
+        "no product of a branch sums over it",
+    ),
+    "images": (
+        lambda x, u, d: F.conv2d(x.mT.unsqueeze(-1), (u @ d)[..., None, None]).squeeze(-1).mT,
+        "no rule is known for aten.conv2d",
+    ),
+    "a transposed convolution": (
+        lambda x, u, d: F.conv_transpose1d(x.mT, (u @ d).unsqueeze(-1)).mT,
+        "no rule is known for aten.conv_transpose1d",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_what_is_not_gated_is_refused_by_name_with_its_line(name: str):
+    """Rule 5, and rule 6 of find_sites."""
+    branch, reason = SILENT[name]
+    torch.manual_seed(0)
+    model = perturb(Own(branch))
+    program = dispfx.capture(model)
+    require_sum(program)
+    found = coverage(program)
+    refusals = {refusal.reason: refusal for refusal in program.refused}
+    assert reason in refusals
+    assert refusals[reason].name.startswith("own.")
+    if reason != UNSUMMED:
+        assert "test_coverage.py:" in str(refusals[reason].source)
+    reasons = [*found.axes, *(part for one in found.ungated for part in one.reason.split("; "))]
+    assert set(reasons) <= refusals.keys(), "nothing is left out without a word"
+    assert found.total == 4 * WIDTH * INNER
+    require_one_function(model, program)

@@ -27,7 +27,7 @@ def test_a_limit_is_a_fault_of_the_text_and_a_change_one_of_the_capture():
         Lengths(1, 8, "limit").require(9)
     with pytest.raises(CaptureError, match="arithmetic changes at 9 tokens") as error:
         Lengths(1, 8, "changes", where="layer, a.py:3").require(9)
-    assert error.value.where == "layer, a.py:3" and "--seq-len 8" in str(error.value.hint)
+    assert error.value.where == "layer, a.py:3" and "`seq_len=8`" in str(error.value.hint)
     with pytest.raises(CaptureError, match="below 3 tokens"):
         Lengths(3).require(2)
 

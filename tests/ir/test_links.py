@@ -90,6 +90,7 @@ CASES: dict[str, Case] = {
     "permute": call(aten.permute.default, x(2, 3, 4), [2, 0, -2]),
     "t": call(aten.t.default, x(3, 4)),
     "numpy_T": call(aten.numpy_T.default, x(2, 3, 4)),
+    "mT": call(aten.mT.default, x(2, 3, 4)),
     "movedim": call(aten.movedim.int, x(2, 3, 4), -1, 0),
     "movedim of two": call(aten.movedim.intlist, x(2, 3, 4, 5), [0, 1], [2, 0]),
     "expand": call(aten.expand.default, x(3, 1, 4), [2, 3, 5, 4]),

@@ -53,7 +53,7 @@ def test_the_longest_text_is_the_one_whose_last_token_has_a_place(way):
     assert longest_text(program, 7) == 7
     require_readable(program, longest)
     program.graph_module(torch.zeros(1, longest, dtype=torch.int64))
-    with pytest.raises(DataError, match=rf"ends after {longest}\n  where: positions\n.*--seq-len {longest}"):
+    with pytest.raises(DataError, match=rf"ends after {longest}\n  where: positions\n.*`seq_len={longest}`"):
         require_readable(program, longest + 1)
 
 

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 import dispfx
 from dispfx.ir.ops import aten
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.ir.spec import STAGES, verify_program
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.passes.lower_gates import LowerGates
-from dispfx.pipeline import Pipeline
 from dispfx.plan.plan import Plan
 from tests.one_branch import Middle, one_branch
 

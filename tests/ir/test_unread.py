@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import dispfx
 from dispfx import api
 from dispfx.deploy.exported import load_program
-from dispfx.ir.unread import unread_parts
+from dispfx.ir.program import unread_parts
 from dispfx.settings.learning_settings import LearnSettings
 from tests.learning_options import options_of
 from tests.one_branch import VOCABULARY, WIDTH, Middle

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from dispfx.learning.ahead import Ahead
+from dispfx.learning.text import Ahead
 
 
 def made_by_a_thread(batch) -> Ahead:

@@ -2,7 +2,7 @@
 
 import torch
 
-from dispfx.learning.outer_product import OuterProduct
+from dispfx.learning.hypernetwork import OuterProduct
 
 
 def product(*, of_left: float = 1.0) -> OuterProduct:

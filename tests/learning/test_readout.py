@@ -2,7 +2,7 @@
 
 import torch
 
-from dispfx.learning.readout import reading
+from dispfx.learning.learner import reading
 
 
 def test_numbers_that_are_overwritten_meanwhile_are_read_as_they_were():

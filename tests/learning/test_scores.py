@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from dispfx.compiler.programs import analyse, gate
-from dispfx.demo.demo_text import generate_text
+from dispfx.demo.grammar import generate_text
 from dispfx.errors import DispfxError
 from dispfx.ir import ops
 from dispfx.ir.program import Program

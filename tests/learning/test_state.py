@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dispfx.errors import DataError, PlanMismatchError
-from dispfx.learning import readout
-from dispfx.learning.learner import Learner
+from dispfx.learning.learner import Learner, reading
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.learning.trainer import Learned, Watch, learn
 from dispfx.plan.budget import Budget
@@ -150,7 +149,7 @@ def test_an_interrupt_within_a_forward_pass_leaves_a_sound_state(tmp_path):
 )
 def test_an_interrupt_at_the_end_of_a_step_leaves_it_whole(tmp_path, place, monkeypatch):
     """Whatever the device was told to do is done, so the step counts: the fourth of six."""
-    steps, optimize, read = [], Learner._optimize, readout.reading
+    steps, optimize, read = [], Learner._optimize, reading
 
     def interrupt_at(here: str) -> None:
         if len(steps) == 4 and here == place:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dispfx.errors import DataError
-from dispfx.quality.agreement import agreement
+from dispfx.quality.agreement import Agreement, compare_on_text
+from dispfx.quality.perplexity import TextFacts, perplexity
 
 
 def table(*rows: list[float]):
@@ -17,6 +18,11 @@ def table(*rows: list[float]):
 
 P = table([0.5, 0.5], [0.9, 0.1])
 Q = table([0.25, 0.75], [0.9, 0.1])
+
+
+def agreement(dense, pruned, ids, *, context: int, windows: int | None = None, bos=()) -> Agreement:
+    text = TextFacts(bos=bos)
+    return compare_on_text(dense, pruned, ids, context=context, windows=windows, text=text).agreement
 
 
 def test_a_decoder_agrees_with_itself():
@@ -59,3 +65,11 @@ def test_with_a_bos_every_token_of_the_text_counts_once():
     # Q differs from P after a 0, which two of the positions (1 0, 1 0, and 1 alone) are.
     alone = agreement(P, Q, torch.tensor([0, 1]), context=2).kl_nats
     assert found.kl_nats == pytest.approx(2 / 5 * alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("bos", [(), (1,)])
+def test_perplexities_of_one_pass_are_those_of_each_decoder_alone(bos: tuple[int, ...]):
+    ids, text = torch.tensor([0, 1, 0, 1, 1, 0, 0, 1]), TextFacts("some", 0.1, bos)
+    found = compare_on_text(P, Q, ids, context=3, text=text)
+    for decoder, value in ((P, found.dense), (Q, found.pruned)):
+        assert value == perplexity(decoder, ids, context=3, text=text)

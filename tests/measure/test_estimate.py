@@ -1,5 +1,6 @@
 """Estimates against what a step really takes, and what they are made of."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from dispfx.api import capture
-from dispfx.estimate.devices import CARDS, COMPILED_EFFICIENCY, EAGER_EFFICIENCY, Device, this_cpu
+from dispfx.estimate.devices import CARDS, Device, this_cpu
 from dispfx.estimate.run_estimate import Estimate, estimate
 from dispfx.estimate.step_work import StepWork
 from dispfx.ir.program import Program
@@ -24,8 +25,8 @@ TRANSFORMERS = ("llama", "gpt2", "gemma2", "mixtral", "qwen3")
 
 # Plain decoders have so many positions.
 LONGEST = 64
-# Nothing is rounded up here, so what is left is what kernels keep inside: a share of a small decoder.
-TOLERANCE = 0.03
+# What the estimate promises of a whole process (docs/trust.md), and of a step alone.
+TOLERANCE = 0.25
 
 
 @cache
@@ -39,26 +40,29 @@ def estimated(name: str, batch: int = 2, tokens: int = 48, **settings: Any) -> E
 
 @pytest.mark.parametrize("name", [*PLAIN, *TRANSFORMERS])
 @pytest.mark.parametrize("shape", [(1, 160, 1), (4, 24, 1), (4, 48, 2)], ids=str)
-def test_the_memory_of_a_step_is_what_torch_really_holds(name: str, shape: tuple[int, int, int]):
+def test_the_memory_of_a_step_is_about_what_torch_really_holds(name: str, shape: tuple[int, int, int]):
     batch, tokens, samples = shape
     tokens = min(tokens, LONGEST) if name in PLAIN else tokens
     settings = LearnSettings(batch_size=batch, seq_len=tokens, samples=samples)
     measured = peak_of_a_step(program(name), settings)
-    found = estimate(program(name), settings).step.peak
+    found = estimate(program(name), settings).step.bytes()
     assert abs(found / measured - 1) < TOLERANCE, f"{found} estimated, {measured} measured"
 
 
-def test_a_short_batch_takes_what_the_comparison_before_it_takes():
-    """Of one sequence the plain graph with its mask is compared whole, and takes more than a step."""
-    found = estimated("qwen3", 1, 60).step
-    assert found.peak > found.kept + found.loss
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+def test_the_memory_of_a_step_with_checkpoints_is_about_what_torch_really_holds(name: str):
+    settings = LearnSettings(batch_size=4, seq_len=96)
+    measured = peak_of_a_step(program(name), settings, checkpointing="on")
+    found = estimate(program(name), settings).step.bytes(checkpoints=True)
+    assert abs(found / measured - 1) < TOLERANCE, f"{found} estimated, {measured} measured"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_an_estimate_needs_no_values(name: str):
     with_values = estimated(name)
     without = estimate(capture(tiny_transformer(name).to("meta")), with_values.settings)
-    assert without == with_values
+    assert without.place == "cuda" and without.free_bytes is None
+    assert replace(without, place="cpu", free_bytes=with_values.free_bytes) == with_values
 
 
 def test_logits_dominate_where_the_vocabulary_is_large():
@@ -72,9 +76,9 @@ def test_logits_dominate_where_the_vocabulary_is_large():
             return self.decoder(ids)
 
     found = estimate(capture(Wide().eval()), LearnSettings(batch_size=2, seq_len=32))
-    # Logits, exponentials, targets as numbers and the difference as float32, and targets as booleans.
-    assert found.step.loss == pytest.approx((4 * 4 + 1) * 2 * 32 * 4096, rel=0.02)
-    assert found.step.peak == found.step.kept + found.step.loss
+    # Logits, and three float32 numbers for each.
+    assert found.step.loss == pytest.approx(4 * 4 * 2 * 32 * 4096, rel=0.02)
+    assert found.step.bytes() == found.step.kept + found.step.loss
 
 
 def test_operations_are_those_of_the_products():
@@ -124,29 +128,55 @@ def test_a_smaller_hypernetwork_and_shared_selections_take_less():
     assert none < linear < full and shared < full
 
 
-def test_the_gradient_of_the_hypernetwork_comes_after_the_step():
+def test_a_process_holds_more_than_its_tensors():
     found = estimated("llama", 1, 2)
-    gradient = 4 * found.hypernetwork_parameters
-    assert gradient > found.step.peak
-    assert found.peak_bytes == found.weight_bytes + found.hypernetwork_bytes + gradient
+    step = found.step
+    assert found.beside_weights() == int(found.hypernetwork_bytes + 1.6 * step.bytes()) + 10_000_000
+    assert found.peak_bytes == found.weight_bytes + found.beside_weights()
+    on_gpu = int(found.hypernetwork_bytes + 1.15 * step.bytes(compiled=True)) + 300_000_000
+    assert found.beside_weights("cuda", compiled=True) == on_gpu
+    assert step.bytes(compiled=True) == step.kept // 2 + max(step.loss, step.gradients)
 
 
-def test_time_is_operations_over_the_rate_that_is_reached():
+def test_what_fits_is_said_by_the_bytes_beside_the_weights():
+    found = estimated("llama", 8, 128)
+    whole, least = found.beside_weights(), found.beside_weights(checkpoints=True)
+    assert least < whole
+    assert found.fits(whole) == "fits"
+    assert found.fits(whole - 1) == found.fits(least) == "fits with --checkpointing on"
+    assert found.fits(least - 1) == "does not fit"
+    assert found.free_bytes is not None and found.fits(found.free_bytes) == "fits"
+
+
+def test_time_is_operations_over_the_rate_that_is_reached_and_what_steps_take_beside_them():
     found = estimated("llama", accumulate=3, steps=7)
-    device = Device("fast", {torch.float32: 1e9}, efficiency=0.25)
+    device = Device("fast", {torch.float32: 1e9}, efficiency=0.25, seconds_a_step=2.0, seconds_a_branch=0.5)
     assert found.flops_a_step == 3 * found.work.total
-    assert found.seconds_a_step(device) == found.flops_a_step / 0.25e9
+    branches = len(program("llama").branches)
+    expected = found.flops_a_step / 0.25e9 + 2.0 + 3 * 0.5 * branches
+    assert found.seconds_a_step(device) == pytest.approx(expected)
     assert found.seconds(device) == 7 * found.seconds_a_step(device)
 
 
-def test_the_rates_of_an_h100_give_the_times_that_were_measured_on_one():
-    """A 7B shape at 1 × 2048 tokens: 170 ms without compiling, 110 ms with compiled layers."""
-    step = StepWork(forward=0, backward=61_800_000_000_000)
-    card = CARDS["H100"]
-    assert card.efficiency == EAGER_EFFICIENCY
-    assert card.seconds(step.total, torch.bfloat16) == pytest.approx(0.170, rel=0.02)
-    compiled = Device(card.name, card.flops_per_second, efficiency=COMPILED_EFFICIENCY)
-    assert compiled.seconds(step.total, torch.bfloat16) == pytest.approx(0.110, rel=0.02)
+@pytest.mark.parametrize("device", [*CARDS.values(), this_cpu(torch.float32)], ids=lambda one: one.name)
+def test_no_step_is_promised_in_less_than_its_overhead(device: Device):
+    """Measured without a decoder: 1.8 ms on an H200; the demo takes 28 ms on a CPU at 1 × 8 tokens."""
+    found = estimated("llama", 1, 2)
+    assert found.seconds_a_step(device) > 1.8e-3 + 0.1e-3 * found.branches
+
+
+@pytest.mark.parametrize(
+    ("flops", "branches", "measured"),
+    [(4.23e12, 60, 0.0173), (6.44e12, 60, 0.0219), (61.8e12, 64, 0.102)],
+    ids=["SmolLM2-135M at 2 × 2048", "SmolLM2-135M at 8 × 1024", "LLaMA-2-7B at 1 × 2048"],
+)
+def test_the_rates_of_an_h200_give_the_times_that_were_measured_on_one(
+    flops: float, branches: int, measured: float
+):
+    work = StepWork(forward=0, backward=int(flops))
+    settings = LearnSettings(batch_size=1, seq_len=32)
+    found = replace(estimated("llama"), settings=settings, work=work, branches=branches, dtype=torch.bfloat16)
+    assert found.seconds_a_step(CARDS["H200"]) == pytest.approx(measured, rel=0.25)
 
 
 def test_a_dtype_without_a_rate_of_its_own_takes_the_slowest():

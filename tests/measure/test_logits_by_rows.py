@@ -20,7 +20,7 @@ from transformers import (
 import dispfx
 from dispfx.capturing.module_capture import module_logits
 from dispfx.quality import logits_by_rows
-from dispfx.quality.agreement import agreement
+from dispfx.quality.agreement import compare_on_text
 from dispfx.quality.logits_by_rows import by_rows
 from dispfx.quality.perplexity import TextFacts, perplexity
 
@@ -129,11 +129,12 @@ def test_a_decoder_whose_logits_hang_on_other_tokens_is_read_whole(small_chunks)
 @pytest.mark.parametrize("bos", [(), tuple(range(9))])
 def test_the_agreement_is_that_of_whole_logits(bos: tuple[int, ...], monkeypatch):
     first, other = forms(llama), forms(softcapped)
-    whole = agreement(first["_Whole"], other["_Whole"], text(), context=TOKENS, bos=bos)
+    facts = TextFacts(bos=bos)
+    whole = compare_on_text(first["_Whole"], other["_Whole"], text(), context=TOKENS, text=facts).agreement
     monkeypatch.setattr(logits_by_rows, "CHUNK_BYTES", 4 * VOCABULARY * 6)
     for one in first.values():
         for two in other.values():
-            found = agreement(one, two, text(), context=TOKENS, bos=bos)
+            found = compare_on_text(one, two, text(), context=TOKENS, text=facts).agreement
             assert found.kl_nats == pytest.approx(whole.kl_nats, rel=1e-6)
             assert (found.tokens, found.top1) == (whole.tokens, whole.top1)
 
@@ -161,5 +162,5 @@ def test_no_logits_of_a_large_vocabulary_are_ever_whole(form: str, small_chunks)
         perplexity(decoder, text(), context=context)
         # Whole, they are twenty times as large.  KL is computed in float64.
         assert chunk <= seen.bytes < 6 * chunk < 4 * VOCABULARY * context
-        agreement(decoder, decoder, text(), context=context)
+        compare_on_text(decoder, decoder, text(), context=context)
         assert seen.bytes < 6 * chunk

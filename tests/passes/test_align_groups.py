@@ -6,11 +6,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 import dispfx
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.align_groups import AlignGroups
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.passes.lower_gates import LowerGates
-from dispfx.pipeline import Pipeline
 from dispfx.plan.plan import Plan
 from tests.passes.golden import calls_of
 from tests.plain_decoders import perturb

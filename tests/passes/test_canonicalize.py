@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import dispfx
 from dispfx.capturing.module_capture import capture
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.printer import print_program
 from dispfx.ir.program import Program
 from dispfx.passes.canonicalize import Canonicalize
-from dispfx.pipeline import Pipeline
 from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch, require_one_function
 from tests.passes.golden import calls_of, lines_of, names_of
 from tests.programs import token_ids

@@ -9,10 +9,10 @@ from torch import Tensor
 
 import dispfx
 from dispfx.ir import ops
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.drop_causal_masks import DropCausalMasks
 from dispfx.passes.group_heads import GroupHeads
-from dispfx.pipeline import Pipeline
 from tests.plain_decoders import HEADS, WIDTH, Attention, Decoder, Form, perturb
 from tests.programs import relative_error, token_ids
 

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dispfx
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.find_branches import FindBranches
-from dispfx.pipeline import Pipeline
 from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch, require_one_function
 from tests.plain_decoders import FORMS, build, perturb
 from tests.programs import program_before, token_ids

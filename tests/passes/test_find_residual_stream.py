@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dispfx.errors import UnsupportedGraphError
+from dispfx.ir.pipeline import Pipeline
 from dispfx.passes.find_residual_stream import FindResidualStream
-from dispfx.pipeline import Pipeline
 from tests.one_branch import INNER, VOCABULARY, WIDTH
 from tests.passes.golden import lines_of
 from tests.plain_decoders import FORMS, build, perturb

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 import dispfx
 from dispfx.errors import UnsupportedGraphError
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.find_sites import FindSites
-from dispfx.pipeline import Pipeline
 from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch, require_one_function
 from tests.plain_decoders import FORMS, build, perturb
 from tests.programs import program_before, token_ids
@@ -112,13 +112,13 @@ def test_skipped_branches_have_no_site_and_the_others_keep_theirs():
 def test_skipping_everything_is_refused_with_the_word_that_does_it():
     with pytest.raises(UnsupportedGraphError, match="at least one branch must be prunable") as error:
         found(build(FORMS["pre-norm"], layers=1), "*")
-    assert "--skip leaves out *" in str(error.value)
+    assert "`skip` leaves out *" in str(error.value)
 
 
 @pytest.mark.parametrize("pattern", ["nothing.*", "layer.0.mlp", ""])
 def test_a_pattern_that_names_no_branch_is_refused_with_the_names_that_there_are(pattern: str):
     """A branch that stays dense by a misspelt word would be pruned."""
-    with pytest.raises(UnsupportedGraphError, match="--skip must name a branch") as error:
+    with pytest.raises(UnsupportedGraphError, match="`skip` must name a branch") as error:
         found(build(FORMS["pre-norm"], layers=1), "*.attention", pattern)
     assert repr(pattern) in str(error.value) and "layers.0.attention, layers.0.mlp" in str(error.value)
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dispfx
+from dispfx.ir.pipeline import Pipeline
 from dispfx.passes.fold_statistics import FoldStatistics
-from dispfx.pipeline import Pipeline
 from dispfx.plan.plan import Plan
 from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch, require_one_function
 from tests.programs import token_ids

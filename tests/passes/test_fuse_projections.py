@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 import dispfx
 from dispfx.compiler.cached_programs import CachedDecoder
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.fuse_projections import FuseProjections
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.passes.lower_gates import LowerGates
-from dispfx.pipeline import Pipeline
 from dispfx.plan.plan import Plan
 from tests.captures import lowered_with_cache
 from tests.one_branch import INNER, VOCABULARY, WIDTH

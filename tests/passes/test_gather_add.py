@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dispfx
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.passes.lower_gates import LowerGates
-from dispfx.pipeline import Pipeline
 from tests.one_branch import VOCABULARY, WIDTH, Middle, one_branch
 from tests.passes.golden import calls_of, lines_of, names_of
 from tests.plain_decoders import FORMS, build

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 import dispfx
 from dispfx.compiler.programs import lower_program
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.group_heads import GroupHeads
-from dispfx.pipeline import Pipeline
 from dispfx.plan.plan import Plan
 from tests.one_branch import VOCABULARY, WIDTH
 from tests.passes.golden import calls_of, names_of

@@ -10,10 +10,10 @@ from torch import fx
 import dispfx
 from dispfx.errors import PassError
 from dispfx.ir import ops
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
 from dispfx.passes.insert_gates import InsertGates
-from dispfx.pipeline import Pipeline
 from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch
 from tests.passes.golden import calls_of, lines_of
 from tests.programs import token_ids

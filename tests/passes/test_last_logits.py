@@ -5,9 +5,9 @@ import torch
 
 import dispfx
 from dispfx.compiler.programs import lower_program
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.last_logits import LastLogits
-from dispfx.pipeline import Pipeline
 from dispfx.plan.plan import Plan
 from tests.one_branch import VOCABULARY, Middle, OneBranch
 from tests.passes.golden import calls_of, names_of

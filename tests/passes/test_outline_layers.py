@@ -10,10 +10,10 @@ from dispfx.compiler.programs import lower_program
 from dispfx.fast_decoder.layered import LayeredDecoder
 from dispfx.ir.ops import aten, packet
 from dispfx.ir.outline import Outline
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.passes.outline_layers import OutlineLayers
-from dispfx.pipeline import Pipeline
 from tests.plain_decoders import (
     FORMS,
     HEADS,

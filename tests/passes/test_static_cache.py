@@ -16,11 +16,11 @@ from dispfx.compiler.programs import lower_program
 from dispfx.errors import UnsupportedGraphError
 from dispfx.ir.cached_inputs import CachedShape, cache_tensors, sample_inputs
 from dispfx.ir.ops import aten, packet
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.ir.spec import verify_program
 from dispfx.passes.group_heads import GroupHeads
 from dispfx.passes.static_cache import StaticCache
-from dispfx.pipeline import Pipeline
 from dispfx.plan.plan import Plan
 from tests.captures import with_cache
 from tests.passes.golden import calls_of, lines_of

@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from dispfx.report import Report, model_card
+from dispfx.report import FolderContents, Report, model_card
 
 
 def test_the_card_tells_the_whole_story(report: Report):
-    card = model_card(report, base_model="demo", folder="out/demo", data="text.txt", onnx=True)
+    card = model_card(report, FolderContents("out/demo", onnx=True), base_model="demo", data="text.txt")
     for expected in (
         "# demo\n",
         "30.0% of the layers' weights",
@@ -17,7 +17,7 @@ def test_the_card_tells_the_whole_story(report: Report):
         'AutoModelForCausalLM.from_pretrained("demo")',
         "dispfx verify demo",
         "onnx/model.onnx",
-        "learned from text.txt.",
+        "learned from text.txt; figures measured on text of that kind flatter them.",
         "Seed 7",
         "torch 2.13.0",
         "| lowered = gated | 2 × 9 | 1.20e-07 | 1e-05 |",
@@ -29,26 +29,26 @@ def test_the_card_tells_the_whole_story(report: Report):
 
 
 def test_a_graph_alone_is_opened_by_dispfx(report: Report):
-    card = model_card(report, base_model="demo", folder="out/demo", as_modules=False)
+    card = model_card(report, FolderContents("out/demo", as_modules=False), base_model="demo")
     assert 'dispfx.load("demo")' in card and "from_pretrained" not in card
 
 
 def test_only_a_hub_id_becomes_a_link(report: Report):
-    linked = model_card(report, base_model="owner/name", folder="out", on_hub=True)
+    linked = model_card(report, FolderContents("out"), base_model="owner/name", on_hub=True)
     assert "base_model: owner/name" in linked.split("---")[1]
-    local = model_card(report, base_model="folder/name", folder="out")
+    local = model_card(report, FolderContents("out"), base_model="folder/name")
     assert "base_model" not in local
 
 
 def test_what_was_not_done_is_not_claimed(report: Report):
     bare = dataclasses.replace(report, perplexity=None, refused=(), verify=(), skills={})
-    card = model_card(bare, base_model="demo", folder="out")
+    card = model_card(bare, FolderContents("out"), base_model="demo")
     for absent in ("erplexity", "Verified", "Left dense", "ONNX", "learned from", "skill"):
         assert absent not in card, absent
 
 
 def test_the_front_matter_is_yaml_between_two_rules(report: Report):
-    lines = model_card(report, base_model="owner/name", folder="out", on_hub=True).splitlines()
+    lines = model_card(report, FolderContents("out"), base_model="owner/name", on_hub=True).splitlines()
     end = lines.index("---", 1)
     assert lines[0] == "---"
     assert all(": " in line for line in lines[1:end])
@@ -56,13 +56,15 @@ def test_the_front_matter_is_yaml_between_two_rules(report: Report):
 
 def test_a_card_names_no_tokenizer_where_there_is_none(report: Report):
     for as_modules in (True, False):
-        card = model_card(report, base_model="demo", folder="out", as_modules=as_modules, tokenizer=False)
+        card = model_card(
+            report, FolderContents("out", as_modules=as_modules, tokenizer=False), base_model="demo"
+        )
         assert "okenizer" not in card and "dispfx generate" not in card and "dispfx verify out" in card
 
 
 def test_a_card_imports_the_code_that_registers_the_class_and_names_no_command_without_it(report: Report):
-    card = model_card(report, base_model="mine:build", folder="out", code="mine")
+    card = model_card(report, FolderContents("out", code="mine"), base_model="mine:build")
     assert "import mine  #" in card and card.index("import mine") < card.index("from_pretrained")
     assert "dispfx verify" not in card and "dispfx generate" not in card
-    graph = model_card(report, base_model="mine:build", folder="out", code="mine", as_modules=False)
+    graph = model_card(report, FolderContents("out", code="mine", as_modules=False), base_model="mine:build")
     assert "import mine" not in graph and "dispfx verify out" in graph

@@ -51,7 +51,7 @@ def test_the_speed_is_the_median_of_what_was_measured(tmp_path: Path):
     (folder / "speed.json").write_text(json.dumps({"rows": rows}))
     run = read_run(folder)
     assert speedup(run, "prefill") == 1.2 and speedup(run, "decode") is None
-    assert run_rows([run])[0][6:8] == ("1.20", "—")
+    assert run_rows([run])[0][7:9] == ("1.20", "—")
 
 
 def test_a_run_without_perplexity_has_a_dash_and_a_failed_line_is_said(tmp_path: Path):

@@ -1,7 +1,7 @@
 """What is gated and what is not, in lines and as JSON."""
 
 from dispfx.analysis.coverage import Coverage, Ungated
-from dispfx.report.coverage_lines import coverage_lines, coverage_plain
+from dispfx.report.site_tables import coverage_lines, coverage_plain
 
 HEADS = "heads are not pruned"
 FOUND = Coverage(

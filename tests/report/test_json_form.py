@@ -126,7 +126,7 @@ def test_a_whole_number_is_a_float_and_a_truth_value_is_no_number(report: Report
         ),
         (
             lambda plain: plain["settings"]["learning"].update(steps=0),
-            r"settings\.learning: steps must be at le",
+            r"settings\.learning: `steps` must be at le",
         ),
         (
             lambda plain: plain["settings"]["learning"].update(lr=None),
@@ -139,9 +139,9 @@ def test_a_whole_number_is_a_float_and_a_truth_value_is_no_number(report: Report
         (lambda plain: plain["settings"]["learning"].update(steps=True), r"steps must be int and is true"),
         (
             lambda plain: plain["settings"]["learning"].update(start="?"),
-            r"start must be uniform or sensitivity",
+            r"`start` must be uniform or sensitivity",
         ),
-        (lambda plain: plain["settings"]["learning"].update(samples=3), r"samples must be a divisor"),
+        (lambda plain: plain["settings"]["learning"].update(samples=3), r"`samples` must be a divisor"),
     ],
 )
 def test_a_report_with_a_wrong_field_is_refused_by_its_place(report: Report, change, reason: str):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from dispfx.report import Report, model_card, save_report
+from dispfx.report import FolderContents, Report, model_card, save_report
 from dispfx.report.page import write_page
 from dispfx.report.settings_table import settings_rows
 from dispfx.settings.learning_settings import LearnSettings
@@ -18,7 +18,7 @@ def test_every_setting_is_a_row_with_its_value():
     rows = dict(settings_rows(SET))
     assert rows["steps"] == "10,000" and rows["lr"] == "0.003" and rows["lambda"] == "7.0"
     assert rows["antithetic"] == "yes" and rows["constrained"] == "no" and rows["data bytes"] == "134,217,728"
-    assert rows["budget on"] == "masks" and len(rows) == 28
+    assert rows["budget on"] == "masks" and len(rows) == 29
 
 
 def test_a_score_has_the_rows_of_what_it_looks_at():
@@ -38,9 +38,9 @@ def test_a_score_has_the_rows_of_what_it_looks_at():
 
 
 def test_the_card_has_them_where_there_are_some(report: Report):
-    card = model_card(replace(report, settings=SET), base_model="demo", folder="out")
+    card = model_card(replace(report, settings=SET), FolderContents("out"), base_model="demo")
     assert "| lr | 0.003 |" in card and "| align | 8 |" in card
-    assert "setting" not in model_card(report, base_model="demo", folder="out")
+    assert "setting" not in model_card(report, FolderContents("out"), base_model="demo")
 
 
 def test_the_page_has_them(report: Report, tmp_path: Path):

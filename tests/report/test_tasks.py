@@ -42,7 +42,7 @@ def test_there_is_no_average_of_less_than_five_or_of_other_metrics():
 def test_a_part_of_the_questions_is_marked():
     part = score(samples=7)
     assert "7 of 100 questions" in task_line(part)
-    assert any("--limit cuts piqa short" in note for note in task_notes(found(0, part)))
+    assert any("the limit of questions cuts piqa short" in note for note in task_notes(found(0, part)))
 
 
 def test_json_has_every_metric():

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from dispfx.report import Protocol, Tuning, load_report, model_card, save_report
+from dispfx.report import FolderContents, Protocol, Tuning, load_report, model_card, save_report
 from dispfx.report.page import write_page
 from dispfx.report.run import read_run
 from dispfx.report.run_comparison import run_notes
@@ -34,7 +34,7 @@ def test_report_card_page_and_comparison_say_that_the_weights_were_tuned(tmp_pat
     save_report(report, folder / "report.json")
     assert load_report(folder / "report.json") == report
     write_page(folder)
-    card = model_card(report, base_model="out/demo", folder="run")
+    card = model_card(report, FolderContents("run"), base_model="out/demo")
     page = (folder / "report.html").read_text(encoding="utf-8")
     (note,) = run_notes([read_run(folder)])
     for shown in (card, page, note):

@@ -87,7 +87,9 @@ def test_the_table_of_targets_is_what_the_setting_allows():
     for name in TARGETS:
         assert OutputSettings(out=Path("DIR"), export=name).export == name  # type: ignore[arg-type]
         assert target_named(name)[0] == name
-    with pytest.raises(DispfxError, match="export must be none or onnx or pt2 or dense, and 'onx' was given"):
+    with pytest.raises(
+        DispfxError, match="`export` must be none or onnx or pt2 or dense, and 'onx' was given"
+    ):
         OutputSettings(out=Path("DIR"), export="onx")  # type: ignore[arg-type]
 
 

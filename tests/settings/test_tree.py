@@ -13,13 +13,14 @@ from dispfx.settings import BudgetSettings, RunSettings, trees
 from dispfx.settings.field import Section, section_fields, setting
 from dispfx.settings.stored import stored_sections
 from dispfx.settings.tree import Tree
+from dispfx.settings.trees import TREES
 
-TREES = [
-    kind
-    for kind in vars(trees).values()
-    if isinstance(kind, type) and issubclass(kind, Tree) and kind is not Tree
-]
 RUN = RunSettings.of(model="demo", ratio=0.3, data=["a.txt"], out=Path("out"), steps=7)
+
+
+def test_every_tree_is_listed():
+    own = {kind for kind in vars(trees).values() if isinstance(kind, type) and issubclass(kind, Tree)}
+    assert own - {Tree} == set(TREES)
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.__name__)
@@ -68,7 +69,7 @@ def test_an_unknown_setting_is_told_the_closest_one():
 
 
 def test_a_setting_without_default_must_be_given():
-    with pytest.raises(DispfxError, match="ratio is needed"):
+    with pytest.raises(DispfxError, match="`ratio` is needed"):
         RunSettings.of(model="demo")
     with pytest.raises(OutputError, match="an output path is needed"):
         _ = RunSettings.of(model="demo", ratio=0.3).output.path
@@ -77,11 +78,11 @@ def test_a_setting_without_default_must_be_given():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"ratio": 30}, "ratio must be between 0 and 1, and 30 was given"),
-        ({"ratio": float("nan")}, "ratio must be between 0 and 1, and nan was given"),
-        ({"align": 0}, "align must be at least 1, and 0 was given"),
-        ({"dtype": "float8"}, "dtype must be float32 or bfloat16 or float16, and 'float8' was given"),
-        ({"bias": float("inf")}, "bias must be a finite number, and inf was given"),
+        ({"ratio": 30}, "`ratio` must be between 0 and 1, and 30 was given"),
+        ({"ratio": float("nan")}, "`ratio` must be between 0 and 1, and nan was given"),
+        ({"align": 0}, "`align` must be at least 1, and 0 was given"),
+        ({"dtype": "float8"}, "`dtype` must be float32 or bfloat16 or float16, and 'float8' was given"),
+        ({"bias": float("inf")}, "`bias` must be a finite number, and inf was given"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_the_name_of_its_setting(changes: dict, told: str):
@@ -96,7 +97,7 @@ def test_a_value_that_makes_no_sense_is_refused_by_the_name_of_its_setting(chang
 
 
 def test_each_entry_of_a_setting_that_repeats_is_checked():
-    with pytest.raises(DispfxError, match="batch must be at least 1, and 0 was given"):
+    with pytest.raises(DispfxError, match="`batch` must be at least 1, and 0 was given"):
         trees.BenchSettings.of(model="out", batch=[8, 0])
 
 
@@ -138,7 +139,7 @@ def test_a_section_checks_choices_ranges_and_nothing_of_what_is_none():
         count: int | None = setting(None, "How many.", least=2)
 
     assert Counted().count is None and Counted(2).count == 2
-    with pytest.raises(DispfxError, match="count must be at least 2, and 1 was given"):
+    with pytest.raises(DispfxError, match="`count` must be at least 2, and 1 was given"):
         Counted(1)
 
 

@@ -110,5 +110,5 @@ def test_a_gguf_file_and_a_revision_of_a_file_are_refused(tmp_path: Path, config
     gguf.write_bytes(b"GGUF")
     with pytest.raises(SourceError, match="no separate config"):
         load_config(str(gguf))
-    with pytest.raises(SourceError, match="--revision"):
+    with pytest.raises(SourceError, match="`revision`"):
         load_config(str(config_folder), revision="main")

@@ -105,8 +105,8 @@ def test_a_function_is_found_in_the_current_directory(module: str):
         ("both", "returned a tuple of Bigram, int"),
         ("needy", "missing 1 required positional argument: 'size'"),
         ("Lookahead", "change with a later token"),
-        ("Pooled", r"must return logits .* and returned \(1, 8\)"),
-        ("Lying", "returned dict"),
+        ("Pooled", r"logits of shape .* were expected, .* \[\(1, 8\)\]"),
+        ("Lying", r"the module returns tensors of \[\(1, 8\)\]"),
         ("Lost", "cannot run on token ids"),
     ],
 )

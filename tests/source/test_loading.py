@@ -201,7 +201,7 @@ def test_code_of_a_checkpoint_runs_only_when_it_is_trusted(copied: Path):
 
     with pytest.raises(SourceError, match="needs code that comes with the checkpoint") as refusal:
         load_source(str(copied))
-    assert "--trust-remote-code" in str(refusal.value) and not marker.exists()
+    assert "`trust_remote_code=True`" in str(refusal.value) and not marker.exists()
 
     source = load_source(str(copied), trust_remote_code=True)
     assert type(source.model).__name__ == "OwnForCausalLM" and marker.exists()
@@ -230,14 +230,14 @@ def test_a_word_of_no_known_form_is_refused():
 
 
 def test_a_revision_belongs_to_a_hub_id(decoder_folder: Path):
-    with pytest.raises(SourceError, match="--revision"):
+    with pytest.raises(SourceError, match="`revision`"):
         load_source(str(decoder_folder), revision="main")
 
 
 def test_a_hub_id_out_of_reach_is_refused_at_once():
     with pytest.raises(SourceError, match="MODEL is not a local folder, and the hub cannot be reached"):
         load_source("nobody/nothing")
-    with pytest.raises(SourceError, match="--tokenizer is not a local folder, and the hub cannot be reached"):
+    with pytest.raises(SourceError, match="`tokenizer` is not a local folder, and the hub cannot be reached"):
         load_source("demo", tokenizer="nobody/nothing")
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dispfx.source import load_config, load_source
-from dispfx.source.moving import moved
+from dispfx.source.loading import moved
 from tests.plain_decoders import FORMS, Decoder
 
 META = torch.device("meta")

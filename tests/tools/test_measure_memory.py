@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Of the decoders in docs/trust.md it was within 12%, with glibc 2.36; another version may keep more or less.
+# Of the decoders in docs/trust.md it was within 11%, but for one.  Another glibc may keep more.
 BAND = 0.25
 
 

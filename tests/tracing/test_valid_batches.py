@@ -35,6 +35,10 @@ def many_tokens(x: Tensor) -> Tensor:
     return x * 1.5 if x.shape[0] * x.shape[1] > 150 else x
 
 
+def too_many_tokens(x: Tensor) -> Tensor:
+    return x * 1.5 if x.shape[0] * x.shape[1] > 20_000 else x
+
+
 def even(x: Tensor) -> Tensor:
     return x * 1.5 if x.shape[0] % 6 == 0 else x
 
@@ -65,6 +69,13 @@ def test_a_decoder_whose_arithmetic_depends_on_the_batch_is_refused_with_the_lin
 def test_a_decoder_that_computes_one_sequence_otherwise_is_refused():
     with pytest.raises(CaptureError, match="the decoder computes one sequence otherwise"):
         capture(by_batch(alone))
+
+
+def test_a_branch_on_batches_that_are_too_large_to_be_tried_is_refused_with_the_line():
+    with pytest.raises(CaptureError, match="1,539 sequences of 13 tokens and more, which are too") as error:
+        capture(by_batch(too_many_tokens))
+    line = inspect.getsourcelines(too_many_tokens)[1] + 1
+    assert str(error.value.where).endswith(f"test_valid_batches.py:{line}")
 
 
 @pytest.mark.parametrize("mix", [one_by_one, in_place_of_itself_beyond_four, beyond_hundreds])

@@ -1,6 +1,7 @@
 """For which lengths a captured graph holds, by each way in which a decoder may depend on the length."""
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -151,6 +152,21 @@ def test_a_far_end_is_found_without_running_the_decoder_there(limit: bool):
     decoder.register_forward_pre_hook(require_short)
     found = capture(decoder).lengths
     assert (found.most, found.limit) == (5_000, limit)
+
+
+@pytest.mark.parametrize(
+    ("scale", "most"),
+    [
+        (lambda tokens, x: x * 2 if tokens == 1_500 else x, 1_499),
+        (lambda tokens, x: x * 2 if tokens // 64 == 30 else x, 1_919),
+        (lambda tokens, x: x * 2 if math.ceil(tokens / 4) == 450 else x, 1_796),
+        (lambda tokens, x: x + 0 if tokens == 1_500 else x, 2_000),
+    ],
+)
+def test_single_lengths_far_from_the_traced_one_are_found(scale: Callable[[int, Tensor], Tensor], most: int):
+    decoder = scaled(scale)
+    decoder.positions = nn.Parameter(torch.randn(2_000, 32))
+    assert capture(decoder).lengths.most == most
 
 
 def require_short(module: nn.Module, inputs: tuple[Tensor]) -> None:

@@ -21,12 +21,12 @@ from dispfx.fast_decoder.decoder import TrainingDecoder
 from dispfx.fast_decoder.gathered import GatheredDecoder
 from dispfx.fast_decoder.preparation import PlainDecoder
 from dispfx.fast_decoder.shards import Sharding, rows_of
-from dispfx.ir.placing import placed
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
+from dispfx.ir.retype import placed
 from dispfx.learning.text import TokenBatches
 from dispfx.learning.trainer import Watch
 from dispfx.passes.insert_gates import InsertGates
-from dispfx.pipeline import Pipeline
 from dispfx.plan.budget import Budget
 from dispfx.run.mask_learning import follow, learn
 from dispfx.settings import ComputeSettings

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dispfx.fast_decoder import bodies
 from dispfx.fast_decoder.comparison import compare, sample_masks, value_and_gradient
 from dispfx.fast_decoder.decoder import TrainingDecoder
 from dispfx.fast_decoder.preparation import PlainDecoder
@@ -44,7 +43,7 @@ def test_checkpoints_keep_less_and_change_no_bit():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_bodies_for_a_compiler_have_the_gradients_of_plain_ones(monkeypatch, checkpointing):
-    monkeypatch.setattr(bodies, "BACKEND", "aot_eager")
+    monkeypatch.setattr("dispfx.fast_decoder.decoder.BACKEND", "aot_eager")
     _, fast = plain_and_fast("fused-gate-up")
     plain, compiled = TrainingDecoder(fast), TrainingDecoder(fast, compiled=True, checkpointing=checkpointing)
     found = compare(compiled.loss, plain.loss, token_ids(2, 24), masks_for(plain), torch.float32)
@@ -52,7 +51,7 @@ def test_bodies_for_a_compiler_have_the_gradients_of_plain_ones(monkeypatch, che
 
 
 def test_sequences_with_masks_of_their_own_are_compiled_too(monkeypatch):
-    monkeypatch.setattr(bodies, "BACKEND", "aot_eager")
+    monkeypatch.setattr("dispfx.fast_decoder.decoder.BACKEND", "aot_eager")
     _, fast = plain_and_fast()
     plain, compiled = TrainingDecoder(fast), TrainingDecoder(fast, compiled=True)
     ids, masks = token_ids(4, 24), masks_for(plain, 2)
@@ -71,7 +70,7 @@ def test_projections_that_read_one_value_are_joined_in_compiled_layers(monkeypat
         joined.append(targets.count(torch.ops.dispfx.sibling_products.default))
         return graph.forward
 
-    monkeypatch.setattr(bodies, "BACKEND", look)
+    monkeypatch.setattr("dispfx.fast_decoder.decoder.BACKEND", look)
     torch._dynamo.reset()
     _, fast = plain_and_fast()
     decoder = TrainingDecoder(fast, compiled=True, join=join)
@@ -86,7 +85,7 @@ def test_every_layer_of_a_kind_is_one_compilation(monkeypatch):
         graphs.append(len(graph.graph.nodes))
         return graph.forward
 
-    monkeypatch.setattr(bodies, "BACKEND", count)
+    monkeypatch.setattr("dispfx.fast_decoder.decoder.BACKEND", count)
     compiled = {}
     for layers in (2, 5):
         torch._dynamo.reset()

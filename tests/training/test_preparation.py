@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import DispfxError
-from dispfx.fast_decoder import bodies, preparation
+from dispfx.fast_decoder import preparation
 from dispfx.fast_decoder.comparison import Comparison
 from dispfx.fast_decoder.decoder import TrainingDecoder
-from dispfx.fast_decoder.preparation import PlainDecoder, _Preparation, prepare
+from dispfx.fast_decoder.preparation import PlainDecoder, TrialBatch, _Preparation, prepare
 from dispfx.settings import ComputeSettings
 from tests.programs import token_ids
 from tests.training.gated import plain_and_fast
@@ -26,16 +26,16 @@ def loss_of(prepared, plain) -> tuple[Tensor, Tensor]:
 
 def test_on_a_cpu_layers_run_as_they_are():
     plain, fast = plain_and_fast()
-    prepared = prepare(plain, fast, IDS, ComputeSettings())
+    prepared = prepare(plain, fast, TrialBatch(IDS), ComputeSettings())
     assert isinstance(prepared.decoder, TrainingDecoder)
     assert not prepared.decoder.compiled and not prepared.decoder.checkpointing and prepared.notes == ()
     torch.testing.assert_close(*loss_of(prepared, plain))
 
 
 def test_what_was_asked_for_is_done_and_said(monkeypatch):
-    monkeypatch.setattr(bodies, "BACKEND", "aot_eager")
+    monkeypatch.setattr("dispfx.fast_decoder.decoder.BACKEND", "aot_eager")
     plain, fast = plain_and_fast()
-    prepared = prepare(plain, fast, IDS, ComputeSettings(compile="on", checkpointing="on"))
+    prepared = prepare(plain, fast, TrialBatch(IDS), ComputeSettings(compile="on", checkpointing="on"))
     assert isinstance(prepared.decoder, TrainingDecoder)
     assert prepared.decoder.compiled and prepared.decoder.checkpointing
     assert "checkpointing" in prepared.notes[0] and "1 kind(s) of layers compiled" in prepared.notes[1]
@@ -44,7 +44,7 @@ def test_what_was_asked_for_is_done_and_said(monkeypatch):
 def test_short_memory_means_checkpoints_unless_they_are_off():
     plain, fast = plain_and_fast()
     for compute, expected in ((ComputeSettings(), True), (ComputeSettings(checkpointing="off"), False)):
-        prepared = prepare(plain, fast, IDS, compute, short_of_memory=True)
+        prepared = prepare(plain, fast, TrialBatch(IDS), compute, short_of_memory=True)
         assert isinstance(prepared.decoder, TrainingDecoder) and prepared.decoder.checkpointing == expected
 
 
@@ -54,7 +54,7 @@ def test_layers_that_compute_something_else_are_not_used():
     assert wrong is not None
     silu = next(node for node in wrong.graph.nodes if "silu" in str(node.target))
     silu.target = torch.ops.aten.relu.default
-    prepared = prepare(plain, fast, IDS, ComputeSettings())
+    prepared = prepare(plain, fast, TrialBatch(IDS), ComputeSettings())
     assert isinstance(prepared.decoder, PlainDecoder)
     assert "differ from the ordinary capture" in prepared.notes[0]
     assert torch.equal(*loss_of(prepared, plain))
@@ -68,10 +68,10 @@ def test_a_compiler_with_wrong_gradients_is_not_used(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(bodies, "BACKEND", wrong)
+    monkeypatch.setattr("dispfx.fast_decoder.decoder.BACKEND", wrong)
     torch._dynamo.reset()
     plain, fast = plain_and_fast()
-    prepared = prepare(plain, fast, IDS, ComputeSettings(compile="on"))
+    prepared = prepare(plain, fast, TrialBatch(IDS), ComputeSettings(compile="on"))
     assert isinstance(prepared.decoder, TrainingDecoder) and not prepared.decoder.compiled
     assert "compiled ones differ from plain ones" in prepared.notes[-1]
 
@@ -80,11 +80,11 @@ def test_a_compiler_that_fails_is_an_error_only_where_it_was_asked_for(monkeypat
     def broken(graph, inputs):
         raise RuntimeError("no C++ compiler")
 
-    monkeypatch.setattr(bodies, "BACKEND", broken)
+    monkeypatch.setattr("dispfx.fast_decoder.decoder.BACKEND", broken)
     torch._dynamo.reset()
     plain, fast = plain_and_fast()
     with pytest.raises(DispfxError, match="cannot be compiled"):
-        prepare(plain, fast, IDS, ComputeSettings(compile="on"))
+        prepare(plain, fast, TrialBatch(IDS), ComputeSettings(compile="on"))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,13 @@ def test_what_does_not_hold_in_half_precision_is_held_against_rounding_on_every_
     monkeypatch.setattr(preparation, "beside_rounding", beside)
     plain, fast = plain_and_fast()
     made = _Preparation(
-        plain, fast, IDS, ComputeSettings(), 1, print, lambda holds: asked.append(holds) or holds, None
+        plain,
+        fast,
+        TrialBatch(IDS),
+        ComputeSettings(),
+        print,
+        lambda holds: asked.append(holds) or holds,
+        None,
     )
     made.plain = SimpleNamespace(dtype=dtype)  # type: ignore[assignment]
     found = Comparison(0.0, gradient, 0.9, dtype)
@@ -123,7 +129,7 @@ def test_what_does_not_hold_in_half_precision_is_held_against_rounding_on_every_
 def test_a_decoder_without_an_outline_runs_whole():
     plain, fast = plain_and_fast()
     fast.outline = None
-    prepared = prepare(plain, fast, IDS, ComputeSettings())
+    prepared = prepare(plain, fast, TrialBatch(IDS), ComputeSettings())
     assert isinstance(prepared.decoder, PlainDecoder)
     with pytest.raises(DispfxError, match="layers, which cannot be told apart"):
-        prepare(plain, fast, IDS, ComputeSettings(checkpointing="on"))
+        prepare(plain, fast, TrialBatch(IDS), ComputeSettings(checkpointing="on"))

@@ -10,9 +10,9 @@ from dispfx.api import capture
 from dispfx.fast_decoder.comparison import compare, sample_masks
 from dispfx.fast_decoder.preparation import PlainDecoder
 from dispfx.fast_decoder.replay import ReplayedLoss
+from dispfx.ir.pipeline import Pipeline
 from dispfx.kernels import recording as kernels
 from dispfx.passes.insert_gates import InsertGates
-from dispfx.pipeline import Pipeline
 from tests.plain_decoders import FORMS, build
 from tests.programs import token_ids
 

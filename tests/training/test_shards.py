@@ -9,10 +9,10 @@ import torch
 
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError, UnsupportedGraphError
-from dispfx.fast_decoder import bodies
+from dispfx.fast_decoder import decoder
 from dispfx.fast_decoder.shards import check_gradients, check_shareable
 from dispfx.ir.outline import Outline
-from dispfx.ir.placing import placed
+from dispfx.ir.retype import placed
 from dispfx.learning.state import saved_step
 from dispfx.run.mask_learning import learn
 from tests.captures import plain
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.long
 
 
 def _work(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    bodies.BACKEND = "aot_eager"
+    decoder.BACKEND = "aot_eager"
     found: dict[str, Any] = {name: look(ranks=ranks, **chosen) for name, chosen in LOOKS.items()}
     found["compiled"] = look("pre-norm", ranks, checkpointing=False, compiled=True)
     found["whole plan"] = plan_of("pre-norm", ranks, None)
@@ -102,7 +102,7 @@ def test_one_rank_cannot_have_a_part():
 
 def test_scores_are_not_learned_in_parts():
     settings = changed(method="magnitude")
-    with pytest.raises(DispfxError, match="leave out --shard"):
+    with pytest.raises(DispfxError, match="leave out `shard`"):
         learn(program_of("pre-norm"), text_of(settings), 0.3, settings=settings, compute=IN_PARTS)
 
 

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from dispfx.fast_decoder import bodies
-from dispfx.fast_decoder.bodies import compiled_function
+from dispfx.fast_decoder.decoder import compiled_function
 from dispfx.fast_decoder.sibling_products import join_siblings, sibling_products, sum_of_products
 from dispfx.ir.ops import aten
 from tests.training.gated import WithValues
@@ -58,7 +57,7 @@ def test_a_sibling_that_nothing_reads_adds_nothing_to_the_gradient() -> None:
 
 
 def test_a_compiled_function_has_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BACKEND", "aot_eager")
+    monkeypatch.setattr("dispfx.fast_decoder.decoder.BACKEND", "aot_eager")
     given = operands([24, 8, 8], 16, torch.float32, bias=True)
     grads = []
     for call in (plain, compiled_function(joined)):

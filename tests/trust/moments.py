@@ -19,8 +19,8 @@ from typing import Any
 
 import safetensors.torch
 
+from dispfx.ir.pipeline import Pipeline
 from dispfx.learning import learner
-from dispfx.pipeline import Pipeline
 
 PHASES = ("passes", "learning", "state", "folder", "onnx", "publishing", "tidying")
 Moment = tuple[str, int]

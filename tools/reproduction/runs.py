@@ -24,23 +24,23 @@ from torch import Tensor, nn
 
 from dispfx.api.compilation import apply
 from dispfx.compiler.programs import capture, lower
-from dispfx.demo.demo_text import draw_lines
+from dispfx.demo.grammar import draw_lines
 from dispfx.errors import DataError, DispfxError
-from dispfx.files.atomic import replacing
+from dispfx.files.disk import replacing
 from dispfx.learning.records import METRICS_FILE, StepRecord
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.learning.trainer import Watch
 from dispfx.plan.plan import Plan
-from dispfx.quality.measuring import measure
+from dispfx.quality.perplexity import measure
 from dispfx.report.run import read_steps
 from dispfx.run.fitting import fitted_settings
+from dispfx.run.folder_report import device_name, versions
 from dispfx.run.mask_learning import learn
 from dispfx.run.run_text import Text, TextChoice, open_text, require_tokens
-from dispfx.run.writing import device_name, versions
 from dispfx.settings import ComputeSettings, TextSettings, learn_settings
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source import Source, encode, load_source
-from dispfx.source.context import context_of
+from dispfx.source.source import context_of
 from reproduction.setup import Common, Outcome, Setup
 
 # Settings that differ between the runs of a folder, or only record which settings were chosen.

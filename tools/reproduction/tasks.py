@@ -13,8 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from dispfx.api.tasks import score_tasks
-from dispfx.demo.demo_text import draw_lines
-from dispfx.demo.grammar import SKILLS
+from dispfx.demo.grammar import SKILLS, draw_lines
 from dispfx.errors import DataError
 from dispfx.quality.task_harness import PAPER_METRICS
 from dispfx.report.task_rows import task_notes

@@ -159,6 +159,7 @@ _RULES: dict[object, Rule] = {
     aten.permute: shapes.moved,
     aten.t: shapes.moved,
     aten.numpy_T: shapes.moved,
+    aten.mT: shapes.moved,
     aten.movedim: shapes.moved,
     aten.expand: shapes.expanded,
     aten.expand_as: shapes.expanded_as,

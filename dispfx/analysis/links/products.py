@@ -52,15 +52,20 @@ def with_addend(node: fx.Node) -> list[Connection]:
 
 
 def convolution(node: fx.Node) -> list[Connection]:
-    """A convolution over time: channels are contracted, or, where each has its own filter, kept."""
+    """A convolution over time: channels are contracted, or, where each has its own filter, kept.
+
+    Channels in several groups mix: a cut that leaves groups of different sizes is no convolution.
+    """
     x, weight = operand(node, 0), operand(node, 1)
     bias = argument(node, 2, "bias")
+    if groups_of(node) != 1 and not is_depthwise(node):
+        return same(x, 0, node, 0)
     found = same(x, 0, node, 0) + same(weight, 0, node, 1)
     if isinstance(bias, fx.Node):
         found += same(bias, 0, node, 1)
     if is_depthwise(node):
         return found + same(x, 1, node, 1)
-    return [*found, Contraction((x, 1), (weight, 1))] if groups_of(node) == 1 else found
+    return [*found, Contraction((x, 1), (weight, 1))]
 
 
 def einsum(node: fx.Node) -> list[Connection] | None:

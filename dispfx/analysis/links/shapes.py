@@ -24,7 +24,7 @@ from dispfx.ir.ops import argument, aten, packet, rank, shape_of
 
 
 def moved(node: fx.Node) -> list[Connection]:
-    """A transpose, permute or movedim: dimension `order[i]` becomes dimension i."""
+    """A transpose, permute, movedim or mT: dimension `order[i]` becomes dimension i."""
     value = operand(node, 0)
     order = list(range(rank(value)))
     if packet(node) is aten.permute:
@@ -33,6 +33,8 @@ def moved(node: fx.Node) -> list[Connection]:
         order.reverse()
     elif packet(node) is aten.movedim:
         order = _order_of_movedim(value, node.args[1], node.args[2])
+    elif packet(node) is aten.mT:
+        order[-2:] = order[:-3:-1]
     else:
         a, b = dimension(value, node.args[1]), dimension(value, node.args[2])
         order[a], order[b] = order[b], order[a]

@@ -1,9 +1,11 @@
 """From a lowered graph to an ONNX model in memory: export, repair, legalize.
 
-Entry points: `cached_model` for a program with a cache, `full_sequence_model` for a graph without one.
+Entry points: `cached_model` for a program with a cache, `full_sequence_model` for a graph without one, and
+`require_translations`, which asks before learning whether the exporter knows every operation.
 """
 
 import logging
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +20,12 @@ from dispfx.capturing.cached_capture import export_cached_program
 from dispfx.capturing.module_capture import export_program
 from dispfx.deploy.onnx.legalize import PLAIN, Flavor, legalize
 from dispfx.deploy.onnx.lifting import lifted
+from dispfx.deploy.onnx.one_of_each import one_of_each
 from dispfx.deploy.onnx.tidying import tidy
 from dispfx.errors import UnsupportedGraphError, first_line
+from dispfx.ir.ops import operation, source_line
 from dispfx.ir.program import Program
+from dispfx.words.option_names import option
 
 OPSET = 23
 # What the converter of torch can write: older sets lack operators that it uses.
@@ -52,6 +57,7 @@ def cached_model(program: Program, *, opset: int = OPSET, flavor: Flavor = PLAIN
         model = _translated(
             module, lambda: export_cached_program(module, context=program.context), signature, opset
         )
+        tidy(model)
         legalize(model, flavor)
     for value in model.graph.outputs[1:]:
         assert value.shape is not None
@@ -72,8 +78,28 @@ def full_sequence_model(lowered: fx.GraphModule, sample_ids: Tensor, *, opset: i
     signature = _Signature(("input_ids",), ("logits",), (_ROWS,))
     with silence():
         model = _translated(lowered, lambda: export_program(lowered, sample_ids), signature, opset)
+        tidy(model)
         legalize(model)
     return model
+
+
+def require_translations(lowered: fx.GraphModule, sample_ids: Tensor) -> None:
+    """Pass if the exporter has an ONNX form for every operation of a graph without a cache.
+
+    Operations of one kind are translated once, so that it takes no longer for a deeper decoder.
+
+    Args:
+        lowered: with weights, or with parameters on the meta device; it is not changed.
+        sample_ids: as for `full_sequence_model`.
+
+    Raises:
+        UnsupportedGraphError: naming the operation and its line.
+    """
+    few = one_of_each(lowered, sample_ids.device)
+    outputs = [f"output_{index}" for index in range(len(few.graph.output_node().args[0]))]  # type: ignore[arg-type]
+    with silence():
+        signature = _Signature(("input_ids",), outputs, (_ROWS,))
+        _translated(few, lambda: export_program(few, sample_ids), signature, OPSET)
 
 
 @dataclass(frozen=True)
@@ -95,7 +121,7 @@ def _translated(
     """
     if opset not in OPSETS:
         raise UnsupportedGraphError(
-            f"--opset must lie between {OPSETS[0]} and {OPSETS[-1]}, {opset} was given"
+            f"{option('opset')} must lie between {OPSETS[0]} and {OPSETS[-1]}, {opset} was given"
         )
     try:
         return _converted(lifted(module), signature, opset)
@@ -104,10 +130,7 @@ def _translated(
     try:
         return _converted(traced(), signature, opset)
     except torch.onnx.errors.OnnxExporterError as error:
-        raise UnsupportedGraphError(
-            f"the ONNX exporter cannot translate this decoder: {first_line(error)}",
-            hint="compile with --export none, or --export pt2",
-        ) from error
+        raise _no_translation(error) from error
 
 
 def _converted(exported: ExportedProgram, signature: _Signature, opset: int) -> ir.Model:
@@ -122,8 +145,35 @@ def _converted(exported: ExportedProgram, signature: _Signature, opset: int) -> 
         verbose=False,
     )
     assert program is not None
-    tidy(program.model)
     return program.model
+
+
+def _no_translation(error: BaseException) -> UnsupportedGraphError:
+    node = _node_of(error)
+    said = first_line(error) if node is None else f"it has no ONNX form for {_written(node)}"
+    return UnsupportedGraphError(
+        f"the ONNX exporter cannot translate this decoder: {said}",
+        where=None if node is None else source_line(node),
+        hint=f"compile with {option('export', 'none')}, or {option('export', 'pt2')}",
+    )
+
+
+def _written(node: fx.Node) -> str:
+    """Return the operation as the module has it, not what it was decomposed into."""
+    original = node.meta.get("original_aten")
+    return operation(node) if original is None else str(getattr(original, "overloadpacket", original))
+
+
+def _node_of(error: BaseException) -> fx.Node | None:
+    """Return the node that the exporter was at; its errors have it in their frames alone."""
+    found = None
+    cause: BaseException | None = error
+    while cause is not None:
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            at = frame.f_locals.get("node")
+            found = at if isinstance(at, fx.Node) else found
+        cause = cause.__cause__
+    return found
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch
 
 from dispfx.deploy.onnx.exporting import silence
 from dispfx.errors import DataError, OutputError, UnsupportedGraphError
+from dispfx.words.option_names import option
 
 MODEL_FILE = "model.onnx"
 # A protobuf message holds at most 2 GB; weights are stored externally well below that.
@@ -59,7 +60,8 @@ def _save(model: ir.Model, path: Path, max_inline_bytes: int) -> None:
             onnx.checker.check_model(str(path), full_check=True)
         except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
             raise UnsupportedGraphError(
-                f"the exporter made a model that onnx refuses: {error}", hint="compile with --export none"
+                f"the exporter made a model that onnx refuses: {error}",
+                hint=f"compile with {option('export', 'none')}",
             ) from error
 
 

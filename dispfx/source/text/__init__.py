@@ -7,12 +7,10 @@ json_array  a list of JSON records
 parquet     .parquet (pyarrow)               extras       libraries that only some forms need
 dataset     datasets:NAME (datasets)
 token_file  .safetensors, mapped into memory
-tokenizing  text → token ids, in bounded memory
+tokenizing  text → token ids, in bounded memory, and the tokens that every sequence begins with
 legibility  share of a text that the tokenizer does not know
-bos         the tokens that every sequence begins with
 """
 
-from dispfx.source.text.bos import bos_tokens, tokens_in_front, with_bos
 from dispfx.source.text.reading import (
     ReadText,
     Words,
@@ -23,7 +21,7 @@ from dispfx.source.text.reading import (
     read_tokens,
 )
 from dispfx.source.text.token_file import joined_tokens, largest_id
-from dispfx.source.text.tokenizing import encode
+from dispfx.source.text.tokenizing import bos_tokens, encode, tokens_in_front, with_bos
 
 __all__ = [
     "ReadText", "Words", "bos_tokens", "check_readable", "encode", "joined_tokens", "largest_id", "listed",

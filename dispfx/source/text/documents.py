@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dispfx.errors import DataError
+from dispfx.words.option_names import option
 from dispfx.words.text_origin import LINE_BREAK
 
 
@@ -50,7 +51,7 @@ def text_of(record: Any, field: str, *, where: str, record_name: str) -> str:
         raise DataError(
             f"{field!r} must hold text, but in {record_name} it holds {found}",
             where=where,
-            hint="name another field with --data-field",
+            hint=f"name another field with {option('data_field')}",
         )
     if not _is_unicode(text):
         raise DataError(f"{field!r} in {record_name} holds half a character (a lone surrogate)", where=where)
@@ -72,7 +73,7 @@ def missing_field(field: str, fields: list[str], *, where: str, record_name: str
     return DataError(
         f"{record_name} has no field {field!r}; it has {shown or 'none'}",
         where=where,
-        hint="name the field that holds the text with --data-field",
+        hint=f"name the field that holds the text with {option('data_field')}",
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import DataError
+from dispfx.words.option_names import option
 
 WARNED, REFUSED = 0.05, 0.5
 # Every second byte of English in UTF-16 is NUL: about half.
@@ -53,7 +54,7 @@ class Beginning:
         if share > REFUSED_CHARACTERS and not allow:
             raise DataError(
                 found, where=where,
-                hint="convert the file to UTF-8, or use --allow-unknown to read it as it is",
+                hint=f"convert the file to UTF-8, or use {option('allow_unknown', True)} to read it as it is",
             )  # fmt: skip
         notes = [f"{where}: {found}"] if share > WARNED else []
         if len(self.sample) > 1 and _NUMBERS.fullmatch(self.sample):
@@ -87,8 +88,10 @@ def judged(share: float | None, where: str, allow: bool) -> list[str]:
     found = f"the tokenizer does not know {share:.0%} of the text"
     if share > REFUSED and not allow:
         raise DataError(
-            found, where=where, hint="use a text that the decoder was made for, or --allow-unknown",
-        )  # fmt: skip
+            found,
+            where=where,
+            hint=f"use a text that the decoder was made for, or {option('allow_unknown', True)}",
+        )
     return [f"{where}: {found}"]
 
 

@@ -43,7 +43,7 @@ def test_unknown_text_is_told_or_refused_by_its_share(tmp_path: Path, special: d
     for read in (read_text, read_apart):
         with pytest.raises(DataError, match="the tokenizer does not know 51% of the text") as refusal:
             read(most, tokenizer)
-        assert "--allow-unknown" in str(refusal.value.hint) and refusal.value.where == str(most)
+        assert "`allow_unknown=True`" in str(refusal.value.hint) and refusal.value.where == str(most)
     allowed = read_text(most, tokenizer, ALLOWED)
     assert allowed.unknown_share == 0.51 and len(allowed.notes) == 1
 

@@ -88,7 +88,7 @@ def test_a_missing_text_or_a_folder_is_refused(tmp_path: Path):
 def test_text_without_a_tokenizer_is_refused_with_the_two_ways_out(text: Path):
     with pytest.raises(DataError, match="tokenizer is needed") as refusal:
         read_tokens(text, None)
-    assert "--tokenizer" in str(refusal.value) and ".safetensors" in str(refusal.value)
+    assert "`tokenizer`" in str(refusal.value) and ".safetensors" in str(refusal.value)
 
 
 def test_no_file_at_all_is_refused():

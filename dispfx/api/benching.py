@@ -32,9 +32,9 @@ from dispfx.run.opening import open_model
 from dispfx.settings import ModelSettings
 from dispfx.settings.trees import BenchSettings
 from dispfx.settings.verb_settings import TimingSettings
-from dispfx.source.context import longest_context
 from dispfx.source.experts import Experts, has_choice_of_experts
-from dispfx.source.moving import moved
+from dispfx.source.loading import moved
+from dispfx.source.source import longest_context
 from dispfx.words.chosen_device import chosen_device
 
 BATCHES = (1, 8, 32, 128)

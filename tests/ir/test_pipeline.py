@@ -11,11 +11,11 @@ from torch import nn
 from dispfx.capturing.module_capture import capture
 from dispfx.errors import PassError, UnsupportedGraphError
 from dispfx.ir.ops import aten
+from dispfx.ir.pipeline import Pass, PassResult, Pipeline, printing_after
 from dispfx.ir.program import Program
 from dispfx.ir.sites import ResidualStream
 from dispfx.passes.canonicalize import Canonicalize
 from dispfx.passes.find_residual_stream import FindResidualStream
-from dispfx.pipeline import Pass, PassResult, Pipeline, printing_after
 from tests.one_branch import Middle, one_branch
 
 

@@ -1,0 +1,200 @@
+"""What an output folder says of itself: measurements, report.json, the model card and the page."""
+
+import platform
+import shutil
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import dispfx
+from dispfx.analysis.coverage import coverage
+from dispfx.demo.probe import skill_probe
+from dispfx.deploy.digests import stored_size
+from dispfx.ir.sites import Site
+from dispfx.plan.parameter_count import ParameterCount
+from dispfx.plan.plan import Plan
+from dispfx.quality.agreement import Comparison, compare_on_text
+from dispfx.report import (
+    Behaviour,
+    Bytes,
+    FolderContents,
+    Parameters,
+    PerplexityChange,
+    Protocol,
+    Ratio,
+    Refused,
+    Report,
+    SiteWidth,
+    SkillChange,
+    UngatedWeights,
+    model_card,
+    save_report,
+)
+from dispfx.report.page import write_page
+from dispfx.run.decoder_files import Task
+from dispfx.run.length_checks import window_of
+from dispfx.run.timed_stages import Stages
+from dispfx.settings import RunSettings
+from dispfx.source.transformers_classes import code_of_class
+from dispfx.verification.equivalence import Verification
+
+_PROBE_SEED, _PROBE_SAMPLES = 7, 100
+_NAMED_VERSIONS = ("torch", "transformers", "safetensors", "onnx", "onnxruntime-gpu", "onnxruntime")
+
+
+def report_of(
+    task: Task,
+    folder: Path,
+    lines: tuple[Verification, ...],
+    measured: tuple[Comparison, ...],
+    skills: dict[str, SkillChange],
+    files: dict[str, str],
+    stages: Stages,
+) -> Report:
+    dense = task.program.all_parameters
+    count = ParameterCount.of_sites(task.program.sites, task.program.shapes, "blocks")
+    parameters, size = stored_size(folder)
+    return Report(
+        ratio=Ratio(task.plan.budget.ratio, task.plan.achieved, task.plan.budget.of),
+        parameters=Parameters(
+            dense=task.program.size,
+            pruned=parameters,
+            gated=count.dense,
+        ),
+        bytes=Bytes(
+            dense=sum(tensor.numel() * tensor.element_size() for tensor in dense.values()),
+            pruned=size,
+        ),
+        perplexity=_perplexity(measured),
+        behaviour=tuple(map(_behaviour, measured)),
+        verify=lines,
+        sites=tuple(
+            SiteWidth(site.name, site.kind, site.size, len(task.plan.kept[site.name]))
+            for site in task.program.sites
+        ),
+        refused=(
+            *(Refused(refusal.name, refusal.reason) for refusal in task.program.left_dense),
+            *left_dense(task.plan, task.program.sites),
+        ),
+        seed=task.plan.seed,
+        versions=versions(),
+        device=device_name(task.program.device),
+        seconds=dict(stages.seconds),
+        command=task.command or "dispfx.compile",
+        skills=skills,
+        files=files,
+        settings=task.settings.plain() if isinstance(task.settings, RunSettings) else None,
+        ungated=tuple(
+            UngatedWeights(one.reason, one.size, one.parameters) for one in coverage(task.program).ungated
+        ),
+        lengths=task.program.lengths,
+    )
+
+
+def left_dense(plan: Plan, sites: Sequence[Site]) -> list[Refused]:
+    """Return the branches that a latency table kept dense."""
+    costs = plan.budget.costs
+    if costs is None:
+        return []
+    reason = f"left dense: it would be slower when cut, on {costs.device} at {costs.tokens} tokens"
+    cut = {selection.site for selection in plan.selections if not selection.full}
+    branches = dict.fromkeys(site.branch for site in sites)
+    cut_branches = {site.branch for site in sites if site.name in cut}
+    return [Refused(name, reason) for name in branches if name not in cut_branches]
+
+
+def compared_texts(task: Task, reloaded: nn.Module) -> tuple[Comparison, ...]:
+    """Compare the captured and the reloaded decoder on held-out texts."""
+    if not task.text.measured:
+        return ()
+    # A learned plan has already run at the length of its sequences.
+    own = task.settings.learning.seq_len if isinstance(task.settings, RunSettings) else None
+    context = window_of(task.source, task.program, own)
+    return tuple(
+        compare_on_text(
+            task.program.graph_module,
+            reloaded,
+            one.tokens,
+            context=context,
+            windows=task.settings.text.eval_windows,
+            device=task.program.device,
+            text=one.about,
+        )
+        for one in task.text.measured
+    )
+
+
+def _perplexity(measured: Sequence[Comparison]) -> PerplexityChange | None:
+    """Return the perplexities on the first text."""
+    if not measured:
+        return None
+    first = measured[0]
+    return PerplexityChange(first.dense.value, first.pruned.value, Protocol(**first.dense.protocol))
+
+
+def _behaviour(found: Comparison) -> Behaviour:
+    return Behaviour(
+        text=found.dense.protocol["text"],
+        tokens=found.agreement.tokens,
+        kl=found.agreement.kl_nats,
+        top1=found.agreement.top1,
+        perplexity_dense=found.dense.value,
+        perplexity_pruned=found.pruned.value,
+    )
+
+
+def skill_changes(task: Task, reloaded: nn.Module) -> dict[str, SkillChange]:
+    """Probe the demo's skills: perplexity hides a lost skill."""
+    if task.source.origin != "demo":
+        return {}
+    before, after = (
+        skill_probe(decoder, task.source.tokenizer, _PROBE_SEED, _PROBE_SAMPLES)
+        for decoder in (task.program.graph_module, reloaded)
+    )
+    return {skill: SkillChange(before[skill], after[skill]) for skill in before}
+
+
+def write_words(task: Task, folder: Path, report: Report, *, as_modules: bool) -> None:
+    """Write the report, the model card, the learning log and the HTML page."""
+    save_report(report, folder / "report.json")
+    card = model_card(
+        report,
+        FolderContents(
+            task.path.name,
+            as_modules=as_modules,
+            onnx=task.exports == "onnx",
+            tokenizer=task.source.tokenizer is not None,
+            code=code_of_class(task.source.model),
+            own_code=task.runs_own_code,
+        ),
+        base_model=task.source.name,
+        on_hub=task.source.origin == "hub",
+        # The data that an applied plan was learned from is unknown.
+        data=task.text.learned_name if task.state is not None else "",
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    log = task.state / "metrics.jsonl" if task.state is not None else None
+    if log is not None and log.is_file():
+        shutil.copyfile(log, folder / "metrics.jsonl")
+    write_page(folder, task.path.name)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries used."""
+    found = {"python": platform.python_version(), "dispfx": dispfx.__version__}
+    for name in _NAMED_VERSIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or of the machine's processor architecture."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
