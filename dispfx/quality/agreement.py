@@ -101,10 +101,8 @@ def compare_on_text(
                 count += len(p_NV)
                 del pair, logits_BRV, p_NV, q_NV, p, q  # before the next chunks are made
     protocol = protocol_of(text, context, used, count)
-    return Comparison(
-        *(Perplexity.of(likelihood / count, protocol) for likelihood in likelihoods),
-        Agreement(divergence / count, same / count, count),
-    )
+    of_dense, of_pruned = (Perplexity.of(likelihood / count, protocol) for likelihood in likelihoods)
+    return Comparison(of_dense, of_pruned, Agreement(divergence / count, same / count, count))
 
 
 def _require_one_vocabulary(p_BRV: Tensor, q_BRV: Tensor) -> None:

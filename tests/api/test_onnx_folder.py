@@ -127,7 +127,7 @@ def test_a_folder_with_an_operation_that_onnx_lacks_stays_as_it_is(
 
 
 def source_of(folder: Path, model: Any) -> Source:
-    return Source(model, None, model.config, None, str(folder), "path", None)
+    return Source(model, None, model.config, str(folder), "folder")
 
 
 def domains(model: onnx.ModelProto) -> set[str]:

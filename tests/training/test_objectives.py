@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn.functional import kl_div
 
-from dispfx.fast_decoder import bodies
 from dispfx.fast_decoder.comparison import compare, sample_masks, value_and_gradient
 from dispfx.fast_decoder.decoder import TrainingDecoder
 from dispfx.fast_decoder.preparation import PlainDecoder, TrialBatch, prepare
@@ -76,7 +75,7 @@ def test_the_dense_decoder_does_not_diverge_from_itself_and_every_gate_still_act
 
 @pytest.mark.parametrize("name", ["kl", "mix"])
 def test_compiled_bodies_compute_the_dense_predictions_too(monkeypatch: pytest.MonkeyPatch, name: str):
-    monkeypatch.setattr(bodies, "BACKEND", "aot_eager")
+    monkeypatch.setattr("dispfx.fast_decoder.decoder.BACKEND", "aot_eager")
     plain, fast = plain_and_fast()
     trial = TrialBatch(IDS, objective=OBJECTIVES[name])
     prepared = prepare(plain, fast, trial, ComputeSettings(compile="on"))
