@@ -58,7 +58,7 @@ def test_a_long_gzipped_file_is_read_from_its_start(tmp_path: Path):
 BROKEN = {
     "line 2 is not JSON": b'{"text": "a"}\n{"text": \n',
     "line 1 is not JSON": b"text\n",
-    "line 3 holds a list": b'{"text": "a"}\n\n["text"]\n',
+    "line 3 is a list": b'{"text": "a"}\n\n["text"]\n',
     "line 2 has no field 'text'; it has 'body', 'id'": b'{"text": "a"}\n{"body": "b", "id": 1}\n',
     "line 1 has no field 'text'; it has none": b"{}\n",
     "in line 2 it holds a value of type int": b'{"text": "a"}\n{"text": 3}\n',

@@ -46,7 +46,7 @@ def test_a_broken_or_missing_token_file_is_refused(tmp_path: Path):
     (tmp_path / "cut.safetensors").write_bytes(whole[:-100])
     with pytest.raises(DataError, match="not a safetensors file"):
         stored_tokens(tmp_path / "cut.safetensors")
-    with pytest.raises(DataError, match="there is none"):
+    with pytest.raises(DataError, match="does not exist"):
         stored_tokens(tmp_path / "absent.safetensors")
 
 
