@@ -17,7 +17,7 @@ from dispfx.errors import DispfxError
 from dispfx.huggingface.registering import register
 
 if TYPE_CHECKING:
-    from dispfx.api import capture, compile, gate, gated, learn, load, lower
+    from dispfx.api import capture, compile, gate, gated, learn, load, lower, recover
     from dispfx.ir.program import Program
     from dispfx.plan.plan import Plan
 
@@ -25,12 +25,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DispfxError", "Plan", "Program", "capture", "compile", "gate", "gated", "learn", "load", "lower",
+    "recover",
 ]  # fmt: skip
 
 _HOMES = {
     "Plan": "dispfx.plan.plan",
     "Program": "dispfx.ir.program",
-    **dict.fromkeys(("capture", "compile", "gate", "gated", "learn", "load", "lower"), "dispfx.api"),
+    **dict.fromkeys(
+        ("capture", "compile", "gate", "gated", "learn", "load", "lower", "recover"), "dispfx.api"
+    ),
 }
 
 

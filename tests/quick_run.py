@@ -11,9 +11,10 @@ from pathlib import Path
 LEFT_OUT = {
     "tests": "cached_capture choices constant_branch experts foreign_decoders installed invariants "
     "meta_capture packaging stream_selection width wrapped_decoders zoo_smoke",
-    "api": "bench commands compilation finetuning length_checks onnx_folder own_passes preflight "
-    "preview static tasks",
-    "cli": "app config_file evaluating interrupting lost_rank making measuring orphaned_ranks tuning using",
+    "api": "bench commands compilation length_checks onnx_folder own_passes preflight preview "
+    "recovery static tasks",
+    "cli": "app config_file evaluating interrupting lost_rank making measuring orphaned_ranks recovering "
+    "using",
     "deploy": "checkpoint folder generate reload",
     "docs": "guide other_pages readme",
     "huggingface": "adapters behaviour classes copies dense heads lm_eval loading ordinary own_code "

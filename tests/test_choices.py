@@ -43,17 +43,17 @@ TAKES_ANY = {
     **{
         f"dispfx/api/{place}": "checked against the settings of its tree"
         for place in (
-            "bench.py:bench",
+            "benching.py:bench",
             "commands.py:agree",
             "commands.py:evaluate",
             "commands.py:export",
             "commands.py:generate",
-            "commands.py:inspect",
+            "inspection.py:inspect",
             "compilation.py:apply",
             "compilation.py:compile",
             "compilation.py:learn_plan",
             "compilation.py:run_settings",
-            "finetuning.py:finetune",
+            "recovery.py:recover",
             "tasks.py:score_tasks",
         )
     },
@@ -136,7 +136,7 @@ def test_a_misspelt_keyword_of_a_public_function_is_an_error(name: str):
     "function",
     [
         learn_settings,
-        dispfx.api.finetune,
+        dispfx.api.recover,
         dispfx.api.inspect,
         RunSettings.of(model="demo", ratio=0.3).changed,
     ],

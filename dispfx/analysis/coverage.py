@@ -1,7 +1,7 @@
 """Which weights of a decoder's layers the sites cut, and why the rest is not cut.
 
 Entry points: `coverage`, and `unnamed`, which names what the search for sites left out without a word.  Every
-parameter is counted exactly once:
+parameter is counted exactly once, by these rules:
 
 1. A weight has two dimensions or more.  Norm weights and biases follow what they belong to and are not
    counted.
@@ -184,6 +184,8 @@ class _Reasons:
         if stop.node is None:  # nothing sums over it, as where its features have no site
             has_site = any(site.branch == branch and site.kind == "inner" for site in self.program.sites)
             return not has_site and not any(one.name == f"{branch}.inner" for one in self.program.refused)
+        if stop.node not in self.flow.dependent and self._is_choice(stop.node):
+            return False  # several weights in one tensor, taken apart
         return not (ops.packet(stop.node) in ops.CONVOLUTIONS and axis > 1)
 
     def stop(self, path: str, axis: int) -> Mismatch:

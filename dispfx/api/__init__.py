@@ -8,11 +8,19 @@ if TYPE_CHECKING:
     from dispfx.analysis.coverage import coverage
     from dispfx.api.benching import bench
     from dispfx.api.commands import agree, evaluate, export, generate
-    from dispfx.api.compilation import apply, compile, learn_plan, run_apply, run_compile, run_learn
+    from dispfx.api.compilation import (
+        apply,
+        compile,
+        follow_compile,
+        learn_plan,
+        run_apply,
+        run_compile,
+        run_learn,
+    )
     from dispfx.api.dry_run import preview
-    from dispfx.api.finetuning import finetune
     from dispfx.api.inspection import inspect
     from dispfx.api.installation import doctor
+    from dispfx.api.recovery import follow_recovery, recover, run_recover
     from dispfx.api.tasks import score_tasks
     from dispfx.compiler.cached_programs import CachedDecoder, capture_cached, lower_cached
     from dispfx.compiler.programs import analyse, apart, capture, gate, gated, lower
@@ -48,6 +56,7 @@ _NAMES = {
     "dispfx.api.compilation": (
         "apply",
         "compile",
+        "follow_compile",
         "learn_plan",
         "run_apply",
         "run_compile",
@@ -55,7 +64,7 @@ _NAMES = {
     ),
     "dispfx.api.inspection": ("inspect",),
     "dispfx.api.installation": ("doctor",),
-    "dispfx.api.finetuning": ("finetune",),
+    "dispfx.api.recovery": ("follow_recovery", "recover", "run_recover"),
     "dispfx.api.dry_run": ("preview",),
     "dispfx.api.tasks": ("score_tasks",),
     "dispfx.compiler.cached_programs": (
@@ -115,8 +124,9 @@ __all__ = [
     "estimate",
     "evaluate",
     "export",
-    "finetune",
     "follow_command",
+    "follow_compile",
+    "follow_recovery",
     "gate",
     "gated",
     "generate",
@@ -129,9 +139,11 @@ __all__ = [
     "lower_cached",
     "preview",
     "printing",
+    "recover",
     "run_apply",
     "run_compile",
     "run_learn",
+    "run_recover",
     "score_tasks",
     "settings_of",
     "verify",

@@ -6,6 +6,8 @@ The output appears only after everything in it was verified.  Until then, DIR.st
 of learning, and later the plan.
 """
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,25 @@ from dispfx.errors import VerificationError
 from dispfx.plan.plan import Plan
 from dispfx.report import NullObserver, Observer, Report, load_report
 from dispfx.run.decoder_files import Task, require_writable
+from dispfx.run.draft_recovery import is_of_plan, recovery_of_draft, require_recoverable, wait_for_draft
 from dispfx.run.length_checks import compare_longest, require_onnx_lengths, window_of
 from dispfx.run.opening import open_model
-from dispfx.run.plan_learning import learn_from, remove_state, state_folder
+from dispfx.run.plan_learning import (
+    DRAFT,
+    follow_command,
+    learn_from,
+    remove_state,
+    state_folder,
+)
 from dispfx.run.preflight import require_room_for_weights
 from dispfx.run.readiness import analysed
+from dispfx.run.recovered_folder import recover_folder
+from dispfx.run.recovering import train_along
 from dispfx.run.run_text import TextChoice, open_text, require_tokens
 from dispfx.run.timed_stages import Stages
 from dispfx.run.writing import write_output
 from dispfx.settings import RunSettings
+from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.settings.trees import ApplySettings
 
 
@@ -138,6 +150,7 @@ def run_compile(
         remove_state(state_folder(path, resume))
         return load_report(path / "report.json")
     refuse_existing(path)
+    require_recoverable(settings)
     stages = Stages(watcher)
     # The pruned weights are in memory next to the dense ones while the folder is written.
     learned = learn_from(settings, stages, ranks=ranks, copies=2.0 - settings.budget.ratio)
@@ -151,7 +164,52 @@ def run_compile(
         settings=settings.changed(align=learned.plan.budget.align).fitted(learned.settings),
         command=command,
     )
+    if settings.afterwards.recovery is not None:
+        return _recovered(task, settings.afterwards.recovery, stages, ranks)
     return _finish(task, stages)
+
+
+def follow_compile(settings: RunSettings, ranks: Ranks) -> None:
+    """Take part in the work of a process that calls `run_compile` with the same settings.
+
+    Raises:
+        RankLost: if another process ended.
+        DispfxError: as `compile`.
+    """
+    ready = follow_command(settings, ranks)
+    recovery = settings.afterwards.recovery
+    if ready is None or recovery is None:
+        return
+    wait_for_draft(ranks, ready.program)
+    state = state_folder(settings.output.path, True)
+    job = recovery_of_draft(recovery, state, ready.source, ready.program, ready.text, settings.output.path)
+    train_along(replace(job, resume=settings.output.resume, ranks=ranks))
+
+
+def _recovered(task: Task, recovery: RecoverySettings, stages: Stages, ranks: Ranks) -> Report:
+    """Write the pruned decoder into the state, and DIR from it, trained."""
+    assert task.state is not None and isinstance(task.settings, RunSettings)
+    draft = task.state / DRAFT
+    if not is_of_plan(draft, task.plan):
+        shutil.rmtree(draft, ignore_errors=True)
+        _written(replace(task, path=draft, is_draft=True), stages)
+    wait_for_draft(ranks, task.program)
+    job = replace(
+        recovery_of_draft(recovery, task.state, task.source, task.program, task.text, task.path),
+        context=window_of(task.source, task.program, task.settings.learning.seq_len),
+        windows=task.settings.text.eval_windows,
+        measured=load_report(draft / "report.json"),
+        export=task.asked_export,
+        learned_from=task.text.learned_name,
+        resume=task.settings.output.resume,
+        command=task.command,
+        ranks=ranks,
+    )
+    recover_folder(job, stages)
+    remove_state(task.state)
+    report = load_report(task.path / "report.json")
+    stages.observer.finished(report)
+    return report
 
 
 def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks: Ranks = ALONE) -> Plan:
@@ -218,15 +276,20 @@ def run_apply(
 
 
 def _finish(task: Task, stages: Stages) -> Report:
-    """Write the folder; keep the plan if that fails, and remove the state if it succeeds."""
+    """Write the folder, and remove the state."""
+    report = _written(task, stages)
+    if task.state is not None:
+        remove_state(task.state)
+    stages.observer.finished(report)
+    return report
+
+
+def _written(task: Task, stages: Stages) -> Report:
+    """Write the folder; where that fails, the plan is kept."""
     try:
-        report = write_output(task, stages)
+        return write_output(task, stages)
     except VerificationError as error:
         if task.state is not None:
             plan = task.state / PLAN_FILE
             error.hint = f"the plan is kept: dispfx apply {task.source.name} {plan} --out {task.path}"
         raise
-    if task.state is not None:
-        remove_state(task.state)
-    stages.observer.finished(report)
-    return report

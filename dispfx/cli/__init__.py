@@ -6,7 +6,7 @@
     using        inspect, verify, export, generate
     evaluating   eval
     measuring    bench
-    tuning       finetune
+    recovering   recover, finetune
     showing      report, compare, passes, doctor
     config_file  compile --config
     faults       errors → message and exit code

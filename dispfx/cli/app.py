@@ -9,7 +9,7 @@ from pathlib import Path
 from cyclopts import App, CycloptsError, MissingArgumentError
 
 from dispfx import __version__
-from dispfx.cli import evaluating, making, showing, using
+from dispfx.cli import evaluating, making, recovering, showing, using
 from dispfx.cli.config_file import configured
 from dispfx.cli.faults import refused
 from dispfx.cli.verb import Verb
@@ -21,10 +21,10 @@ from dispfx.settings.trees import (
     CompareSettings,
     EvalSettings,
     ExportSettings,
-    FinetuneSettings,
     GenerateSettings,
     InspectSettings,
     NoSettings,
+    RecoverSettings,
     RunSettings,
     VerifySettings,
 )
@@ -35,10 +35,12 @@ _DIR_DOC = {"model": "A folder that dispfx wrote."}
 _ANY_DOC = {"model": "A folder that dispfx wrote, or any MODEL that `compile` takes."}
 _LEARNING = tuple(RunSettings.settings_of("learning"))
 _COMPUTE = tuple(RunSettings.settings_of("compute"))
+_AFTERWARDS = tuple(RunSettings.settings_of("afterwards"))
 _OPENING = ("revision", "dtype", "tokenizer")
 _LEARNED_FROM = ("data", "data_weight")
 _TEXT = (*_LEARNED_FROM, "eval_data", "data_field", "data_bytes", "allow_unknown", "eval_windows")
 _ESTIMATED = ("steps", "seq_len", "batch_size", "hypernetwork")
+_NOT_OF_RECOVERY = ("tokenizer", "data_weight", "print_after")
 # Always passed to verbs that do not use a ratio.
 _SHARE = {"ratio": 0.3}
 
@@ -54,6 +56,7 @@ VERBS = (
             "bos",
             *("ratio", "ratio_of", "align", "target", "costs"),
             *RunSettings.settings_of("output"),
+            *_AFTERWARDS,
             "tokenizer",
         ),
         defaults=_SHARE,
@@ -62,7 +65,7 @@ VERBS = (
         making.learn,
         RunSettings,
         required=("ratio",),
-        without=("eval_data", "eval_windows", "export", "config"),
+        without=("eval_data", "eval_windows", "export", "config", *_AFTERWARDS),
         defaults={"out": Path("plan.safetensors")},
         docs={"out": "Plan file to write. It must not exist."},
     ),
@@ -97,11 +100,19 @@ VERBS = (
         docs=_DIR_DOC,
     ),
     Verb(
-        making.finetune,
-        FinetuneSettings,
+        recovering.recover,
+        RecoverSettings,
         positional=_DIR,
-        required=("data", "out"),
-        without=("revision", "tokenizer", "data_weight", "print_after"),
+        required=("dense", "data", "out"),
+        without=_NOT_OF_RECOVERY,
+        docs=_DIR_DOC,
+    ),
+    Verb(
+        recovering.finetune,
+        RecoverSettings,
+        positional=_DIR,
+        required=("dense", "data", "out"),
+        without=(*_NOT_OF_RECOVERY, "train"),
         docs=_DIR_DOC,
     ),
     Verb(showing.report, VerifySettings, positional=_FOLDER, without=("trust_remote_code", "print_after")),
@@ -118,7 +129,8 @@ _MEANT = {
     **dict.fromkeys(("info", "show", "analyze", "analyse", "ls"), "inspect"),
     **dict.fromkeys(("evaluate", "perplexity", "ppl", "measure"), "eval"),
     **dict.fromkeys(("benchmark", "speed", "time"), "bench"),
-    **dict.fromkeys(("tune", "train", "fine-tune", "recover", "lora"), "finetune"),
+    **dict.fromkeys(("tune", "train", "heal", "distill"), "recover"),
+    **dict.fromkeys(("fine-tune", "lora"), "finetune"),
     **dict.fromkeys(("check", "test", "validate"), "verify"),
     **dict.fromkeys(("onnx", "convert", "save"), "export"),
     **dict.fromkeys(("chat", "sample", "complete"), "generate"),

@@ -32,10 +32,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "dispfx bench out/demo --dense demo --batch 1 --prompt 128 --past 128 --out out/demo",
         "dispfx bench out/demo --dense demo --runtime onnx",
     ),
-    "finetune": (
-        "dispfx finetune out/demo --data text.txt --out out/adapters",
-        "dispfx finetune out/demo --data text.txt --merge --rank 32 --steps 500 --out out/tuned",
+    "recover": (
+        "dispfx recover out/demo --dense demo --data text.txt --out out/recovered",
+        "dispfx recover out/demo --dense demo --data text.txt --train scales --steps 200 --out out/scaled",
     ),
+    "finetune": ("dispfx finetune out/demo --dense demo --data text.txt --rank 32 --out out/adapters",),
     "report": ("dispfx report out/demo",),
     "compare": (
         "dispfx compare out/demo out/half --out both.html",

@@ -1,4 +1,4 @@
-"""Verbs that create plans and folders: compile, learn, apply, finetune."""
+"""Verbs that make something: compile, learn, apply."""
 
 import shlex
 import sys
@@ -9,10 +9,10 @@ from dispfx.cli.screen import Screen
 from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import DataError
 from dispfx.settings import RunSettings
-from dispfx.settings.trees import ApplySettings, FinetuneSettings
+from dispfx.settings.trees import ApplySettings
 from dispfx.words.chosen_device import local_device
 from dispfx.words.model_origin import origin_of
-from dispfx.words.preconditions import check_files, check_folder, check_select
+from dispfx.words.preconditions import check_files, check_select
 from dispfx.words.text_origin import check_texts
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def compile(settings: RunSettings, screen: Screen) -> None:
         return
     with joined(learns_on) as ranks, screen.observer(ranks.leads) as observer:
         if not ranks.leads:
-            api.follow_command(settings, ranks)
+            api.follow_compile(settings, ranks)
             return
         report = api.run_compile(settings, observer, ranks=ranks, command=command_line())
     _show_folder(screen, report, settings)
@@ -122,23 +122,3 @@ def _show_folder(screen: Screen, report: "Report", settings: RunSettings | Apply
 
     screen.print_json(to_plain(report))
     screen.print_text(f"written: {settings.output.out}")
-
-
-def finetune(settings: FinetuneSettings, screen: Screen) -> None:
-    """Train LoRA adapters on a pruned decoder, to recover quality."""
-    text, output = settings.text, settings.output
-    check_folder(settings.model.model)
-    check_texts(text.data)
-    check_texts(text.eval_data or [])
-    if not output.resume:
-        refuse_existing(output.path)
-    from dispfx import api
-    from dispfx.report import to_plain
-    from dispfx.report.tuning_record import tuning_lines
-
-    with screen.observer() as observer:
-        record = api.finetune(settings, observer=observer, command=command_line())
-    screen.print_json({"out": str(output.out), "merged": output.merge, **to_plain(record)})
-    for line in tuning_lines(record):
-        screen.print_text(line)
-    screen.print_text(f"written: {output.out}")

@@ -2,6 +2,7 @@
 
     module → capture → analyse → gate → learn masks → plan
                      → lower → gather                        a graph on sliced weights, as ONNX gets it
+                     → scale                                 the same with a number per kept feature, to train
                      → fuse → prefill, decode, outline       the fast path with a static cache
 
 A pass's options are its dataclass fields; `run_stage` gives each pass those that it has.
@@ -25,6 +26,7 @@ from dispfx.passes.fuse_projections import FuseProjections
 from dispfx.passes.gather_add import GatherAdd
 from dispfx.passes.group_heads import GroupHeads
 from dispfx.passes.insert_gates import InsertGates
+from dispfx.passes.insert_scales import InsertScales
 from dispfx.passes.last_logits import LastLogits
 from dispfx.passes.lower_gates import LowerGates
 from dispfx.passes.outline_layers import OutlineLayers
@@ -36,6 +38,7 @@ STAGES: Mapping[str, tuple[Any, ...]] = {
     "gate": (InsertGates,),
     "train": (DropCausalMasks, GroupHeads, OutlineLayers),
     "lower": (InsertGates, LowerGates, AlignGroups),
+    "scale": (InsertScales,),
     "gather": (GatherAdd,),
     "fuse": (FuseProjections, GroupHeads),
     "prefill": (LastLogits, StaticCache),
@@ -90,3 +93,12 @@ def _stages(kind: type) -> str:
 def for_learning(gated: Program, tokens: int, *, verify: bool = True) -> Program:
     """Return a copy of a gated program that is fast to learn on, for sequences of that length."""
     return run_stage("train", gated.clone(), verify=verify, tokens=tokens, masked=False, requires="gated")
+
+
+def for_training(program: Program, tokens: int) -> Program:
+    """Return a copy of a program that is fast on sequences of that length; it shares all tensors."""
+    passes = (
+        DropCausalMasks(tokens, requires=program.stage),
+        GroupHeads(masked=False, requires=program.stage),
+    )
+    return Pipeline(passes).run(program.clone())

@@ -37,7 +37,7 @@ _BYTES_PER_FEATURE, _BYTES_PER_DRAW = 32, 20
 _HELD = {"cpu": (1.6, 10_000_000), "cuda": (1.15, 300_000_000)}
 
 Place = Literal["cpu", "cuda"]
-Fit = Literal["fits", "fits with --checkpointing on", "does not fit"]
+Fit = Literal["fits", "fits with checkpoints", "does not fit"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Estimate:
         if self.beside_weights(place, compiled=compiled) <= room:
             return "fits"
         least = self.beside_weights(place, checkpoints=True, compiled=compiled)
-        return "fits with --checkpointing on" if least <= room else "does not fit"
+        return "fits with checkpoints" if least <= room else "does not fit"
 
     @property
     def flops_a_step(self) -> int:

@@ -79,8 +79,6 @@ class PreparedLoss:
 
     def next_token_loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
         """Return the mean cross entropy with the next token under masks (N,) or (S, N) of all sites."""
-        if self.decoder.objective == NEXT_TOKEN:
-            return self._loss(ids_BT, masks)
         return self.decoder.next_token_loss(ids_BT, masks)
 
     def __call__(self, ids_BT: Tensor, masks: Sequence[Tensor]) -> Tensor:

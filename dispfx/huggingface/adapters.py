@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dispfx.errors import DispfxError
-from dispfx.settings.verb_settings import TuneSettings
+from dispfx.settings.recovery_settings import RecoverySettings
 
 
 def peft_library() -> Any:
@@ -27,12 +27,12 @@ def peft_library() -> Any:
         return importlib.import_module("peft")
     except ImportError as error:
         raise DispfxError(
-            f"fine-tuning needs PEFT and accelerate, which cannot be imported: {error}",
+            f"adapters need PEFT and accelerate, which cannot be imported: {error}",
             hint="pip install 'dispfx[peft]'",
         ) from error
 
 
-def with_adapters(model: nn.Module, settings: TuneSettings, base: str) -> Any:
+def with_adapters(model: nn.Module, settings: RecoverySettings, base: str) -> Any:
     """Return the decoder with an adapter on every linear layer but the head; only adapters can learn.
 
     Args:

@@ -66,6 +66,24 @@ class Planned:
                     tensor = taken(tensor, axis, _places_within(held, wanted))
         return tensor
 
+    def raised(self, path: str, tensor: Tensor, value: Tensor, stays: Mapping[Axis, np.ndarray]) -> Tensor:
+        """Return a tensor of the pruned modules with the values that the lowered graph has.
+
+        What the modules hold beyond the graph stays as it is.
+
+        Args:
+            value: of the lowered graph.
+            stays: as for `lowered`.
+        """
+        positions = {}
+        for axis in range(tensor.dim()):
+            if (path, axis) in stays:
+                wanted = places(stays[path, axis])
+                held = self.kept.get((path, axis), places(np.ones_like(stays[path, axis])))
+                if held.shape[-1] > wanted.shape[-1]:
+                    positions[axis] = _places_within(held, wanted)
+        return _put(tensor, value, positions) if positions else value
+
     def values(self, tensors: Mapping[str, Tensor], lowered: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the cut parameters of a dense decoder and the index buffers, by path.
 
@@ -271,3 +289,17 @@ def _places_within(held: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     if held.ndim == 1:
         return np.searchsorted(held, wanted)
     return np.stack([np.searchsorted(own, some) for own, some in zip(held, wanted, strict=True)])
+
+
+def _put(tensor: Tensor, value: Tensor, positions: Mapping[int, np.ndarray]) -> Tensor:
+    """Return a tensor with values at positions of some axes: (K,), or (E, K) for each matrix."""
+    if any(own.ndim > 1 for own in positions.values()):
+        of_each = [
+            {axis - 1: own[expert] if own.ndim > 1 else own for axis, own in positions.items() if axis}
+            for expert in range(len(tensor))
+        ]
+        return torch.stack([_put(*parts) for parts in zip(tensor, value, of_each, strict=True)])
+    every = [positions.get(axis, np.arange(size)) for axis, size in enumerate(tensor.shape)]
+    found = tensor.clone()
+    found[tuple(torch.from_numpy(index) for index in np.ix_(*every))] = value
+    return found

@@ -1,4 +1,6 @@
-"""The head of a graph: the product from the stream to the logits, and the operations after it."""
+"""The head of a graph: the product that makes logits of the stream, and what is behind it."""
+
+from typing import Any
 
 from torch import fx
 
@@ -7,7 +9,7 @@ from dispfx.ir.ops import aten, packet
 
 
 def way_to_head(logits: fx.Node) -> list[fx.Node] | None:
-    """Return the values from the logits back to the head's product, or None if it is not one per token.
+    """Return the values from the logits back to the head's product, or None where it is none of each token.
 
     1. From the logits back to the head there may be pointwise operations with numbers only, such as a
        softcap or a scaling; each acts on every token by itself.
@@ -19,3 +21,29 @@ def way_to_head(logits: fx.Node) -> list[fx.Node] | None:
     head = way[-1]
     is_head = packet(head) is aten.linear and isinstance(head.args[0], fx.Node) and ops.rank(head) == 3
     return way if is_head and all(len(node.users) == 1 for node in way) else None
+
+
+def split_at_head(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule] | None:
+    """Return ids → what the head reads (B, T, D), and that → logits; None where there is no such head.
+
+    Both share the tensors of `module`, which is not changed.
+    """
+    logits = ops.logits_of(module.graph)
+    way = way_to_head(logits) if "val" in logits.meta else None
+    if way is None:
+        return None
+    before, behind = fx.Graph(), fx.Graph()
+    values: dict[fx.Node, Any] = {}
+    stream = way[-1].args[0]
+    assert isinstance(stream, fx.Node)
+    before.graph_copy(module.graph, values)
+    before.output(values[stream])
+    before.eliminate_dead_code()
+    made = {stream: behind.placeholder("x_BRD")}
+    for node in reversed(way):
+        for read in node.all_input_nodes:
+            if read not in made:
+                made[read] = behind.node_copy(read, made.__getitem__)
+        made[node] = behind.node_copy(node, made.__getitem__)
+    behind.output(made[logits])
+    return fx.GraphModule(module, before), fx.GraphModule(module, behind)

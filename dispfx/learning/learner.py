@@ -115,7 +115,8 @@ class Problem:
         ids_BT = ids_BT.to(self.device)
         with self.ranks.reaching():
             if isinstance(self.gated, WithLoss):
-                found = self.gated.next_token_loss if objective == NEXT_TOKEN else self.gated.loss
+                learned = objective == OBJECTIVES[self.settings.objective]
+                found = self.gated.loss if learned else self.gated.next_token_loss
                 return found(ids_BT, masks)
             sizes = [site.size for site in self.sites]
 

@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 from dispfx.capturing.logits import logits_of, widths_of
 from dispfx.capturing.module_capture import module_output
 from dispfx.ir import ops
-from dispfx.ir.head import way_to_head
+from dispfx.ir.head import split_at_head
 
 # Bytes of logits that become float32 log-probabilities at a time.  All logits of a window of 2048 tokens
 # would take 1 GB for a vocabulary of 128,000.
@@ -116,26 +116,10 @@ class _Cut:
 
     @staticmethod
     def of(module: fx.GraphModule) -> "_Cut | None":
-        logits = ops.logits_of(module.graph)
-        way = way_to_head(logits) if "val" in logits.meta else None
-        if way is None:
+        parts = split_at_head(module)
+        if parts is None:
             return None
-        before, after = fx.Graph(), fx.Graph()
-        values: dict[fx.Node, Any] = {}
-        stream = way[-1].args[0]
-        assert isinstance(stream, fx.Node)
-        before.graph_copy(module.graph, values)
-        before.output(values[stream])
-        before.eliminate_dead_code()
-        made = {stream: after.placeholder("x_BRD")}
-        for node in reversed(way):
-            for read in node.all_input_nodes:
-                if read not in made:
-                    made[read] = after.node_copy(read, made.__getitem__)
-            made[node] = after.node_copy(node, made.__getitem__)
-        after.output(made[logits])
-        body, head = (fx.GraphModule(module, graph) for graph in (before, after))
-        return _Cut(body, head, int(logits.meta["val"].shape[-1]))
+        return _Cut(*parts, int(ops.logits_of(module.graph).meta["val"].shape[-1]))
 
     def chunks(self, ids_BT: Tensor, bytes_each: int = _FLOAT_BYTES) -> Iterator[Tensor]:
         stream_BTD = self._body(ids_BT)

@@ -135,8 +135,11 @@ def _of_text(one: Behaviour, of: str = "") -> str:
 def _tuned(report: Report) -> str:
     if report.tuned is None:
         return ""
-    text = "\n".join(f"- {line}" for line in tuning_lines(report.tuned))
-    return f"## Tuned\n\nAfter pruning, the weights were tuned, so they differ from the original's.\n\n{text}"
+    said = "\n".join(f"- {line}" for line in tuning_lines(report.tuned))
+    return (
+        "## Recovered\n\nAfter pruning, the weights were trained to predict what the dense decoder predicts, "
+        f"so they differ from the original's.\n\n{said}"
+    )
 
 
 def _loading(contents: FolderContents) -> str:

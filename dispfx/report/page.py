@@ -146,16 +146,16 @@ def _figures(report: Report) -> list[Sequence[str]]:
 
 
 def _protocol(report: Report) -> str:
-    if report.tuned is not None:
-        return "".join(f"<p>{escape(line)}</p>" for line in tuning_lines(report.tuned))
+    tuned = report.tuned
+    lines = "" if tuned is None else "".join(f"<p>{escape(line)}</p>" for line in tuning_lines(tuned))
     if report.perplexity is None:
-        return "<p>Perplexity was not measured: no text was given to measure on.</p>"
+        return lines or "<p>Perplexity was not measured: no text was given to measure on.</p>"
     protocol = report.perplexity.protocol
     share = protocol.held_out_share
     held_out = (
         "" if share is None else f" This is the last {share:.0%} of the text, which was not learned from."
     )
-    return (
+    return lines + (
         f"<p>Perplexity on {escape(protocol.text or 'the given text')}: {protocol.windows:,} windows of "
         f"{protocol.context:,} tokens, {protocol.tokens:,} predicted tokens.{held_out}{protocol.begins}</p>"
         + "".join(f"<p>{escape(note)}.</p>" for note in flattered_notes(report))

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dispfx.ir.lengths import Lengths
+from dispfx.learning.recovery import HeldOut
+from dispfx.settings.recovery_settings import Train
 from dispfx.verification.equivalence import Verification
 
 # Less is what rounding may do.
@@ -136,22 +138,39 @@ class Refused:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the weights of a pruned decoder were tuned, and the effect.
+    """How a pruned decoder was trained to predict what the dense one predicts, and the effect.
 
     Args:
-        base: folder of the decoder that was tuned.
+        base: folder of the decoder that was trained.
+        dense: MODEL that it was trained towards.
+        train: scales, weights or lora.
         data: name of the training text.
         parameters: number of trained parameters.
         before, after: perplexity of the pruned decoder, under one protocol.
-        rank, alpha, lr, steps, batch_size, seq_len, seed: as in `dispfx.settings.verb_settings.TuneSettings`.
+        kl_before, kl_after: KL(dense ‖ pruned) on the second text, in nats per token.
+        kl_text, kl_tokens: that text, and how many tokens of it were compared.
+        kept: False where KL on the second text had risen, so that the weights stayed what they were.
+        held_out: KL on the held-out end of the data, measured during the run; the least of them is kept.
+        steps_done: optimizer steps until held-out KL stopped falling.
+        rank, alpha, lr, steps, batch_size, seq_len, seed: as in
+            `dispfx.settings.recovery_settings.RecoverySettings`.
     """
 
     base: str
+    dense: str
+    train: Train
     data: str
     parameters: int
     before: float
     after: float
     protocol: Protocol
+    kl_before: float
+    kl_after: float
+    kl_text: str
+    kl_tokens: int
+    kept: bool
+    held_out: tuple[HeldOut, ...]
+    steps_done: int
     rank: int
     alpha: float
     lr: float
@@ -190,14 +209,14 @@ class Report:
         seconds: by stage, in order.
         command: the command line or call that reproduces this result.
         skills: share of correct answers by skill, if the model has a probe; not written when empty.
-        tuned: how the weights were tuned after pruning; not written when None.  `verify` then holds the
-            comparisons since tuning, and `perplexity` is None.
+        tuned: how the weights were trained after pruning; not written when None.
+            `verify` then holds the comparisons that prove the cut and those of the new weights.
         files: SHA-256 of each file of the decoder by its path in the folder, without files that `export` adds
             later.  Empty in older reports.
         onnx_without_cache: why the ONNX model written with the folder has no KV cache, if it has none.
         lengths: sequence lengths for which the decoder's graph holds; None in older reports.
-            settings: every setting of the run by section (`dispfx.settings.RunSettings`); None if a plan was
-        applied.
+        settings: every setting of the run by section (`dispfx.settings.RunSettings`); None if a plan was
+            applied.
     """
 
     ratio: Ratio

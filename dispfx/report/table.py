@@ -143,7 +143,9 @@ def _quality_rows(report: Any) -> list[Row]:
     tuned = report.tuned
     if tuned is not None:
         protocol = tuned.protocol
-        name = f"perplexity, pruned and tuned ({protocol.windows} × {protocol.context} tokens)"
+        name = f"perplexity, pruned and recovered ({protocol.windows} × {protocol.context} tokens)"
+        change = _change(tuned.kl_before, tuned.kl_after)
+        rows.append(("KL, pruned and recovered", f"{tuned.kl_before:.4f}", f"{tuned.kl_after:.4f}", change))
         rows.append(_perplexity_row(name, tuned.before, tuned.after))
     rows.extend(
         (f"skill: {name}", f"{skill.dense:.0%}", f"{skill.pruned:.0%}", f"{skill.pruned - skill.dense:+.0%}")

@@ -1,4 +1,4 @@
-"""The record of a fine-tuning: as sentences, as a file, and as the model card of adapters."""
+"""The record of a recovery: as sentences, as a file, and as the model card of adapters."""
 
 import json
 from collections.abc import Sequence
@@ -12,24 +12,34 @@ from dispfx.report.json_form import from_plain, to_plain
 from dispfx.report.numbers import shown_perplexity
 from dispfx.report.schema import Tuning
 
-RECORD_FILE = "finetune.json"
+RECORD_FILE = "recovery.json"
+_TRAINED = {
+    "scales": "Trained one scale per kept feature",
+    "weights": "Trained all weights",
+    "lora": "Trained LoRA adapters",
+}
 
 
 def tuning_lines(told: Tuning) -> list[str]:
-    """Return the trained parameters, the text, and the perplexity before and after, as sentences."""
+    """Return KL and perplexity before and after, the trained parameters and the text, as sentences."""
     protocol = told.protocol
     text = protocol.text or "the given text"
+    unchanged = "" if told.kept else "; the weights were left as they were, because KL had not fallen"
+    adapters = f" of rank {told.rank} (alpha {told.alpha:g})" if told.train == "lora" else ""
     return [
-        f"perplexity {shown_perplexity(told.before)} before and {shown_perplexity(told.after)} after tuning "
-        f"({protocol.windows} windows of {protocol.context} tokens of {text}, {protocol.tokens:,} predicted)",
-        f"LoRA of rank {told.rank} (alpha {told.alpha:g}), {told.parameters:,} trained parameters: "
+        f"KL to the dense decoder {told.kl_before:.4f} before and {told.kl_after:.4f} after recovery, "
+        f"in nats per token ({told.kl_tokens:,} tokens of {told.kl_text or 'the given text'}){unchanged}",
+        f"perplexity {shown_perplexity(told.before)} before and {shown_perplexity(told.after)} after "
+        f"recovery ({protocol.windows} windows of {protocol.context} tokens of {text}, "
+        f"{protocol.tokens:,} predicted)",
+        f"{_TRAINED[told.train]}{adapters}, {told.parameters:,} numbers, by KL: {told.steps_done:,} of "
         f"{told.steps:,} steps of {told.batch_size} × {told.seq_len} tokens of {told.data}, learning rate "
         f"{told.lr:g}, seed {told.seed}",
     ]
 
 
 def write_record(folder: Path, told: Tuning, log: Sequence[Any]) -> None:
-    """Write finetune.json: the settings, and the loss of every step."""
+    """Write recovery.json: the settings, and the KL of every step."""
     plain = {**to_plain(told), "log": to_plain(list(log))}
     with replacing(folder / RECORD_FILE) as partial:
         partial.write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -41,6 +41,7 @@ class Task:
         state: DIR.state, or None if nothing was learned.
         settings: of the run.
         command: that reproduces this result.
+        is_draft: whether another folder is made from this one, which has the other forms then.
     """
 
     path: Path
@@ -51,9 +52,15 @@ class Task:
     text: Text
     settings: RunSettings | ApplySettings
     command: str | None = None
+    is_draft: bool = False
 
     @property
     def exports(self) -> str:
+        """The requested export, or the default; none for a draft."""
+        return "none" if self.is_draft else self.asked_export
+
+    @property
+    def asked_export(self) -> str:
         """The requested export, or the default."""
         return export_of(self.settings.output.export, self.source)
 

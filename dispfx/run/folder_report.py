@@ -41,7 +41,7 @@ from dispfx.settings import RunSettings
 from dispfx.source.transformers_classes import code_of_class
 from dispfx.verification.equivalence import Verification
 
-_PROBE_SEED, _PROBE_SAMPLES = 7, 100
+PROBE_SEED, PROBE_SAMPLES = 7, 100
 _NAMED_VERSIONS = ("torch", "transformers", "safetensors", "onnx", "onnxruntime-gpu", "onnxruntime")
 
 
@@ -68,8 +68,8 @@ def report_of(
             dense=sum(tensor.numel() * tensor.element_size() for tensor in dense.values()),
             pruned=size,
         ),
-        perplexity=_perplexity(measured),
-        behaviour=tuple(map(_behaviour, measured)),
+        perplexity=perplexity_change(measured),
+        behaviour=tuple(map(behaviour_of, measured)),
         verify=lines,
         sites=tuple(
             SiteWidth(site.name, site.kind, site.size, len(task.plan.kept[site.name]))
@@ -127,7 +127,7 @@ def compared_texts(task: Task, reloaded: nn.Module) -> tuple[Comparison, ...]:
     )
 
 
-def _perplexity(measured: Sequence[Comparison]) -> PerplexityChange | None:
+def perplexity_change(measured: Sequence[Comparison]) -> PerplexityChange | None:
     """Return the perplexities on the first text."""
     if not measured:
         return None
@@ -135,7 +135,8 @@ def _perplexity(measured: Sequence[Comparison]) -> PerplexityChange | None:
     return PerplexityChange(first.dense.value, first.pruned.value, Protocol(**first.dense.protocol))
 
 
-def _behaviour(found: Comparison) -> Behaviour:
+def behaviour_of(found: Comparison) -> Behaviour:
+    """Return what a report says of a text on which two decoders were compared."""
     return Behaviour(
         text=found.dense.protocol["text"],
         tokens=found.agreement.tokens,
@@ -151,7 +152,7 @@ def skill_changes(task: Task, reloaded: nn.Module) -> dict[str, SkillChange]:
     if task.source.origin != "demo":
         return {}
     before, after = (
-        skill_probe(decoder, task.source.tokenizer, _PROBE_SEED, _PROBE_SAMPLES)
+        skill_probe(decoder, task.source.tokenizer, PROBE_SEED, PROBE_SAMPLES)
         for decoder in (task.program.graph_module, reloaded)
     )
     return {skill: SkillChange(before[skill], after[skill]) for skill in before}

@@ -1,14 +1,14 @@
 """An opened output folder: its pruned decoder, config and tokenizer."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dispfx.analysis.label_map import Mismatch
 from dispfx.capturing.module_capture import VERIFIED_LENGTHS
@@ -19,6 +19,7 @@ from dispfx.deploy import reload
 from dispfx.deploy.checkpoint import PLAN_FILE, implementations, own_config, skeleton
 from dispfx.deploy.exported import PROGRAM_FILE, load_program
 from dispfx.deploy.section import CONFIG_FILE, read_layout
+from dispfx.deploy.weights import read_tensors
 from dispfx.errors import OutputError, PlanMismatchError
 from dispfx.huggingface.model_loading import load_model
 from dispfx.huggingface.planning import plan_modules, site_cuts
@@ -72,11 +73,29 @@ class Opened:
     @cached_property
     def program(self) -> Program | None:
         """The lowered program, captured again; None if the folder holds only a graph."""
-        return (
-            None
-            if self.plan is None
-            else self._lowered(self.plan, partial(analyse, experts=self.experts), self.device)
-        )
+        return None if self._captured is None else self._captured.program
+
+    @cached_property
+    def _captured(self) -> "_Captured | None":
+        if self.plan is None:
+            return None
+        return self._lowered(self.plan, partial(analyse, experts=self.experts), self.device)
+
+    def stored(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of the weight files with other values for parameters of `program`.
+
+        Args:
+            values: by path, in the shapes that the lowered graph has.
+
+        Raises:
+            OutputError: if the folder holds a graph alone.
+        """
+        if self._captured is None:
+            raise OutputError("a graph alone has no weight files", where=str(self.path))
+        found = read_tensors(self.path)
+        for path, value in values.items():
+            found[path] = self._captured.raised(path, found[path], value.detach().cpu())
+        return found
 
     @property
     def graph_module(self) -> torch.fx.GraphModule:
@@ -142,27 +161,45 @@ class Opened:
         """
         if self.plan is None:
             raise OutputError("the folder holds only a graph, which has no cache", where=str(self.path))
-        return self._lowered(self.plan, capture_cached, "cpu")
+        return self._lowered(self.plan, capture_cached, "cpu").program
 
-    def _lowered(self, plan: Plan, capture: Callable[..., Program], device: str | torch.device) -> Program:
+    def _lowered(
+        self, plan: Plan, capture: Callable[..., Program], device: str | torch.device
+    ) -> "_Captured":
         """Capture the decoder without its weights, lower it, and insert the stored weights."""
         model = skeleton(self.path, device=device, trust_remote_code=self.trust_remote_code)
         program = only_planned(capture(model, select=plan.select), plan)
         lowered = lower_program(program, plan)
         layout = read_layout(self.path)
+        captured = _Captured(lowered)
         if layout is None:
             reload.fill(lowered.graph_module, self.path)
         else:
             kept = _by_site(program, plan)
             planned = _planned_again(program, kept, model, layout.indices, self.path)
-            convert = partial(planned.lowered, stays=site_cuts(program.sites, kept))
+            stays = site_cuts(program.sites, kept)
+            captured = _Captured(lowered, partial(planned.raised, stays=stays))
+            convert = partial(planned.lowered, stays=stays)
             reload.fill(lowered.graph_module, self.path, convert, buffers=dict(model.named_buffers()))
         # The lengths for which the graph holds cannot be checked with zero weights.
         lowered.hold_to(self._lengths or lowered.lengths)
         lowered.graph_module.requires_grad_(False)
         # Graphs are reference cycles: without this the skeleton's zero weights would stay in memory.
         gc.collect()
-        return lowered
+        return captured
+
+
+@dataclass(frozen=True, eq=False)
+class _Captured:
+    """A folder's decoder as a graph.
+
+    Args:
+        program: lowered, with the stored weights.
+        raised: (path, stored tensor, tensor of the graph) → the stored tensor with the graph's values.
+    """
+
+    program: Program
+    raised: Callable[[str, Tensor, Tensor], Tensor] = lambda path, stored, value: value
 
 
 def is_output(path: str | Path) -> bool:

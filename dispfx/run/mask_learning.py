@@ -132,7 +132,7 @@ def _learned(
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    watch.note("memory ran out in the first step: trying once more with --checkpointing on")
+    watch.note("memory ran out in the first step: trying once more with checkpoints")
     return learn_masks(task_for(replace(compute, checkpointing="on")), watch)
 
 

@@ -22,7 +22,7 @@ from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan
 from dispfx.report import NullObserver
 from dispfx.run.mask_learning import follow, learn
-from dispfx.run.readiness import alignment, ready_to_learn
+from dispfx.run.readiness import Ready, alignment, ready_to_learn
 from dispfx.run.run_text import Text
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import LearnSettings, RunSettings
@@ -30,7 +30,9 @@ from dispfx.settings.sections import state_place
 from dispfx.source import Source
 from dispfx.words.option_names import option
 
-_OF_A_STATE = (STATE_FILE, PLAN_FILE, METRICS_FILE, TENSORBOARD_FOLDER)
+# A folder without recovery, and the state of recovery, where that was asked for.
+DRAFT, RECOVERY = "pruned", "recovery"
+_OF_A_STATE = (STATE_FILE, PLAN_FILE, METRICS_FILE, TENSORBOARD_FOLDER, DRAFT, RECOVERY)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,11 +91,14 @@ def learn_from(
     return Learned(ready.source, ready.text, program, plan, state, ready.settings)
 
 
-def follow_command(settings: RunSettings, ranks: Ranks) -> None:
+def follow_command(settings: RunSettings, ranks: Ranks) -> Ready | None:
     """Follow a process that runs `compile` or `learn` with the same settings.
 
     Args:
         ranks: the processes of the run, led by another one.
+
+    Returns:
+        What was learned from; None where there was nothing to do.
 
     Raises:
         RankLost: if another process died.
@@ -101,11 +106,12 @@ def follow_command(settings: RunSettings, ranks: Ranks) -> None:
     """
     path = settings.output.path
     if settings.output.resume and ((path / "report.json").is_file() or path.is_file()):
-        return
+        return None
     ready = ready_to_learn(settings, Stages(NullObserver()), ranks=ranks)
     asked = settings.budget
     budget = Budget(asked.ratio, asked.ratio_of, alignment(settings, ready.program), ready.costs)
     follow(ready.learned_on, ready.batches, budget, ready.settings, ranks, settings.compute)
+    return ready
 
 
 def state_folder(path: Path, resume: bool) -> Path:
@@ -150,7 +156,10 @@ def _is_state(folder: Path) -> bool:
     """Whether a folder holds only files of a run's state; half-written files begin with a dot."""
     if folder.is_symlink() or not folder.is_dir():
         return False
-    return all(entry.name in _OF_A_STATE or entry.name.startswith(".") for entry in folder.iterdir())
+    return all(
+        entry.name in _OF_A_STATE or entry.name.startswith((".", f"{DRAFT}.partial-"))
+        for entry in folder.iterdir()
+    )
 
 
 @contextmanager

@@ -272,8 +272,8 @@ def _by_itself(source: Source, chosen: TextChoice, text: ReadText) -> MeasuredTe
 
 def _own(source: Source) -> list[ReadText]:
     """Return the project's text of another kind, where the decoder's tokenizer knows it."""
-    if source.tokenizer is None:
-        return []
+    if source.tokenizer is None or source.origin == "demo":
+        return []  # the demo knows its own little language and nothing else
     text = second_text()
     tokens = encode(text, source.tokenizer)
     share = unknown_share(tokens, text, source.tokenizer)

@@ -2,10 +2,10 @@
 
     report.json: "settings": {"model": {…}, "text": {…}, …}
 
-1. A file has every section of `RunSettings`, and no other.
+1. A file has the sections of `RunSettings`, and no other.
 2. Values have the types, choices and ranges of their fields.  A module or tensor that a program gave is only
    named (`is_of_a_program`).
-3. A setting that a section lacks has its default: the run is older than the setting.
+3. A setting, or a section, that a file lacks has its default: the run is older than the setting.
 """
 
 import json
@@ -31,9 +31,10 @@ def stored_sections(plain: Any, *, strict: bool) -> dict[str, dict[str, Any]]:
     known = RunSettings.sections()
     if not isinstance(plain, dict):
         raise ValueError(f"settings must be an object and is {_short(plain)}")
-    if set(plain) != set(known):
+    needed = {name for name, kind in known.items() if any(one.required for one in section_fields(kind))}
+    if not needed <= set(plain) <= set(known):
         raise ValueError(f"settings must have the sections {', '.join(known)}, and has {', '.join(plain)}")
-    return {name: _section(name, kind, plain[name], strict) for name, kind in known.items()}
+    return {name: _section(name, kind, plain.get(name, {}), strict) for name, kind in known.items()}
 
 
 def _section(name: str, kind: Any, plain: Any, strict: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dispfx.settings.learning_settings import (
     changed_settings,
     learn_settings,
 )
+from dispfx.settings.recovery_settings import AfterwardsSettings, RecoverySettings
 from dispfx.settings.sections import (
     BudgetSettings,
     ComputeSettings,
@@ -31,9 +32,9 @@ from dispfx.settings.verb_settings import (
     InspectionSettings,
     PathsSettings,
     PlanSettings,
+    RecoveredSettings,
+    TeacherSettings,
     TimingSettings,
-    TuneOutputSettings,
-    TuneSettings,
 )
 from dispfx.words.chosen_device import local_device
 
@@ -49,6 +50,7 @@ class RunSettings(Tree):
         recipe: which defaults of learning were chosen.
         learning: how masks are learned, with the defaults of recipe and model filled in.
         compute: how fast, and on how many processes.
+        afterwards: what is trained after pruning.
         output: what is written.
     """
 
@@ -58,6 +60,7 @@ class RunSettings(Tree):
     recipe: RecipeSettings
     learning: LearnSettings
     compute: ComputeSettings
+    afterwards: AfterwardsSettings
     output: OutputSettings
 
     @classmethod
@@ -118,13 +121,14 @@ class EvalSettings(Tree):
 
 
 @dataclass(frozen=True, eq=False)
-class FinetuneSettings(Tree):
-    """`finetune`: LoRA on the decoder of a folder."""
+class RecoverSettings(Tree):
+    """`recover`: the decoder of a folder, trained to predict what the dense one predicts."""
 
     model: ModelSettings
+    teacher: TeacherSettings
     text: TextSettings
-    tuning: TuneSettings
-    output: TuneOutputSettings
+    recovery: RecoverySettings
+    output: RecoveredSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +181,7 @@ TREES: tuple[type[Tree], ...] = (
     ApplySettings,
     InspectSettings,
     EvalSettings,
-    FinetuneSettings,
+    RecoverSettings,
     BenchSettings,
     ExportSettings,
     GenerateSettings,

@@ -1,4 +1,4 @@
-"""Sections of single verbs: evaluation, fine-tuning, timing, export and generation."""
+"""Sections of single verbs: evaluation, recovery, timing, export and generation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,32 +48,25 @@ class EvaluationSettings(Section):
         return [name.strip() for word in words for name in word.split(",") if name.strip()]
 
 
-@dataclass(frozen=True)
-class TuneSettings(Section):
-    """How adapters are trained (LoRA, arXiv 2106.09685)."""
+@dataclass(frozen=True, eq=False)
+class TeacherSettings(Section):
+    """What a pruned decoder learns to predict like."""
 
-    rank: int = setting(16, "Rank of each adapter.", least=1)
-    alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0.0)
-    lr: float = setting(2e-4, "Learning rate of AdamW; it falls linearly to zero.", above=0.0)
-    steps: int = setting(1000, "Optimizer steps.", least=1, common=True)
-    batch_size: int = setting(8, "Sequences per step.", least=1, common=True)
-    # None until the decoder's context is known.
-    seq_len: int = setting(
-        None, "Tokens per sequence.", default="512, or the decoder's context if shorter", least=2
-    )
-    seed: int = setting(0, "Seed of the adapters' first values and of the order of sequences.", least=0)
+    dense: Any = required("What DIR was compiled from.", metavar="MODEL", takes=str, common=True)
 
 
 @dataclass(frozen=True)
-class TuneOutputSettings(WritingSection):
-    """What fine-tuning writes, and where."""
+class RecoveredSettings(WritingSection):
+    """What recovery writes, and where."""
 
     out: Path | None = setting(None, "Folder to write. It must not exist.", common=True, per_run=True)
-    merge: bool = setting(False, "Write a whole folder with tuned weights, instead of adapters.", common=True)
+    merge: bool = setting(False, "Of adapters: write a whole folder with the adapters merged in.")
     resume: bool = setting(
         False, "Continue from the state that an interrupted run left.", common=True, per_run=True
     )
-    save_every: int = setting(500, "Steps between two saved states.", least=1)
+    launch: int | None = setting(
+        None, "Processes on this host that share every batch.", least=1, default="1", per_run=True
+    )
 
 
 @dataclass(frozen=True, eq=False)

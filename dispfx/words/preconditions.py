@@ -111,7 +111,7 @@ def check_folder(path: str | os.PathLike[str], *, report: bool = False) -> None:
         raise OutputError(
             "transformers wrote this folder (save_pretrained), so it has no report",
             where=str(path),
-            hint="verify, eval, generate, bench, export and finetune open it",
+            hint="verify, eval, generate, bench, export and recover open it",
         )
     if not saved_again and not (folder / "report.json").is_file():
         raise OutputError(

@@ -203,18 +203,17 @@ def test_a_prompt_begins_with_it_once(folder: Path, monkeypatch):
     assert seen == [[BOS, *some], [BOS, *some], some]
 
 
-def test_a_merged_or_tuned_decoder_learns_from_the_same_sequences(
+def test_a_decoder_is_recovered_from_the_same_sequences(
     folder: Path, compiled: tuple[Path, Watcher], tmp_path: Path, monkeypatch
 ):
-    pytest.importorskip("peft")
     seen: list[Tensor] = []
 
-    def stopped(model: Any, batches: Any, *rest: Any) -> None:
-        seen.append(batches.batch(0))
+    def stopped(task: Any, keeping: Any) -> None:
+        seen.extend([task.text.batch(0), task.held_out[0]])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dispfx.api.finetuning.train", stopped)
-    settings: dict[str, Any] = {"steps": 1, "seq_len": 16, "batch_size": 2}
+    monkeypatch.setattr("dispfx.run.recovered_folder.recover", stopped)
+    settings: dict[str, Any] = {"steps": 1, "seq_len": 16, "batch_size": 2, "dense": str(folder)}
     with pytest.raises(KeyboardInterrupt):
-        api.finetune(compiled[0], data=folder / "text.txt", out=tmp_path / "t", **settings)
-    assert seen[0][:, 0].tolist() == [BOS] * 2
+        api.recover(compiled[0], data=folder / "text.txt", out=tmp_path / "t", **settings)
+    assert seen[0][:, 0].tolist() == [BOS] * 2 and seen[1][:, 0].tolist() == [BOS]

@@ -58,8 +58,8 @@ def test_features_that_are_scored_once_give_a_whole_folder_too(tmp_path: Path, t
 def test_the_report_has_the_fields_of_the_contract(compiled: Compiled):
     report = json.loads((compiled.path / "report.json").read_text())
     assert set(report) == {
-        "ratio", "parameters", "bytes", "perplexity", "verify", "sites", "refused", "seed", "versions",
-        "device", "seconds", "command", "files", "settings", "lengths", "ungated",
+        "ratio", "parameters", "bytes", "perplexity", "behaviour", "verify", "sites", "refused", "seed",
+        "versions", "device", "seconds", "command", "files", "settings", "lengths", "ungated",
     }  # fmt: skip
     assert set(report["ratio"]) == {"requested", "achieved", "of"}
     assert set(report["parameters"]) == {"dense", "pruned", "gated"}

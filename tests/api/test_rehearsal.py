@@ -123,7 +123,7 @@ def test_an_operation_without_an_onnx_form_is_refused_before_learning(tmp_path: 
     with pytest.raises(UnsupportedGraphError, match=r"no ONNX form for aten\.erfinv") as refusal:
         compiled(model, tmp_path / "out", export="onnx")
     assert refusal.value.exit_code == 2 and str(refusal.value.where).split(":")[0].endswith("one_branch.py")
-    assert "--export none" in str(refusal.value)
+    assert "`export='none'`" in str(refusal.value)
     assert not list(tmp_path.iterdir()), "nothing was learned"
     assert all(line.holds for line in compiled(model, tmp_path / "out", export="none").verify)
 

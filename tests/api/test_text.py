@@ -101,7 +101,7 @@ def test_compile_learns_from_texts_with_weights_and_says_so(tmp_path: Path):
     protocol = report.perplexity.protocol
     assert (protocol.text, protocol.held_out_share) == ("a.safetensors, b.safetensors", 0.1)
     assert protocol.tokens == 60 - 4  # windows of 16, 16, 16 and 12
-    assert "learned from a.safetensors, b.safetensors." in (tmp_path / "out" / "README.md").read_text()
+    assert "learned from a.safetensors, b.safetensors;" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_eval_reads_every_form_and_the_protocol_names_the_text(decoder_folder: Path, tmp_path: Path):

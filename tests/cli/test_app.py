@@ -29,6 +29,7 @@ VERBS = [
     "eval",
     "export",
     "generate",
+    "recover",
     "finetune",
     "bench",
     "report",

@@ -37,7 +37,10 @@ WORDS = {
     "inspect": ("no-such/model",),
     "eval": ("no-such/model", "--eval-data", "no-such-text.txt"),
     "bench": ("no-such-folder",),
-    "finetune": ("no-such-folder", "--data", "no-such-text.txt", "--out", "out"),
+    **dict.fromkeys(
+        ("recover", "finetune"),
+        ("no-such-folder", "--dense", "no-such/model", "--data", "no-such-text.txt", "--out", "out"),
+    ),
 }
 
 

@@ -161,7 +161,7 @@ def test_with_json_a_verify_that_fails_is_one_document_with_what_was_compared(
 
 @pytest.mark.parametrize(
     ("word", "meant"),
-    [("prune", "compile"), ("evalute", "eval"), ("Benchmark", "bench"), ("train", "finetune")],
+    [("prune", "compile"), ("evalute", "eval"), ("Benchmark", "bench"), ("train", "recover")],
 )
 def test_an_unknown_verb_is_told_the_one_that_is_meant(dispfx, word: str, meant: str):
     result = dispfx(word, "demo")

@@ -13,8 +13,8 @@ CONTRACT = {
         "hypernetwork constrained select align skip target dtype device seed save-every resume export out "
         "dry-run config method recipe samples budget-on budget-width launch shard revision trust-remote-code "
         "costs antithetic no-antithetic sharpen start schedule weight-decay bias temperature accumulate "
-        "packing bos data-weight data-field data-bytes allow-unknown compile checkpointing max-bad-steps "
-        "print-after"
+        "recover recover-steps packing bos data-weight data-field data-bytes allow-unknown compile "
+        "checkpointing max-bad-steps print-after"
     ),
     "learn": "ratio data out steps launch shard resume dry-run align costs skip select target device seed",
     "apply": "out data eval-data eval-windows tokenizer dtype device revision trust-remote-code export bos",
@@ -24,7 +24,11 @@ CONTRACT = {
     "export": "onnx pt2 opset write ort-fusions no-padding trust-remote-code",
     "generate": "prompt max-new-tokens temperature top-k seed runtime bos",
     "bench": "dense batch prompt past mode runtime align eval-data eval-windows device out",
-    "finetune": "data eval-data out merge rank alpha lr steps batch-size seq-len seed save-every resume",
+    "recover": (
+        "dense train data eval-data out merge rank alpha lr steps batch-size seq-len seed measure-every "
+        "patience save-every resume launch"
+    ),
+    "finetune": "dense data eval-data out merge rank alpha lr steps batch-size seq-len seed resume",
     "compare": "out",
 }
 
@@ -63,7 +67,7 @@ def test_help_begins_with_what_most_runs_need(dispfx):
     ]
     assert places == sorted(places)
     groups = [line for line in shown.splitlines() if line.startswith("╭─")]
-    assert len(groups) == 9, "each with a sentence"
+    assert len(groups) == 10, "each with a sentence"
 
 
 def test_help_says_what_a_verb_takes_and_writes(dispfx):

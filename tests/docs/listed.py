@@ -28,8 +28,8 @@ ELSEWHERE = {
     "dispfx compile --config DIR/report.json --out NEW": _REPEATED,
     # The guide has the same, and these take long.
     "dispfx bench DIR --dense MODEL": _GUIDE,
-    "dispfx finetune DIR --data text.txt --out ADAPTERS": _GUIDE,
-    "dispfx finetune DIR --data text.txt --out OUT": _GUIDE,
+    "dispfx recover DIR --dense MODEL --data text.txt --out OUT": _GUIDE,
+    "dispfx recover DIR --dense MODEL --data text.txt --train lora --out OUT": _GUIDE,
     "dispfx eval DIR --dense MODEL --tasks piqa,winogrande": _GUIDE,
     # With two processes on a CPU.
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "

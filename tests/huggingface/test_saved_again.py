@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import dispfx
-from dispfx.api import finetune, verify
+from dispfx.api import recover, verify
 from dispfx.errors import DataError, OutputError
 from dispfx.plan.plan import Plan
-from dispfx.settings.verb_settings import TuneSettings
+from dispfx.settings.recovery_settings import RecoverySettings, Train
 from dispfx.words.preconditions import check_folder
 from tests.command_line import run
 from tests.programs import relative_error, token_ids
-from tests.tiny_transformers import VOCABULARY
+from tests.tiny_transformers import VOCABULARY, tiny_transformer
 
 IDS = token_ids(2, 9, vocabulary=VOCABULARY)
 Folders = Callable[[str], Path]
@@ -66,18 +66,19 @@ def test_a_folder_that_is_saved_twice_keeps_the_plan(unverified: Folders, tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_mixture_of_experts_is_tuned_and_merged_from_a_saved_folder(
-    unverified: Folders, tmp_path: Path
+@pytest.mark.parametrize("train", ["lora", "weights"])
+def test_a_mixture_of_experts_is_recovered_from_a_saved_folder(
+    train: Train, unverified: Folders, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
     folder = saved(unverified("mixtral"), tmp_path / "saved")
     tokens = torch.randint(VOCABULARY, (1200,), generator=torch.Generator().manual_seed(0))
     save_file({"tokens": tokens}, tmp_path / "text.safetensors")
-    settings = TuneSettings(rank=2, lr=1e-2, steps=3, batch_size=2, seq_len=16)
+    settings = RecoverySettings(train=train, rank=2, lr=1e-2, steps=3, batch_size=2, seq_len=16)
 
-    told = finetune(
-        folder, data=str(tmp_path / "text.safetensors"), out=tmp_path / "tuned", merge=True,
-        **asdict(settings), eval_windows=2,
+    told = recover(
+        folder, dense=tiny_transformer("mixtral"), data=str(tmp_path / "text.safetensors"),
+        out=tmp_path / "tuned", merge=True, **asdict(settings), eval_windows=2,
     )  # fmt: skip
 
     assert told.after != told.before
@@ -102,7 +103,7 @@ def test_verify_says_that_there_is_no_report_and_report_says_what_opens_the_fold
         check_folder(folder, report=True)
 
     assert verified.exit_code == 0 and "it has no report" in verified.output
-    assert "finetune open it" in str(refused.value)
+    assert "recover open it" in str(refused.value)
 
 
 def test_a_plan_of_another_compilation_is_not_taken_along(unverified: Folders, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def require_sum(program: Program) -> None:
 
 @pytest.mark.parametrize("name", ["nano", "lit", "x"])
 def test_heads_are_the_only_axes_that_stay_of_a_usual_decoder(name: str):
+    """Rules 1, 2 and 3."""
     program = dispfx.capture(getattr(foreign_decoders, name)())
     require_sum(program)
     found = coverage(program)
@@ -46,6 +47,7 @@ def test_a_branch_that_is_skipped_is_counted_as_skipped():
 
 
 def test_a_refused_site_gives_its_reason():
+    """Rule 4."""
     program = dispfx.capture(one_branch(lambda: Middle(lambda m, h: h.cumsum(-1))))
     require_sum(program)
     assert coverage(program).axes == {

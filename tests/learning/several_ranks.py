@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dispfx.distributed.ranks import Ranks, joined
 from dispfx.errors import DispfxError
+from dispfx.learning.recovery import Keeping, recover
 from dispfx.learning.trainer import Watch, follow_run, learn
 from dispfx.plan.budget import Budget
+from tests.learning.students import recovery_task, weights
 from tests.learning.tiny_decoder import (
     TinyDecoder,
     batches,
@@ -75,19 +78,21 @@ class Scenario:
         follower: the kind of decoder that the second rank has.
         changes: settings of the run.
         state_of: the run whose state it resumes.
+        recovers: whether a cut decoder is trained, in place of masks.
     """
 
     name: str
     follower: str = "sound"
     changes: dict[str, Any] = field(default_factory=dict)
     state_of: str | None = None
+    recovers: bool = False
 
 
 def run_scenarios(folder: Path, scenarios: Sequence[Scenario]) -> None:
     """Run them one after the other in the same two processes, so that these start once.
 
     In the folder of each, the leading rank writes `logits.pt` and its state into `state`, and each rank what
-    it raised.
+    it raised.  One that recovers writes its weights into `rank0.safetensors` and `rank1.safetensors`.
     """
     ports = []
     for _ in scenarios:
@@ -127,7 +132,7 @@ def _work(rank: int, ports: list[int], folder: str, scenarios: Sequence[Scenario
         path.mkdir(exist_ok=True)
         with joined("cpu") as ranks:
             try:
-                _learn(ranks, path, scenario)
+                (_recover if scenario.recovers else _learn)(ranks, path, scenario)
             except DispfxError as error:
                 found = f"{type(error).__name__}: {error}"
             (path / f"rank{rank}.txt").write_text(found)
@@ -144,3 +149,10 @@ def _learn(ranks: Ranks, folder: Path, scenario: Scenario) -> None:
     state = folder.parent / (scenario.state_of or scenario.name) / "state"
     found = learn(task_of(decoder, text, budget, chosen, ranks=ranks), Watch(state, resume))
     torch.save(found.logits, folder / "logits.pt")
+
+
+def _recover(ranks: Ranks, folder: Path, scenario: Scenario) -> None:
+    task = recovery_task(ranks=ranks, **scenario.changes)
+    state = folder.parent / (scenario.state_of or scenario.name) / "state"
+    recover(task, Keeping(state, scenario.state_of is not None))
+    save_file(weights(task), folder / f"rank{ranks.rank}.safetensors")

@@ -5,14 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dispfx.distributed.ranks import Ranks
 from dispfx.errors import DispfxError
+from dispfx.learning.recovery import Keeping, RecoveryStep, recover
 from dispfx.learning.state import saved_step
 from dispfx.learning.trainer import Learned, Watch, learn
 from dispfx.plan.budget import Budget
 from dispfx.words.chosen_device import local_device
 from tests.learning.several_ranks import TEXT_TOKENS, Scenario, decoder_of, raised, run_scenarios
+from tests.learning.students import recovery_task, weights
 from tests.learning.tiny_decoder import TinyDecoder, batches, markov_tokens, settings, task_of
 
 
@@ -26,6 +29,7 @@ STEPS: dict[str, Any] = {"steps": 6, "batch_size": 4, "accumulate": 2, "held_out
 DYING: dict[str, Any] = {"steps": 8, "batch_size": 4, "save_every": 100}
 # Ended behind the fourth step, wherever the other rank waits then.
 BAD: dict[str, Any] = {"batch_size": 4, "max_bad_steps": 2, "save_every": 1}
+RECOVERY: dict[str, Any] = {"steps": 9, "measure_every": 4}
 SPOILED = [
     Scenario("spoiled", "spoiled", {**BAD, "steps": 6}),
     Scenario("spoiled in the last step", "spoiled", {**BAD, "steps": 4}),
@@ -42,6 +46,8 @@ SCENARIOS = [
     Scenario("deaf", "deaf", {"steps": 3, "batch_size": 4}),
     *SPOILED,
     Scenario("other settings", changes={**STEPS, "seed": 5}, state_of="one"),
+    Scenario("recovery", changes=RECOVERY, recovers=True),
+    Scenario("recovery of a state", changes=RECOVERY, state_of="recovery alone", recovers=True),
     Scenario("dying", "dying", DYING),  # last: its rank is gone
 ]
 
@@ -49,6 +55,13 @@ SCENARIOS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("ranks")
+
+    def stop(step: RecoveryStep) -> None:
+        if step.step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        recover(recovery_task(**RECOVERY), Keeping(path / "recovery alone" / "state", on_step=stop))
     run_scenarios(path, SCENARIOS)
     return path
 
@@ -63,6 +76,19 @@ def test_two_ranks_learn_what_one_learns_from_the_whole_batch(folder, scenario):
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["recovery", "recovery of a state"])
+def test_two_ranks_recover_what_one_recovers_from_the_whole_batch(folder, tmp_path, name):
+    assert raised(folder / name) == ["", ""]
+    first, second = (load_file(folder / name / f"rank{rank}.safetensors") for rank in range(2))
+    task = recovery_task(**RECOVERY)
+    before = weights(task)
+    recover(task, Keeping(tmp_path))
+    for key, expected in weights(task).items():
+        assert torch.equal(first[key], second[key]), "all ranks do the same steps"
+        torch.testing.assert_close(first[key], expected, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(before[key], expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_rank_whose_decoder_no_mask_changes_says_so(folder):
     leading, following = raised(folder / "deaf")
     assert following.startswith("PassError") and "depend on no gate" in following and "rank 1" in following
@@ -72,7 +98,7 @@ def test_a_rank_whose_decoder_no_mask_changes_says_so(folder):
 def test_a_rank_that_dies_ends_the_other_and_the_run_can_be_resumed(folder):
     path = folder / "dying"
     leading, following = raised(path)
-    assert following == "died" and leading.startswith("RankLost") and "--resume" in leading
+    assert following == "died" and leading.startswith("RankLost") and "`resume=True`" in leading
     step = saved_step(path / "state")
     assert step is not None and 0 < step < 8
     resumed = alone(path / "state", resume=True, **DYING)
@@ -104,7 +130,7 @@ def test_every_sequence_and_every_mask_is_on_one_rank():
 
 @pytest.mark.parametrize(
     ("size", "batch_size", "samples", "hint"),
-    [(2, 3, 1, "--batch-size 4"), (4, 1, 1, "--batch-size 4"), (4, 12, 3, "--samples 4")],
+    [(2, 3, 1, "`batch_size=4`"), (4, 1, 1, "`batch_size=4`"), (4, 12, 3, "`samples=4`")],
 )
 def test_what_cannot_be_shared_is_refused_with_what_can(size, batch_size, samples, hint):
     with pytest.raises(DispfxError) as caught:

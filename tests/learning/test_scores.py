@@ -225,7 +225,7 @@ def test_scores_that_are_not_finite_are_the_inputs_fault():
     with torch.no_grad():
         graph.get_parameter("embedding.weight")[TOKENS[0]] = torch.inf
     with pytest.raises(
-        DispfxError, match=r"scores of --method wanda must be finite: .*layers.0.attention.read"
+        DispfxError, match=r"scores of `method='wanda'` must be finite: .*layers.0.attention.read"
     ):
         select_by_score(found, graph, BUDGET)
 

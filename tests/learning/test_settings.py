@@ -36,7 +36,7 @@ def test_the_defaults_are_the_papers_constants():
     ],
 )
 def test_a_senseless_value_is_refused_by_name(name, value):
-    with pytest.raises(DispfxError, match=rf"{name} must be .* was given"):
+    with pytest.raises(DispfxError, match=rf"`{name}` must be .* was given"):
         LearnSettings(**{name: value})
 
 

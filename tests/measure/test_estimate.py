@@ -143,7 +143,7 @@ def test_what_fits_is_said_by_the_bytes_beside_the_weights():
     whole, least = found.beside_weights(), found.beside_weights(checkpoints=True)
     assert least < whole
     assert found.fits(whole) == "fits"
-    assert found.fits(whole - 1) == found.fits(least) == "fits with --checkpointing on"
+    assert found.fits(whole - 1) == found.fits(least) == "fits with checkpoints"
     assert found.fits(least - 1) == "does not fit"
     assert found.free_bytes is not None and found.fits(found.free_bytes) == "fits"
 

@@ -47,7 +47,7 @@ def test_memory_is_one_line_with_its_parts():
     ("free", "said"),
     [
         (23, "fits here (23.0 GB free)"),
-        (16, "fits with --checkpointing on here (16.0 GB free)"),
+        (16, "fits with checkpoints here (16.0 GB free)"),
         (9, "does not fit here (9.0 GB free)"),
     ],
 )
@@ -62,7 +62,7 @@ def test_each_card_says_how_long_and_how_many():
     lines = estimate_lines(estimate())
     assert "  H100: about 5.0 h on one for 10,000 steps; needs the memory of at least 2 (80 GB)" in lines
     least = estimate_lines(estimate(weights=125 * GIGA))
-    assert any("H200" in line and "fits on one with --checkpointing on (141 GB)" in line for line in least)
+    assert any("H200" in line and "fits on one with checkpoints (141 GB)" in line for line in least)
     small = estimate_lines(estimate(weights=GIGA))
     assert any(line.startswith("  H100") and "fits on one (80 GB)" in line for line in small)
 

@@ -17,7 +17,7 @@ from dispfx.settings.sections import Switch
 from tests.captures import plain
 from tests.measure.live_memory import LiveMemory
 
-TOLD = "memory ran out in the first step: trying once more with --checkpointing on"
+TOLD = "memory ran out in the first step: trying once more with checkpoints"
 
 
 def learned(notes: list[str], compute: ComputeSettings | None = None) -> Plan:

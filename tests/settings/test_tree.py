@@ -117,7 +117,8 @@ def test_changes_leave_everything_else_as_it_is():
 def test_settings_are_json_by_section_and_objects_of_a_program_are_only_named():
     plain = RUN.changed(model=nn.Linear(1, 1), data=torch.arange(3), costs=Path("a") / "b").plain()
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
-    assert list(plain) == ["model", "text", "budget", "recipe", "learning", "compute", "output"]
+    sections = ["model", "text", "budget", "recipe", "learning", "compute", "afterwards", "output"]
+    assert list(plain) == sections
     assert plain["model"]["model"] == {"object": "Linear"} and plain["text"]["data"] == {"object": "Tensor"}
     assert plain["budget"]["costs"] == str(Path("a") / "b") and plain["output"]["out"] == "out"
     assert stored_sections(plain, strict=True) == plain
@@ -148,3 +149,12 @@ def test_several_processes_open_the_decoder_on_their_own_card_and_parts_of_it_fr
     run = RUN.changed(device="cuda")
     assert run.placed_model.device == "cuda:3" and run.model.device == "cuda", "the report has what was given"
     assert RUN.changed(shard_on="cpu").placed_model.device == "cpu"
+
+
+def test_a_section_that_an_earlier_file_lacks_has_its_defaults():
+    plain = RUN.plain()
+    del plain["afterwards"]
+    assert stored_sections(plain, strict=True)["afterwards"] == {"recover": "none", "recover_steps": None}
+    del plain["budget"]
+    with pytest.raises(ValueError, match="settings must have the sections model, text, budget"):
+        stored_sections(plain, strict=True)

@@ -1,0 +1,135 @@
+"""`recover`: train the decoder of an output folder to predict what the dense one predicts."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dispfx.compiler.programs import only_planned
+from dispfx.deploy.folder import refuse_existing
+from dispfx.distributed.ranks import ALONE, Ranks
+from dispfx.huggingface.adapters import peft_library
+from dispfx.report import NullObserver, Observer, Tuning
+from dispfx.report.tuning_record import RECORD_FILE, read_record
+from dispfx.run.folders import open_folder
+from dispfx.run.length_checks import window_of
+from dispfx.run.opening import open_model
+from dispfx.run.plan_learning import remove_state, state_folder
+from dispfx.run.pupils import folder_plan, stored_dtype
+from dispfx.run.readiness import analysed
+from dispfx.run.recovered_folder import recover_folder
+from dispfx.run.recovering import Recovery, longest_sequence, train_along
+from dispfx.run.run_text import TextChoice, open_text, require_tokens
+from dispfx.run.timed_stages import Stages
+from dispfx.settings.trees import RecoverSettings
+from dispfx.source.source import longest_context
+from dispfx.words.chosen_device import local_device
+
+
+def recover(
+    folder: Any, *, observer: Observer | None = None, command: str | None = None, **changes: Any
+) -> Tuning:
+    """Win back what pruning has cost: train a pruned decoder towards the dense one, by KL, and write it.
+
+    Args:
+        folder: DIR of a compile, or `RecoverSettings`.
+        observer: told what happens.
+        command: that gives this result again, for the report.
+        changes: single settings, as in `dense="demo", data="text.txt", out="recovered", train="scales"`.
+            `dtype` is that of the frozen weights under adapters; everything else has the folder's dtype.
+
+    Raises:
+        UnknownSettingError: if one of `changes` is no setting.
+        PlanMismatchError: if `dense` is not what DIR was compiled from.
+        DispfxError: for everything in the input that cannot be used, PEFT missing among it.
+        VerificationError: if what is written does not compute what was trained.
+    """
+    return run_recover(RecoverSettings.given(folder, changes), observer, command=command)
+
+
+def run_recover(
+    settings: RecoverSettings,
+    observer: Observer | None = None,
+    *,
+    ranks: Ranks = ALONE,
+    command: str | None = None,
+) -> Tuning:
+    """As `recover`, with all settings in one object.
+
+    Args:
+        ranks: the processes of the run, of which this one leads; the others call `follow_recovery`.
+
+    Raises:
+        DispfxError, VerificationError: as `recover`.
+    """
+    path, resume = settings.output.path, settings.output.resume
+    stages = Stages(observer or NullObserver())
+    if _is_complete(settings):
+        stages.observer.note(f"{path} is complete; there is nothing to do")
+        remove_state(state_folder(path, resume))
+        return read_record(path)
+    refuse_existing(path)
+    state = state_folder(path, resume)
+    job = replace(_job(settings, state, stages, ranks), command=command)
+    told = recover_folder(job, stages)
+    remove_state(state)
+    return told
+
+
+def follow_recovery(settings: RecoverSettings, ranks: Ranks) -> None:
+    """Take part in the training of a process that calls `run_recover` with the same settings.
+
+    Raises:
+        RankLost: if another process ended.
+        DispfxError: as `recover`.
+    """
+    if _is_complete(settings):
+        return
+    # The leading rank may have begun to write it.
+    state = state_folder(settings.output.path, True)
+    train_along(_job(settings, state, Stages(NullObserver()), ranks))
+
+
+def _is_complete(settings: RecoverSettings) -> bool:
+    return settings.output.resume and (settings.output.path / RECORD_FILE).is_file()
+
+
+def _job(settings: RecoverSettings, state: Path, stages: Stages, ranks: Ranks) -> Recovery:
+    """Open the two decoders and the text.
+
+    Raises:
+        DispfxError: for everything in the input that cannot be used.
+    """
+    training, chosen = settings.recovery, TextChoice(settings.text)
+    if training.train == "lora":
+        peft_library()
+    chosen.check()
+    model = replace(settings.model, device=local_device(settings.model.device))
+    folder = Path(model.model).expanduser()
+    with stages("open"):
+        opened = open_folder(folder, trust_remote_code=model.trust_remote_code)
+        plan = folder_plan(opened)
+        # In the dtype of the folder: what the plan's fingerprint was taken of.
+        source = open_model(replace(model, model=settings.teacher.dense, dtype=stored_dtype(opened)))
+        text = open_text(source, chosen)
+    stages.say(text.notes)
+    text.require_learnable()
+    text.require_measurable()
+    program = only_planned(analysed(source, stages, (), plan.select), plan)
+    require_tokens(source, text, program.vocabulary_size)
+    readable = program.lengths.within(longest_context(source.config))
+    return Recovery(
+        folder=folder,
+        path=settings.output.path,
+        state=state,
+        dense=source,
+        program=program,
+        text=text,
+        settings=training.fitted(longest_sequence(text, readable), demo=source.origin == "demo"),
+        context=window_of(source, program, None),
+        windows=settings.text.eval_windows,
+        merge=settings.output.merge,
+        resume=settings.output.resume,
+        dtype=model.dtype,
+        own_code=model.trust_remote_code,
+        ranks=ranks,
+    )

@@ -1,0 +1,192 @@
+"""What `recover` trains, by kind: the student, how it is measured, and what of it goes into weight files.
+
+    scales    the lowered graph with a scale per kept feature; the scales are folded into its weights
+    weights   the lowered graph; its weights
+    lora      the folder's transformers model with PEFT's adapters
+
+A graph is trained wherever possible, so a module without a class of transformers can be trained too.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from dispfx.capturing.module_capture import module_logits
+from dispfx.compiler.programs import exportable, lower_program
+from dispfx.compiler.scales import insert_scales
+from dispfx.compiler.stages import for_training
+from dispfx.deploy.checkpoint import PLAN_FILE, implementations
+from dispfx.deploy.exported import load_program
+from dispfx.deploy.section import read_layout
+from dispfx.deploy.weights import read_headers
+from dispfx.errors import DispfxError, OutputError
+from dispfx.huggingface.adapters import with_adapters
+from dispfx.huggingface.model_loading import load_model
+from dispfx.ir.program import Program
+from dispfx.learning.recovery import Student
+from dispfx.plan.plan import Plan
+from dispfx.run.folders import Opened
+from dispfx.run.students import adapted_student, graph_student, weights_of
+from dispfx.settings.recovery_settings import RecoverySettings
+from dispfx.settings.sections import Dtype
+from dispfx.source import Source, dtype_of
+from dispfx.verification.equivalence import SHAPES_BT, Verification, compare_decoders
+from dispfx.verification.graphs import TOLERANCES
+from dispfx.words.choices import choice
+from dispfx.words.option_names import option
+
+
+@dataclass(frozen=True, eq=False)
+class Pupil:
+    """One pruned decoder that is trained.
+
+    Args:
+        student: what the training sees.
+        decoder: token ids (B, T) to logits (B, T, V), with what is trained as it is now.
+        module: the graph, or the transformers model with adapters.
+        values: returns the parameters of the lowered graph that have changed, by path.
+        proof: compares the result of `values` with what was trained.
+    """
+
+    student: Student
+    decoder: Callable[[Tensor], Any]
+    module: Any
+    values: Callable[[], Mapping[str, Tensor]]
+    proof: Callable[[Mapping[str, Tensor]], list[Verification]]
+
+
+def lowered_of(opened: Opened, dense: Source, program: Program) -> Program:
+    """Return the folder's decoder as a lowered program with its stored weights.
+
+    Args:
+        dense: what it was compiled from.
+        program: of `dense`.
+
+    Raises:
+        OutputError: if the folder has no plan.
+    """
+    if opened.program is not None:
+        return opened.program
+    plan = folder_plan(opened)
+    lowered = lower_program(exportable(dense.model, program, plan), plan)
+    stored = dict(load_program(opened.path).named_parameters())
+    tensors = {
+        path: nn.Parameter(stored[path].detach().to(tensor.device), requires_grad=False)
+        if path in stored
+        else tensor
+        for path, tensor in lowered.tensors()
+    }
+    lowered.rebuild(tensors)
+    return lowered
+
+
+def folder_plan(opened: Opened) -> Plan:
+    """Return the plan of a folder.
+
+    Raises:
+        OutputError: if it has none.
+    """
+    path = opened.path / PLAN_FILE
+    if opened.plan is None and not path.is_file():
+        raise OutputError("recovery needs the folder's plan.safetensors", where=str(opened.path))
+    return opened.plan or Plan.load(path)
+
+
+def stored_dtype(opened: Opened) -> Dtype | None:
+    """Return the dtype of a folder's weights where they have one dtype alone, else None."""
+    if opened.plan is None:
+        dtypes = {one.dtype for one in opened.decoder.parameters() if one.is_floating_point()}
+    else:
+        dtypes = {one.dtype for one in read_headers(opened.path).values() if one.is_parameter}
+    names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
+    found = names.pop() if len(names) == 1 else None
+    return found if found in get_args(Dtype) else None  # type: ignore[return-value]
+
+
+def pupil_of(
+    opened: Opened, lowered: Callable[[], Program], settings: RecoverySettings, dtype: str | None = None
+) -> Pupil:
+    """Return what is trained.
+
+    Args:
+        lowered: returns the folder's decoder as `lowered_of` does.
+        dtype: of a transformers model that gets adapters; its own by default.
+
+    Raises:
+        DispfxError: if no site can have a scale, or PEFT is missing.
+        OutputError: if adapters were asked for a folder that transformers does not load.
+    """
+    makers: Mapping[str, Callable[[], Pupil]] = {
+        "scales": lambda: _scales(lowered(), folder_plan(opened), settings),
+        "weights": lambda: _weights(lowered(), settings),
+        "lora": lambda: _adapters(opened, dtype, settings),
+    }
+    return choice(makers, settings.train, "train")()
+
+
+def _weights(program: Program, settings: RecoverySettings) -> Pupil:
+    trained = weights_of(program)
+    student = graph_student(for_training(program, settings.seq_len), trained)
+    return Pupil(student, program.graph_module, program.graph_module, lambda: trained, lambda values: [])
+
+
+def _scales(program: Program, plan: Plan, settings: RecoverySettings) -> Pupil:
+    kept = plan.for_sites(program.sites)
+    by_site = {site.name: indices for site, indices in zip(program.sites, kept, strict=True)}
+    scaled = insert_scales(program, by_site)
+    if not scaled.folds:
+        raise DispfxError(
+            "no scale of a site can be folded into the weights of this decoder",
+            where=program.model_class,
+            hint=f"use {option('train', 'weights')}",
+        )
+    program.graph_module.requires_grad_(False)
+    student = graph_student(for_training(scaled.program, settings.seq_len), scaled.scales)
+    graph = scaled.program.graph_module
+
+    def proof(values: Mapping[str, Tensor]) -> list[Verification]:
+        folded = partial(_with_values, program.graph_module, values)
+        tolerance = TOLERANCES.get(program.dtype, 1e-4)
+        shapes = [(rows, program.lengths.within(tokens)) for rows, tokens in SHAPES_BT]
+        return compare_decoders(
+            "folded = scaled",
+            graph,
+            folded,
+            tolerance,
+            vocabulary_size=program.vocabulary_size,
+            shapes=shapes,
+            device=program.device,
+        )
+
+    return Pupil(student, graph, program.graph_module, scaled.folded, proof)
+
+
+def _with_values(module: nn.Module, values: Mapping[str, Tensor], ids_BT: Tensor) -> Any:
+    return torch.func.functional_call(module, dict(values), (ids_BT,))
+
+
+def _adapters(opened: Opened, dtype: str | None, settings: RecoverySettings) -> Pupil:
+    if opened.plan is None or read_layout(opened.path) is None:
+        raise OutputError(
+            "adapters need a folder that transformers loads, and this one holds a graph",
+            where=str(opened.path),
+            hint=f"use {option('train', 'weights')} or {option('train', 'scales')}",
+        )
+    model = with_adapters(own_model(opened, dtype), settings, str(opened.path)).eval()
+    return Pupil(adapted_student(model), partial(module_logits, model), model, dict, lambda values: [])
+
+
+def own_model(opened: Opened, dtype: str | None = None) -> nn.Module:
+    """Return the folder's transformers model anew, in its own dtype or another."""
+    chosen = {} if dtype is None else {"dtype": dtype_of(dtype)}
+    return load_model(
+        opened.path,
+        device=opened.device,
+        trust_remote_code=opened.trust_remote_code,
+        **implementations(opened.path),
+        **chosen,
+    )

@@ -1,0 +1,217 @@
+"""A folder to recover: the decoders, the texts, and what training needs of them.
+
+    DIR → lowered program or model with adapters → student          dense decoder → teacher
+    data → batches, and its held-out end          text to measure on → second text
+
+Held-out text says when training ends; the second text says whether its result is kept.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dispfx.compiler.programs import require_same_decoder
+from dispfx.compiler.stages import for_training
+from dispfx.deploy import exported
+from dispfx.deploy.digests import digests
+from dispfx.distributed.ranks import ALONE, Ranks
+from dispfx.errors import DataError
+from dispfx.ir.program import Program
+from dispfx.learning.recovery import Keeping, RecoveryTask, recover
+from dispfx.learning.text import TokenBatches
+from dispfx.quality.agreement import Comparison, compare_on_text
+from dispfx.report import Report
+from dispfx.run.folders import Opened, open_folder
+from dispfx.run.pupils import Pupil, folder_plan, lowered_of, pupil_of
+from dispfx.run.run_text import MeasuredText, Text, split_held_out
+from dispfx.run.students import graph_predictions
+from dispfx.settings.recovery_settings import RecoverySettings
+from dispfx.source import Source
+from dispfx.words.option_names import option
+
+# Held-out text is measured again and again.
+_MOST_HELD_OUT_TOKENS = 2**15
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Recovery:
+    """One folder to recover.
+
+    Args:
+        folder: written by dispfx.
+        path: OUT.
+        state: where the state is kept.
+        dense: what `folder` was compiled from.
+        program: of `dense`.
+        text: to learn from and to measure on.
+        context: tokens per window to measure on.
+        windows: to measure on at most.
+        settings: of the training, fitted.
+        measured: report of `folder`, where its figures are those of the same texts and windows.
+        export: form that is written next to the checkpoint: none, onnx or pt2.
+        learned_from: name of what the masks were learned from, if that is known.
+        base: what the record says that was trained; `folder` by default.
+        merge: of adapters: write a whole folder.
+        resume: go on from a state.
+        dtype: of the frozen weights under adapters.
+        own_code: whether code that comes with the folder may run.
+        ranks: the processes of the run, all of which train.
+        command: that reproduces this result.
+    """
+
+    folder: Path
+    path: Path
+    state: Path
+    dense: Source
+    program: Program
+    text: Text
+    settings: RecoverySettings
+    context: int
+    windows: int | None = None
+    measured: Report | None = None
+    export: str = "none"
+    learned_from: str = ""
+    base: str = ""
+    merge: bool = True
+    resume: bool = False
+    dtype: str | None = None
+    own_code: bool = False
+    ranks: Ranks = ALONE
+    command: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the decoders are."""
+        return self.program.device
+
+    @property
+    def second_text(self) -> MeasuredText:
+        """What the recovered decoder must not be worse on."""
+        return second_text_of(self.text)
+
+    def opened(self) -> Opened:
+        """Return the folder's decoder."""
+        return open_folder(self.folder, device=self.device, trust_remote_code=self.own_code)
+
+
+def second_text_of(text: Text) -> MeasuredText:
+    """Return the text that a recovered decoder must not be worse on: the last one of those measured.
+
+    It is the project's text of many kinds, unless the user named several or the tokenizer does not know it.
+
+    Raises:
+        DataError: if there is none.
+    """
+    if not text.measured:
+        raise DataError(
+            "recovery needs text to measure on",
+            hint=f"name a text with {option('data')} or {option('eval_data')}",
+        )
+    return text.measured[-1]
+
+
+def train_along(job: Recovery) -> None:
+    """Train with the rank that calls `recover_folder` with the same job.
+
+    Raises:
+        RankLost: if another rank ended.
+    """
+    _, _, task = training_of(job, job.opened())
+    recover(task, Keeping(job.state, job.resume))
+
+
+def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], Pupil, RecoveryTask]:
+    plan = folder_plan(opened)
+    require_same_decoder(job.program, plan)
+    made: list[Program] = []
+
+    def lowered() -> Program:
+        if not made:
+            made.append(lowered_of(opened, job.dense, job.program))
+        return made[0]
+
+    pupil = pupil_of(opened, lowered, job.settings, job.dtype)
+    teacher = for_training(job.program, job.settings.seq_len)
+    teacher.graph_module.requires_grad_(False)
+    text = _batches(job)
+    count = max(1, _MOST_HELD_OUT_TOKENS // job.settings.seq_len)
+    held_out = text.held_out_batches(count)
+    if not held_out:
+        raise DataError(
+            f"held-out text needs {job.settings.seq_len} tokens or more, and the last tenth of the data has "
+            f"{0 if text.held_out is None else len(text.held_out):,}",
+            where=job.text.learned_name,
+            hint=f"use more text, or a smaller {option('seq_len')}",
+        )
+    task = RecoveryTask(
+        student=pupil.student,
+        teacher=graph_predictions(teacher),
+        decoder=_fingerprint(job, opened),
+        text=text,
+        held_out=held_out,
+        settings=job.settings,
+        device=job.device,
+        ranks=job.ranks,
+    )
+    return lowered, pupil, task
+
+
+def _batches(job: Recovery) -> TokenBatches:
+    """Cut the text into batches; the end of the data is held out, whatever is measured on."""
+    settings = job.settings
+    sizes = settings.seq_len, settings.batch_size, settings.seed
+    learn, held_out = _learned_and_held_out(job.text)
+    return TokenBatches(learn, *sizes, held_out, bos=job.text.bos)
+
+
+def longest_sequence(text: Text, context: int) -> int:
+    """Return how many tokens a sequence may have: what the decoder reads, and no more than are held out."""
+    _, held_out = _learned_and_held_out(text)
+    return max(2, min(context, len(held_out) + len(text.bos)))
+
+
+def _learned_and_held_out(text: Text) -> tuple[Tensor, Tensor]:
+    """Return the data without its end, and that; another text to measure on is not looked at."""
+    learn, held_out = text.learn, text.held_out
+    if text.about.held_out_share is None:
+        learn, held_out = zip(*map(split_held_out, learn), strict=True)
+    return torch.cat(learn), torch.cat(held_out)
+
+
+def _fingerprint(job: Recovery, opened: Opened) -> str:
+    """Identify the two decoders; forms that are exported later do not count."""
+    found = digests(opened.path, "model*") | digests(opened.path, "config.json")
+    if opened.plan is None:
+        found |= digests(opened.path, exported.PROGRAM_FILE)
+    found |= {"dense": job.program.fingerprint, "dtype": str(job.dtype)}
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+class Gauge:
+    """Measures decoders on the texts of a job, beside the dense one."""
+
+    def __init__(self, job: Recovery):
+        self._job = job
+        self.second = job.second_text
+
+    def all(self, decoder: Callable[[Tensor], Any]) -> tuple[Comparison, ...]:
+        """Compare a decoder with the dense one on all texts, the second text last."""
+        return tuple(self.on(decoder, one) for one in self._job.text.measured)
+
+    def on(self, decoder: Callable[[Tensor], Any], text: MeasuredText) -> Comparison:
+        """Compare a decoder with the dense one on one text."""
+        return compare_on_text(
+            self._job.program.graph_module,
+            decoder,
+            text.tokens,
+            context=self._job.context,
+            windows=self._job.windows,
+            device=self._job.device,
+            text=text.about,
+        )

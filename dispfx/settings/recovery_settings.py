@@ -1,0 +1,102 @@
+"""How a pruned decoder is trained to predict what the dense one predicts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+from dispfx.settings.field import Section, setting
+
+Train = Literal["scales", "weights", "lora"]
+Recover = Literal["none", "scales", "weights"]
+
+# What nobody chose, by what is trained.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "scales": {"steps": 600, "lr": 1e-2, "batch_size": 16},
+    "weights": {"steps": 1000, "lr": 2e-4, "batch_size": 16},
+    "lora": {"steps": 1000, "lr": 1e-3, "batch_size": 16},
+}
+# The demo is small: it takes larger steps, and fewer of them.
+_DEFAULTS_OF_DEMO: Mapping[str, Mapping[str, Any]] = {
+    "scales": {"steps": 200, "lr": 2e-2, "batch_size": 8},
+    "weights": {"steps": 200, "lr": 1e-3, "batch_size": 8},
+    "lora": {"steps": 200, "lr": 1e-2, "batch_size": 8},
+}
+_SEQ_LEN, _SEQ_LEN_OF_DEMO = 512, 128
+_MEASUREMENTS = 20
+
+
+@dataclass(frozen=True)
+class RecoverySettings(Section):
+    """How the pruned decoder is trained."""
+
+    train: Train = setting(
+        "weights",
+        "What is trained: a scale per kept feature, folded into the weights; all weights; adapters (LoRA).",
+        common=True,
+    )
+    # These five are None until a decoder and a kind of training say more.
+    steps: int = setting(
+        None, "Optimizer steps at most.", default="1,000; scales: 600; demo: 200", least=1, common=True
+    )
+    lr: float = setting(
+        None,
+        "Highest learning rate of AdamW; it rises over the first 5% of the steps and falls to zero.",
+        default="2e-4; scales: 1e-2; lora: 1e-3",
+        above=0.0,
+    )
+    seq_len: int = setting(
+        None, "Tokens per sequence.", default="512, or what the decoder reads; demo: 128", least=2
+    )
+    measure_every: int = setting(
+        None, "Steps between two measurements of held-out KL.", default="a twentieth of the steps", least=1
+    )
+    batch_size: int = setting(
+        None, "Sequences per step, of all processes.", default="16; demo: 8", least=1, common=True
+    )
+    patience: int = setting(
+        5, "Measurements of held-out KL in a row without a better one that end the run.", least=1
+    )
+    rank: int = setting(16, "Rank of each adapter.", least=1)
+    alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0.0)
+    seed: int = setting(0, "Seed of the adapters' first values and of the order of sequences.", least=0)
+    save_every: int = setting(500, "Steps between two saved states.", least=1, per_run=True)
+
+    def fitted(self, context: int, *, demo: bool = False) -> Self:
+        """Return the settings with nothing left open.
+
+        Args:
+            context: tokens that the decoder reads.
+            demo: whether it is the embedded one.
+        """
+        defaults = (_DEFAULTS_OF_DEMO if demo else _DEFAULTS)[self.train]
+        steps = self.steps or defaults["steps"]
+        return replace(
+            self,
+            steps=steps,
+            lr=self.lr or defaults["lr"],
+            batch_size=self.batch_size or defaults["batch_size"],
+            seq_len=self.seq_len or min(_SEQ_LEN_OF_DEMO if demo else _SEQ_LEN, context),
+            measure_every=self.measure_every or max(1, steps // _MEASUREMENTS),
+        )
+
+
+@dataclass(frozen=True)
+class AfterwardsSettings(Section):
+    """What is trained after pruning, to predict what the dense decoder predicts."""
+
+    recover: Recover = setting(
+        "none",
+        "Train the pruned decoder: a scale per kept feature, or all weights. `dispfx recover` does the same "
+        "to a folder.",
+        common=True,
+    )
+    recover_steps: int | None = setting(
+        None, "Optimizer steps of the recovery at most.", default="1,000; scales: 600; demo: 200", least=1
+    )
+
+    @property
+    def recovery(self) -> RecoverySettings | None:
+        """How the pruned decoder is trained, if it is."""
+        if self.recover == "none":
+            return None
+        return RecoverySettings(train=self.recover, steps=self.recover_steps)  # type: ignore[arg-type]

@@ -1,0 +1,322 @@
+"""recover: by scales, weights and adapters; a folder like any other, nearer to the dense decoder."""
+
+import json
+import os
+import signal
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import dispfx
+from dispfx.api import agree, apply, evaluate, recover, verify
+from dispfx.capturing.module_capture import module_logits
+from dispfx.demo import DECODER_FOLDER
+from dispfx.demo.grammar import generate_text
+from dispfx.errors import DataError, DispfxError, OutputError, PlanMismatchError
+from dispfx.learning.state import saved_step
+from dispfx.quality.agreement import Comparison, compare_on_text
+from dispfx.report import Report, Tuning, load_report
+from dispfx.run.plan_learning import DRAFT, RECOVERY
+from dispfx.settings.recovery_settings import RecoverySettings
+from tests.api.conftest import MODEL, RATIO, Watcher
+from tests.api.plain import another_decoder, build_decoder
+from tests.programs import relative_error, token_ids
+from tests.pruned_modules import writers
+
+SETTINGS = RecoverySettings(lr=3e-3, steps=8, batch_size=4, seq_len=48, measure_every=4)
+QUICK = RecoverySettings(lr=1e-3, steps=12, batch_size=2, seq_len=16, measure_every=3)
+IDS = token_ids(2, 7, vocabulary=90)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(generate_text(3, 20_000), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("pruned") / "demo"
+    model = AutoModelForCausalLM.from_pretrained(DECODER_FOLDER)
+    plan = dispfx.Plan.random(dispfx.capture(model), 0.3, 0)
+    apply("demo", plan, out=out, export="none", eval_windows=1)
+    return out
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("other") / "other.txt"
+    path.write_text(generate_text(4, 3_000), encoding="utf-8")
+    return path
+
+
+def words(text: Path, out: Path, settings: RecoverySettings = SETTINGS, **further: Any) -> dict[str, Any]:
+    """Return the arguments of a recovery of the demo."""
+    return {"dense": "demo", "data": str(text), "out": out, **asdict(settings), "eval_windows": 1, **further}
+
+
+@pytest.fixture(scope="module", params=["weights", "scales", "lora"])
+def recovered(
+    request: pytest.FixtureRequest,
+    pruned: Path,
+    text: Path,
+    other: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, Tuning]:
+    out = tmp_path_factory.mktemp(request.param) / "out"
+    lr = {"weights": 3e-3, "scales": 3e-2, "lora": 1e-2}[request.param]
+    settings = replace(SETTINGS, train=request.param, lr=lr)
+    return out, recover(pruned, **words(text, out, settings, merge=True, eval_data=str(other)))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_recovered_folder_is_nearer_to_the_dense_decoder_and_verifies(
+    recovered: tuple[Path, Tuning], pruned: Path, other: Path
+):
+    out, told = recovered
+    assert told.kept and told.kl_after < (0.9 if told.train == "scales" else 0.6) * told.kl_before
+    assert told.held_out[-1].kl < told.held_out[0].kl and [one.step for one in told.held_out] == [0, 4, 8]
+    reports = [load_report(folder / "report.json") for folder in (pruned, out)]
+    assert told.kl_after == reports[1].behaviour[-1].kl and told.kl_text == reports[1].behaviour[-1].text
+    assert told.kl_before == pytest.approx(reports[0].behaviour[-1].kl, rel=1e-4)
+    by_hand = agree(out, dense="demo", eval_data=str(other), eval_windows=1).kl_nats
+    assert reports[1].behaviour[0].kl == pytest.approx(by_hand, rel=1e-4)
+    values = [evaluate(str(folder), eval_data=str(other), eval_windows=1).value for folder in (pruned, out)]
+    assert [told.before, told.after] == pytest.approx(values, rel=1e-5)
+    lines = verify(out)
+    assert lines and all(line.holds for line in lines)
+
+
+def test_sizes_files_plan_and_the_proof_of_the_cut_stay(recovered: tuple[Path, Tuning], pruned: Path):
+    out, told = recovered
+    report, was = load_report(out / "report.json"), load_report(pruned / "report.json")
+    assert report.tuned == told and was.tuned is None
+    assert (report.parameters, report.bytes, report.sites) == (was.parameters, was.bytes, was.sites)
+    assert (out / "plan.safetensors").read_bytes() == (pruned / "plan.safetensors").read_bytes()
+    names, before = ({line.name for line in one.verify} for one in (report, was))
+    cut = {"captured = model", "identity", "lowered = gated", "lowered = zeroed", "removed is unread"}
+    assert cut <= names & before and "reloaded = modules" not in names
+    own = {"weights": set(), "scales": {"folded = scaled"}, "lora": {"merged = adapters"}}[told.train]
+    assert names - before == {"reloaded = recovered", "gather-add = checkpoint"} | own
+    assert report.perplexity is not None and report.perplexity.pruned == told.after
+    assert report.behaviour[-1].kl == told.kl_after != was.behaviour[-1].kl
+    assert set(report.skills) == set(was.skills) != set()
+    files = {file.name for file in out.iterdir()} - {file.name for file in pruned.iterdir()}
+    assert files == {"recovery.json"}
+    for file in ("report.html", "README.md"):
+        assert "KL to the dense decoder" in (out / file).read_text(encoding="utf-8"), file
+    shapes = [
+        {name: one.shape for name, one in load_file(folder / "model.safetensors").items()}
+        for folder in (out, pruned)
+    ]
+    assert shapes[0] == shapes[1]
+
+
+def test_what_was_pruned_is_zero_to_the_bit_after_recovery(recovered: tuple[Path, Tuning], pruned: Path):
+    model: Any = AutoModelForCausalLM.from_pretrained(recovered[0])
+    before = dict(AutoModelForCausalLM.from_pretrained(pruned).named_parameters())
+    changed = [name for name, one in model.named_parameters() if not torch.equal(one, before[name])]
+    assert len(changed) > 10, "the weights were trained"
+    seen = []
+
+    for module, gone in writers(model):
+
+        def look(module: Any, inputs: Any, output: torch.Tensor, gone: torch.Tensor = gone) -> None:
+            seen.append(int(gone.sum()))
+            assert not output[..., gone].any()
+
+        module.register_forward_hook(look)
+    model(IDS)
+    assert seen and sum(seen) > 0
+
+
+def test_scales_change_weights_by_factors_alone(pruned: Path, text: Path, tmp_path: Path):
+    """One number per feature: rows or columns of a weight are those of before, times a number."""
+    settings = replace(SETTINGS, train="scales", lr=0.05)
+    told = recover(pruned, **words(text, tmp_path / "out", settings))
+    old, new = (load_file(folder / "model.safetensors") for folder in (pruned, tmp_path / "out"))
+    assert told.parameters == sum(site.kept for site in load_report(pruned / "report.json").sites)
+    assert torch.equal(old["model.embed_tokens.weight"], new["model.embed_tokens.weight"])
+    name = "model.layers.1.self_attn.q_proj.weight"
+    ratio = (new[name] / old[name]).double()
+    columns = ratio[:, old[name].abs().min(0).values > 1e-4]
+    assert columns.shape[1] > 10 and not torch.allclose(columns, torch.ones_like(columns), atol=1e-3)
+    torch.testing.assert_close(columns, columns[:1].expand_as(columns), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_are_written_for_peft(pruned: Path, text: Path, tmp_path: Path):
+    from peft import PeftModel
+
+    watcher = Watcher()
+    settings = replace(SETTINGS, train="lora", rank=4, alpha=8.0, lr=1e-2)
+    told = recover(pruned, **words(text, tmp_path / "out", settings), observer=watcher)
+    assert told.kl_after < told.kl_before and told.protocol.held_out_share == 0.1
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "recovery.json", "README.md",
+    }  # fmt: skip
+    stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert told.parameters == sum(tensor.numel() for tensor in stored.values())
+    base = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert base == str(pruned)
+    record = json.loads((tmp_path / "out" / "recovery.json").read_text())
+    assert [line["step"] for line in record["log"]] == list(range(1, 9)) and record["after"] == told.after
+    assert watcher.stages == ["open", "capture", "open", "measure", "recover", "measure", "measure"]
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pruned), tmp_path / "out")
+    plain = AutoModelForCausalLM.from_pretrained(pruned)
+    assert not torch.equal(module_logits(model.eval(), IDS), module_logits(plain, IDS))
+
+
+class Stopped(Watcher):
+    """Interrupts a run when a step is shown, once or several times."""
+
+    def __init__(self, *steps: int):
+        super().__init__()
+        self.at = list(steps)
+
+    def working(self, name: str, done: int, total: int, figures: str) -> None:
+        if name == "recovering" and self.at and done == self.at[0]:
+            self.at.pop(0)
+            os.kill(os.getpid(), signal.SIGTERM if self.at else signal.SIGINT)
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pruned module that transformers does not know: a graph alone."""
+    out = tmp_path_factory.mktemp("graph") / "out"
+    apply(MODEL, dispfx.Plan.random(dispfx.capture(build_decoder()), 0.3, 0), out=out)
+    return out
+
+
+@pytest.mark.parametrize("train", ["weights", "scales"])
+def test_a_module_without_a_class_of_transformers_recovers_and_goes_on_to_the_same_bits(
+    train: Any, graph: Path, tokens: Path, tmp_path: Path
+):
+    lr = {"weights": 1e-3, "scales": 1e-2}[train]
+    given: dict[str, Any] = words(tokens, tmp_path / "whole", replace(QUICK, train=train, lr=lr), dense=MODEL)
+    told = recover(graph, **given)
+    assert told.kept and told.kl_after < told.kl_before
+    assert all(line.holds for line in verify(tmp_path / "whole"))
+    out, state = tmp_path / "out", tmp_path / "out.state"
+    for stop, said in ((1, "no state in"), (5, "going on at step 1")):
+        watcher = Stopped(stop)
+        with pytest.raises(KeyboardInterrupt):
+            recover(graph, **given | {"out": out, "resume": True}, observer=watcher)
+        assert saved_step(state) == stop and not out.exists()
+        assert any(said in note for note in watcher.notes)
+    with pytest.raises(OutputError, match="an unfinished run left its state"):
+        recover(graph, **given | {"out": out})
+    assert recover(graph, **given | {"out": out, "resume": True}) == told
+    assert not state.exists()
+    decoders = [dispfx.load(folder) for folder in (out, tmp_path / "whole", graph)]
+    ids = token_ids(2, 9)
+    first, second, before = (one(ids) for one in decoders)
+    assert torch.equal(first, second) and relative_error(first, before) > 1e-4
+
+    watcher = Watcher()
+    assert recover(graph, **{**given, "out": out, "resume": True, "observer": watcher}) == told
+    assert watcher.notes == [f"{out} is complete; there is nothing to do"] and not watcher.stages
+
+
+def test_weights_that_got_worse_are_not_kept(graph: Path, tokens: Path, tmp_path: Path, monkeypatch: Any):
+    """Held-out KL may fall where that of the second text rises."""
+    values = iter([0.5, 0.7, 0.5])  # before, of what was trained, and of what was written
+
+    def compared(*given: Any, **options: Any) -> Comparison:
+        found = compare_on_text(*given, **options)
+        return replace(found, agreement=replace(found.agreement, kl_nats=next(values)))
+
+    monkeypatch.setattr("dispfx.run.recovering.compare_on_text", compared)
+    watcher = Watcher()
+    told = recover(graph, **words(tokens, tmp_path / "out", QUICK, dense=MODEL), observer=watcher)
+    assert not told.kept and told.kl_before == told.kl_after == 0.5
+    assert any(
+        "recovery did not help: KL on" in note and "0.5000 and became 0.7000" in note
+        for note in watcher.notes
+    )
+    ids = token_ids(2, 9)
+    assert torch.equal(dispfx.load(tmp_path / "out")(ids), dispfx.load(graph)(ids))
+    assert "left as they were" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_recovered_folder_can_be_recovered_again(graph: Path, tokens: Path, tmp_path: Path):
+    first = recover(graph, **words(tokens, tmp_path / "one", QUICK, dense=MODEL))
+    again = recover(tmp_path / "one", **words(tokens, tmp_path / "two", QUICK, dense=MODEL))
+    assert again.kl_before == pytest.approx(first.kl_after, rel=1e-4)
+
+
+def test_too_short_a_text_another_decoder_and_a_graph_with_adapters_leave_nothing(
+    graph: Path, tokens: Path, tmp_path: Path
+):
+    out = tmp_path / "out"
+    with pytest.raises(DataError, match="one sequence needs 600 tokens"):
+        recover(graph, **words(tokens, out, replace(QUICK, seq_len=600), dense=MODEL))
+    with pytest.raises(DataError, match="held-out text needs 64 tokens or more"):
+        recover(graph, **words(tokens, out, replace(QUICK, seq_len=64), dense=MODEL))
+    with pytest.raises(PlanMismatchError, match="made for a decoder with fingerprint"):
+        recover(graph, **words(tokens, out, QUICK, dense=MODEL.replace("build", "another")))
+    with pytest.raises(OutputError, match="adapters need a folder that transformers loads"):
+        recover(graph, **words(tokens, out, replace(QUICK, train="lora"), dense=MODEL))
+    with pytest.raises(DispfxError, match=r"step \d is nan, and nothing was written"):
+        recover(graph, **words(tokens, out, replace(QUICK, lr=1e30), dense=MODEL))
+    assert not list(tmp_path.iterdir())
+
+
+def compiled(tokens: Path, out: Path, **further: Any) -> Report:
+    options: dict[str, Any] = {"steps": 3, "seq_len": 16, "batch_size": 2, "align": 1, "recover_steps": 5}
+    return dispfx.compile(MODEL, RATIO, tokens, out, **options, **further)
+
+
+@pytest.mark.parametrize("kind", ["weights", "scales"])
+def test_compile_recovers_at_the_end_and_goes_on_where_it_was(kind: str, tokens: Path, tmp_path: Path):
+    watcher = Watcher()
+    report = compiled(tokens, tmp_path / "whole", recover=kind, observer=watcher)
+    told = report.tuned
+    assert told is not None and told.train == kind and told.base == MODEL and told.steps == 5
+    assert told.kl_after <= told.kl_before and watcher.reports == [report]
+    assert told.seq_len == 60, "the held-out end has no more tokens"
+    assert report.perplexity is not None and report.perplexity.pruned == told.after
+    assert report.settings is not None and report.settings["afterwards"]["recover"] == kind
+    assert not (tmp_path / "whole.state").exists()
+    assert all(line.holds for line in verify(tmp_path / "whole"))
+
+    state = tmp_path / "out.state"
+    with pytest.raises(KeyboardInterrupt):
+        compiled(tokens, tmp_path / "out", recover=kind, observer=Stopped(2))
+    assert (state / DRAFT / "report.json").is_file() and saved_step(state / RECOVERY) == 2
+    watcher = Watcher()
+    again = compiled(tokens, tmp_path / "out", recover=kind, resume=True, observer=watcher)
+    assert again.tuned == told and "going on at step 2" in watcher.notes
+    assert watcher.steps == [] and "lower" not in watcher.stages, "neither learned nor written again"
+    ids = token_ids(2, 9)
+    assert torch.equal(dispfx.load(tmp_path / "out")(ids), dispfx.load(tmp_path / "whole")(ids))
+
+
+def test_forms_of_dense_weights_and_weights_in_parts_cannot_be_recovered(tokens: Path, tmp_path: Path):
+    with pytest.raises(DispfxError, match="`recover` cannot be followed by `export='dense'`"):
+        compiled(tokens, tmp_path / "out", recover="weights", export="dense")
+    with pytest.raises(DispfxError, match="leave out `shard`"):
+        settings = dispfx.api.RunSettings.of(
+            model=MODEL, ratio=RATIO, out=tmp_path / "out", data=tokens, recover="scales", shard_on="cpu"
+        )
+        dispfx.api.run_compile(settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_onnx_model_of_a_recovered_decoder_is_made_of_its_own_weights(tokens: Path, tmp_path: Path):
+    report = compiled(tokens, tmp_path / "out", recover="weights", export="onnx")
+    names = {line.name for line in report.verify}
+    assert any(name.startswith("onnx") for name in names) and (tmp_path / "out" / "onnx").is_dir()
+    lines = verify(tmp_path / "out")
+    assert any(line.name.startswith("onnx") for line in lines) and all(line.holds for line in lines)
+
+
+def test_another_decoder_of_the_same_shapes_is_not_the_dense_one():
+    assert dispfx.capture(another_decoder()).fingerprint != dispfx.capture(build_decoder()).fingerprint

@@ -1,0 +1,173 @@
+"""Training towards a dense decoder: it falls, it stops, it keeps the best, and it goes on where it was."""
+
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dispfx.errors import DataError, DispfxError, PlanMismatchError
+from dispfx.learning.divergence import Predictions, kl_divergence
+from dispfx.learning.recovery import (
+    Keeping,
+    RecoveryStep,
+    Student,
+    held_out_divergence,
+    learning_rate,
+    recover,
+)
+from dispfx.learning.state import STATE_FILE, saved_step
+from dispfx.settings.recovery_settings import RecoverySettings
+from tests.learning.students import SETTINGS, hurt, recovery_task, weights
+from tests.learning.tiny_decoder import untrained_decoder
+
+
+def stopping(*steps: int) -> Any:
+    """Interrupt a run when a step is told."""
+    at = list(steps)
+
+    def on_step(step: RecoveryStep) -> None:
+        if at and step.step == at[0]:
+            at.pop(0)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return on_step
+
+
+def test_kl_falls_and_the_student_has_the_weights_of_the_best_measurement(tmp_path: Path):
+    task = recovery_task(steps=40, measure_every=10)
+    found = recover(task, Keeping(tmp_path))
+    assert [one.step for one in found.held_out] == [0, 10, 20, 30, 40]
+    assert found.best.kl < 0.5 * found.held_out[0].kl
+    assert held_out_divergence(task) == pytest.approx(found.best.kl, rel=1e-6)
+    assert [step.step for step in found.steps] == list(range(1, 41))
+    assert found.steps[-1].loss < found.steps[0].loss
+
+
+def test_held_out_kl_is_the_mean_over_all_its_tokens():
+    task = recovery_task(batch_size=4)
+    ids = torch.cat(list(task.held_out))
+    assert len(ids) == 6, "no multiple of the batch"
+    expected = kl_divergence(task.teacher(ids), task.student.predictions(ids))
+    assert held_out_divergence(task) == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_run_that_gets_worse_stops_and_gives_the_first_weights_back(tmp_path: Path):
+    task = recovery_task(lr=1.0, steps=50, measure_every=2, patience=3)
+    before = weights(task)
+    found = recover(task, Keeping(tmp_path))
+    assert len(found.steps) == 6 and found.best.step == 0
+    assert all(torch.equal(one, before[name]) for name, one in task.student.trained.items())
+
+
+def test_the_learning_rate_rises_and_falls_to_zero():
+    settings = RecoverySettings(steps=100, lr=2.0)
+    rates = [learning_rate(settings, step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.4) and max(rates) == pytest.approx(2.0, rel=1e-2)
+    assert rates.index(max(rates)) == 4 and rates[-1] < 1e-3
+
+
+def test_weights_of_half_precision_learn_in_float32(tmp_path: Path):
+    dense = untrained_decoder()
+    learner = hurt(dense).to(torch.bfloat16)
+    task = recovery_task(learner, dense, lr=1e-4, steps=40, measure_every=20)
+    before, found = weights(task), recover(task, Keeping(tmp_path))
+    assert found.best.kl < found.held_out[0].kl
+    state = load_file(tmp_path / STATE_FILE)
+    name = "up.0.weight"
+    assert state[f"weight.{name}"].dtype == torch.float32 != task.student.trained[name].dtype
+    # A step of 1e-4 is lost on most bfloat16 weights, and forty of them are not.
+    assert not torch.equal(task.student.trained[name], before[name])
+
+
+def test_a_run_that_was_stopped_twice_goes_on_to_the_same_bits(tmp_path: Path):
+    whole = recovery_task()
+    expected = recover(whole, Keeping(tmp_path / "whole"))
+    folder = tmp_path / "cut"
+    for stop in (2, 5):
+        with pytest.raises(KeyboardInterrupt):
+            recover(recovery_task(), Keeping(folder, True, stopping(stop)))
+        assert saved_step(folder) == stop
+    task = recovery_task(save_every=1)
+    found = recover(task, Keeping(folder, True))
+    assert (found.steps, found.held_out) == (expected.steps, expected.held_out)
+    for name, one in task.student.trained.items():
+        assert torch.equal(one, whole.student.trained[name]), name
+    ours, theirs = (load_file(place / STATE_FILE) for place in (folder, tmp_path / "whole"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(one, theirs[name]) for name, one in ours.items())
+
+
+def test_a_state_of_another_decoder_or_other_settings_is_refused(tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt):
+        recover(recovery_task(), Keeping(tmp_path, on_step=stopping(1)))
+    with pytest.raises(PlanMismatchError, match="another decoder"):
+        recover(replace(recovery_task(), decoder="other"), Keeping(tmp_path, True))
+    with pytest.raises(DataError, match="patience was 5 and is 6"):
+        recover(recovery_task(patience=6), Keeping(tmp_path, True))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda tensors: tensors.pop("losses"), "losses"),
+        (lambda tensors: tensors.update(losses=torch.zeros(2, dtype=torch.float64)), "2 losses of 3 steps"),
+        (lambda tensors: tensors.update({"weight.up.0.weight": torch.zeros(3)}), "has the shape"),
+        (lambda tensors: tensors.update({"best.up.0.weight": torch.zeros(3)}), "has the shape"),
+        (lambda tensors: tensors.update({"optimizer.exp_avg.up.0.weight": torch.zeros(3)}), "has the shape"),
+    ],
+)
+def test_a_damaged_state_is_refused(damage: Any, said: str, tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt):
+        recover(recovery_task(), Keeping(tmp_path, on_step=stopping(3)))
+    file = tmp_path / STATE_FILE
+    with safe_open(file, "pt") as opened:
+        header = opened.metadata()
+    tensors = load_file(file)
+    damage(tensors)
+    save_file(tensors, file, metadata=header)
+    with pytest.raises(DataError, match=f"(?s)the state to resume from is damaged: .*{said}"):
+        recover(recovery_task(), Keeping(tmp_path, True))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path):
+    task = recovery_task()
+    calls = 0
+
+    def spoiled(ids_BT: Tensor) -> Predictions:
+        nonlocal calls
+        calls += 1
+        found = task.student.predictions(ids_BT)
+        return Predictions(found.x_BTD * (math.nan if calls > 4 else 1.0))
+
+    broken = replace(task, student=Student(spoiled, task.student.trained))
+    with pytest.raises(DispfxError, match=r"the loss of step 3 is nan, and nothing was written"):
+        recover(broken, Keeping(tmp_path))
+
+
+def test_what_no_gradient_reaches_stays_as_it_is(tmp_path: Path):
+    task = recovery_task()
+    idle = nn.Parameter(torch.ones(3))
+    with_idle = replace(
+        task, student=Student(task.student.predictions, {**task.student.trained, "idle": idle})
+    )
+    with pytest.raises(KeyboardInterrupt):
+        recover(with_idle, Keeping(tmp_path, on_step=stopping(2)))
+    recover(with_idle, Keeping(tmp_path, True))
+    assert idle.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_settings_that_make_no_run_are_refused_and_what_is_open_follows_the_kind():
+    for wrong in ({"steps": 0}, {"seq_len": 1}, {"lr": 0.0}, {"rank": 0}, {"patience": 0}, {"train": "all"}):
+        with pytest.raises(DispfxError, match=next(iter(wrong))):
+            replace(SETTINGS, **wrong)  # type: ignore[arg-type]
+    fitted = RecoverySettings(train="scales").fitted(256)
+    assert (fitted.steps, fitted.lr, fitted.seq_len, fitted.measure_every) == (600, 1e-2, 256, 30)
+    assert RecoverySettings().fitted(4096).seq_len == 512
+    assert RecoverySettings(seq_len=4096, steps=7).fitted(64).seq_len == 4096
