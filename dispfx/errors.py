@@ -1,7 +1,7 @@
 """Every error that dispfx raises on purpose, and whose fault each one is.
 
 `DispfxError` is the base.  `PassError` and `VerificationError` are our fault (exit code 1); every
-other one says that the input cannot be used as it is (exit code 2).
+other one means that the input cannot be used as it is (exit code 2).
 
 A message answers four questions: what was required, what was found, where in the user's model or
 file, and what to do next.
@@ -33,7 +33,7 @@ class DispfxError(Exception):
     """
 
     exit_code = EXIT_INPUT_FAULT
-    # What a command had found before, for its JSON.
+    # Results of the command so far, for its JSON.
     document: dict[str, Any] | None = None
 
     def __init__(self, problem: str, *, where: str | None = None, hint: str | None = None):
@@ -52,11 +52,11 @@ class DispfxError(Exception):
 
 
 class UsageError(DispfxError):
-    """An argument of a command is missing, unknown, or cannot be what was given."""
+    """An argument of a command is missing, unknown, or invalid."""
 
 
 class UnknownSettingError(DispfxError, TypeError):
-    """A keyword or a field of a settings file is no setting."""
+    """A keyword or a field of a settings file is not a known setting."""
 
 
 class SourceError(DispfxError):
@@ -76,7 +76,7 @@ class PlanMismatchError(DispfxError):
 
 
 class BudgetError(DispfxError):
-    """The asked ratio cannot be met by the sites that exist."""
+    """The requested ratio cannot be met by the existing sites."""
 
 
 class DataError(DispfxError):
@@ -88,7 +88,7 @@ class OutputError(DispfxError):
 
 
 class MemoryShortage(DispfxError):
-    """The machine or the card has less memory than the work needs."""
+    """The machine or the GPU has less memory than the work needs."""
 
 
 class PassError(DispfxError):
@@ -104,10 +104,10 @@ class VerificationError(DispfxError):
 
 
 def memory_shortage(error: BaseException) -> BaseException | None:
-    """Return what says that memory ran out: an error, or one that it was raised from or after; or None.
+    """Return the out-of-memory error, which may be this error or one of its causes, or None.
 
-    Python, torch, safetensors and ONNX Runtime each say it in another way.  What dispfx itself says of memory
-    does not count.
+    Python, torch, safetensors and ONNX Runtime word it differently.  Memory errors of dispfx itself do not
+    count.
     """
     cause: BaseException | None = error
     seen: set[int] = set()
@@ -126,11 +126,11 @@ def _is_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, behind the name of its type where that is not ours.
+    """Return the first line of an error's message, prefixed with its type unless it is a `DispfxError`.
 
-    Where that line only announces the next one, as a compiler's `raised:` does, both are returned as one.
+    If that line only announces the next one, such as a compiler's `raised:`, both are joined.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    message = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     kind = "" if isinstance(error, DispfxError) else type(error).__name__
-    return ": ".join(part for part in (kind, said[:_LONGEST_LINE]) if part)
+    return ": ".join(part for part in (kind, message[:_LONGEST_LINE]) if part)

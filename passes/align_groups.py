@@ -1,6 +1,6 @@
 """Pad grouped products whose widths their kernel does not take.
 
-    y = _grouped_mm(x, w, ends)     →     x⁺, w⁺ = x, w with zeros behind the last feature
+    y = _grouped_mm(x, w, ends)     →     x⁺, w⁺ = x, w with zeros after the last feature
                                           y = slice(_grouped_mm(x⁺, w⁺, ends), 1, 0, width)
 
 Rules:
@@ -48,7 +48,7 @@ def _is_odd(node: fx.Node) -> bool:
 
 
 def _missing(node: fx.Node, size: int) -> int:
-    """Return how many more elements make `size` of them a multiple of `_ROW_BYTES`."""
+    """Return the number of elements that pad `size` to a multiple of `_ROW_BYTES`."""
     return -size % (_ROW_BYTES // node.meta["val"].dtype.itemsize)
 
 
@@ -70,7 +70,7 @@ def _pad(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _padded(graph: fx.Graph, value: fx.Node, sizes: list[int]) -> fx.Node:
-    """Return `value` with zeros behind its last dimensions, the last one first, as `pad` counts them."""
+    """Return `value` padded with zeros at the end of its last dimensions, in the order of `pad`."""
     if not any(sizes):
         return value
     padded = graph.call_function(aten.constant_pad_nd.default, (value, sizes))

@@ -1,4 +1,4 @@
-"""Give every operation one spelling and erase what does nothing.
+"""Give every operation one form and erase no-ops.
 
     b = to(a, float32)      # a is float32 already
     c = slice(b, 1, 0, max)
@@ -13,14 +13,13 @@ Rules:
 4. An `expand` that only feeds pointwise operations which have another operand of the full shape gives
    its operand, since those broadcast by themselves.
 5. `view_as_complex` reads a contiguous operand: it needs even strides, which a cut neighbour can make odd.
-6. `copy(x, y)`, what is left of an in-place copy, is `y` in the shape and dtype of `x`; it has no gradient
-   of its own.
-7. `zeros_like(x)` and its kin spell out their sizes, as `new_zeros(x, sizes)`: a value that only lends its
-   shape need not be cut with what it lends it to.
+6. `copy(x, y)`, which remains of an in-place copy, is `y` in the shape and dtype of `x`; it has no gradient.
+7. `zeros_like(x)` and similar operations state their sizes, as `new_zeros(x, sizes)`: a value that only
+   gives its shape need not be cut together with the result.
 8. A parameter or buffer is read by one node.
 9. Values that nobody uses are erased.  Parameters that nobody reads then are kept as `Program.unused`.
-10. `ceil(a / b)` of sizes becomes `-(-a // b)`, and `floor(a / b)` becomes `a // b`: torch stores no other
-    spelling in a file.
+10. `ceil(a / b)` of sizes becomes `-(-a // b)`, and `floor(a / b)` becomes `a // b`, because torch cannot
+    store other forms in a file.
 """
 
 import math
@@ -51,7 +50,7 @@ _SIZED: dict[object, torch._ops.OpOverload] = {
 
 @dataclass(frozen=True)
 class Canonicalize:
-    """Erase no-ops and spell what is left in one way."""
+    """Erase no-ops and rewrite the rest to one form."""
 
     name = "canonicalize"
     requires = "captured"

@@ -1,15 +1,15 @@
-"""Let causal attention take its fast kernels: by its name, without a mask.
+"""Replace causal masks by `is_causal=True`, which allows fast attention kernels.
 
     y = scaled_dot_product_attention(q, k, v, mask)
         →   y = scaled_dot_product_attention(q, k, v, is_causal=True)
 
 Rules:
-1. A mask is causal where it depends on the shape of the token ids alone and, computed at the length that is
-   asked for, lets every token see itself and all before it and no other.  A window that is longer than the
-   sequence is causal too; a shorter one, a bias by distance or padding stays as it is.
+1. A mask is causal if it depends only on the shape of the token ids and, computed at the requested length,
+   lets every token see exactly itself and all earlier tokens.  A window that is longer than the sequence is
+   causal too; a shorter one, a bias by distance, or padding stays as it is.
 2. Queries and keys must be as many: with a cache row i of the mask is not token i.
-3. Only the operation changes, no parameter: sites and plans of the program stay true.
-The program holds at the length that was asked for; at a longer one a window may be a window again.
+3. Only the operation changes, no parameter: sites and plans of the program stay valid.
+The program holds at the requested length; at a longer one a window may matter again.
 """
 
 from dataclasses import dataclass, field
@@ -72,7 +72,7 @@ def _may_be_causal(node: fx.Node) -> bool:
 
 def _is_causal(program: Program, mask: fx.Node, tokens: int) -> bool:
     """Compute a mask at two sequences of that length and compare it (rule 1)."""
-    # A program without values is asked on the CPU.
+    # A program without values is evaluated on the CPU.
     device = torch.device("cpu") if program.device.type == "meta" else program.device
     module = _alone(program, mask, device)
     if module is None:
@@ -91,7 +91,7 @@ def _is_causal(program: Program, mask: fx.Node, tokens: int) -> bool:
 def _alone(program: Program, value: fx.Node, device: torch.device) -> fx.GraphModule | None:
     """Return ids → value on a device, or None where it depends on more than the shape of the ids.
 
-    A tensor of a program without values is more, too.
+    A tensor of a program without values counts as such a dependence.
     """
     ids = next(iter(program.graph.nodes))
     inside: set[fx.Node] = set()

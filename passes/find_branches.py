@@ -4,12 +4,12 @@
 
 Rules:
 1. The written operand of each residual addition is computed from the stream; the nodes between are its
-   cone.  Some cones read earlier versions too, such as the embedding beside the layer's own input: each
-   product selects from what it reads itself, so nothing changes for them.
+   cone.  Some cones also read earlier stream values, such as the embedding in addition to the layer's input:
+   each product selects from its own operand, so this needs no special case.
 2. The operand is split at additions whose two operands both hold a product.  Where it mixes the branch
    with the stream it reads, as `α · (branch - x)` does, the branch alone is the leaf.
 3. A leaf is attention if it holds scaled dot-product attention, or a product of two activations with
-   a softmax behind one of them; it is a mixer if anything else in it mixes tokens: a convolution, a scan,
+   a softmax after one of them; it is a mixer if anything else in it mixes tokens: a convolution, a scan,
    a product of two activations that sums over tokens; otherwise it is an MLP.
 4. Leaves of one kind under one addition, such as routed and shared experts, are one leaf.
 5. A branch is named after the module that holds its weights, with its kind where that is not unique.
@@ -48,7 +48,7 @@ class FindBranches:
     ensures = "canonical"
 
     def run(self, program: Program) -> PassResult:
-        """Set `program.leaves`; add a refusal for each write that is none."""
+        """Set `program.leaves`; add a refusal for each write that is not a branch."""
         assert program.stream is not None
         flow = Flow.of(program.graph)
         found: list[_Found] = []
@@ -142,7 +142,7 @@ def _kind(nodes: set[fx.Node], flow: Flow) -> str:
 def _named(leaves: list[_Found]) -> Iterator[Leaf]:
     prefixes, earlier_nodes = [], set()
     for leaf in leaves:
-        # What a branch takes over from an earlier one, such as the state of its router, gives no name.
+        # Weights that a branch shares with an earlier one, such as a router's, do not name it.
         prefixes.append(_module_path(leaf.nodes - earlier_nodes) or leaf.top.name)
         earlier_nodes |= leaf.nodes
     names = [

@@ -5,11 +5,11 @@ Rules (each closure follows `dispfx.analysis.label_map`):
    them or because their input's features lead to the stream, share one selection (S1, S3).  The gate
    stands on the edges from value to product, so a norm is computed at full width and then selected from.
 2. Inner: the contracted features of every other product of a branch, where their closure is complete
-   (S4 in an MLP; latents in an attention).  Where a product sums over one feature twice, as over a latent
-   beside its own norm, the two positions are one feature.  Heads are not pruned: an attention's output
-   projection contracts over heads, and no site is made there.
-   Where experts are stacked and the graph shows which expert each value belongs to, every expert has features
-   of its own (`dispfx.analysis.stacked_experts`); otherwise they share one selection.
+   (S4 in an MLP; latents in an attention).  If a product sums over one feature twice, as over a latent
+   concatenated with its norm, the two positions are one feature.  Heads are not pruned: an attention's output
+   projection contracts over heads, and gets no site.
+   If experts are stacked and the graph shows the expert of each value, every expert has its own features
+   (`dispfx.analysis.stacked_experts`); otherwise they share one selection.
 3. Write: the features of the value that is written (S2, S5).
 4. A weight that several products use, or that two branches read, belongs to one site.
 5. What a branch writes must be zero where its weights are (`dispfx.analysis.zero_values`): a constant that it
@@ -19,8 +19,8 @@ Rules (each closure follows `dispfx.analysis.label_map`):
    (`dispfx.analysis.coverage`).
 7. With `select="before-norm"` one site holds the features of the whole stream and takes the place of all
    reads and writes: embedding, norms, every reader and writer, and the head are cut together, and norms see
-   the kept features alone (S1 = S2 = S3 = S5, selected before the norm).  Where that does not fit, the
-   decoder is refused.  Inner features with a norm of their own, as latents have, are not pruned then.
+   only the kept features (S1 = S2 = S3 = S5, selected before the norm).  If that does not fit, the decoder is
+   refused.  Inner features with their own norm, such as latents, are not pruned then.
 """
 
 import fnmatch
@@ -65,17 +65,17 @@ class FindSites:
 
     Args:
         skip: patterns (as of a shell) of branch names to leave dense.
-        select: whether every read selects behind its norm, or all of the stream is selected at once.
+        select: whether every read selects after its norm, or the whole stream has one selection.
     """
 
     skip: tuple[str, ...] = ()
     select: Select = "after-norm"
 
     def __post_init__(self) -> None:
-        """Check where features are selected.
+        """Check `select`.
 
         Raises:
-            DispfxError: if it is neither after nor before the norms.
+            DispfxError: if it is unknown.
         """
         check_choices(self)
 
@@ -125,7 +125,7 @@ class _WeightProduct:
 
 @dataclass
 class _Search:
-    """Sites found so far, and who owns which axis of which parameter."""
+    """The sites found so far, and the owner of every parameter axis."""
 
     program: Program
     sites: list[Site] = field(default_factory=list)
@@ -143,7 +143,7 @@ class _Search:
 
     @property
     def statistics(self) -> Statistics:
-        """What a mean over the features of a branch does: a class that is built smaller has no other mean."""
+        """How means over the features of a branch are treated."""
         return "none" if self.whole_stream else "full"
 
     def stream(self) -> None:
@@ -190,7 +190,7 @@ class _Search:
                 fed.add(node)
 
     def _name_unfit(self, leaf: Leaf) -> None:
-        """Refuse by name what products with a weight sum over, where that is several dimensions at once."""
+        """Refuse by name products with a weight that sum over several dimensions at once."""
         for node in sorted((self.nodes[name] for name in leaf.nodes), key=lambda item: self.flow.order[item]):
             found = sums_over_several(node)
             values = ops.activations(node, self.flow.dependent)
@@ -198,9 +198,9 @@ class _Search:
                 self._refuse(leaf, "inner", found, (values[0], ops.rank(values[0]) - 1))
 
     def _sums_over_stream(self, product: _WeightProduct) -> bool:
-        """Whether a product that another one feeds sums over the stream's own features all the same.
+        """Whether a product that takes another product's result still sums over the stream's features.
 
-        So does an expert whose tokens, or their weights, a router has chosen.
+        This is the case for an expert whose tokens, or their weights, a router has chosen.
         """
         assert self.program.stream is not None
         if product.size != self.program.stream.width:
@@ -256,7 +256,7 @@ class _Search:
         return [*names, self._add(leaf, kind, found)]
 
     def _with_producers(self, closure: Closure) -> Closure:
-        """Cut what produces the other activations that the site's weight is multiplied with, where it fits.
+        """Cut the producers of other activations that the site's weight is multiplied with, if it fits.
 
         A down projection that two branches share sums over the features of both.
         """
@@ -308,10 +308,10 @@ class _Search:
         }
 
     def _own_by_expert(self, closure: Closure) -> ByExpert | None:
-        """Return whose features the values of a closure hold, where each expert may have its own."""
+        """Return the owners of a closure's values, if every expert may have its own features."""
         found = by_expert(closure)
         paths = {str(node.target) for node, _ in closure.labels if node.op == "get_attr"}
-        # One axis of a stack differs by expert; a second one would leave no rectangle.
+        # Only one axis of a stack may differ by expert, otherwise the result is not a tensor.
         taken = {cut.parameter for site in self.sites for cut in site.slices if cut.by_expert}
         return found if isinstance(found, ByExpert) and not paths & taken else None
 
@@ -337,7 +337,7 @@ class _Search:
             GatePoint(value, dim, tuple(sorted(names)), labels[value, dim], rows[value, dim])
             for (value, dim), names in users.items()
         ]
-        # Each mean or norm has a gate of its own, for what is behind it is corrected too.
+        # Each mean or norm has its own gate, because its result is corrected too.
         points += [
             GatePoint(value.name, dim, (user.name,), labels[value.name, dim], statistics=True)
             for value, dim, user in sorted(closure.statistics, key=lambda edge: self.flow.order[edge[2]])
@@ -357,7 +357,7 @@ class _Search:
         return self.tuples[key]
 
     def _refuse(self, leaf: Leaf, kind: SiteKind, mismatch: Mismatch, seed: Dimension) -> None:
-        """Record a refusal, but for what is summed over heads, which are not pruned."""
+        """Record a refusal, except for sums over heads, which are not pruned."""
         if kind == "inner" and mismatch.grouped and self._is_over_heads(seed):
             return
         paths = ops.tensors_read(seed[0]) if seed[0].op != "get_attr" else [str(seed[0].target)]
@@ -399,13 +399,13 @@ def _no_whole_stream(mismatch: Mismatch) -> UnsupportedGraphError:
 
 
 def _require_named(program: Program, skip: tuple[str, ...]) -> None:
-    """Require that every pattern names a branch: one that is misspelt would leave its branch to be pruned."""
+    """Require that every pattern names a branch: with a typo its branch would be pruned."""
     branches = list(dict.fromkeys(leaf.branch for leaf in program.leaves))
     for pattern in skip:
         if not fnmatch.filter(branches, pattern):
             more = ", …" if len(branches) > _BRANCHES_SHOWN else ""
             raise UnsupportedGraphError(
-                f"{option('skip')} must name a branch, and {pattern!r} names none",
+                f"{option('skip')} must name a branch, but {pattern!r} names none",
                 where=program.model_class,
                 hint=f"branches are {', '.join(branches[:_BRANCHES_SHOWN])}{more}; * is any characters",
             )

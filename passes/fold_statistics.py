@@ -1,14 +1,14 @@
-"""Keep the statistics of weights as they are in the dense decoder.
+"""Keep the statistics of the dense decoder's weights.
 
     s = mean(abs(weight))                          s = dispfx_dense.weight.0      computed once
     y = linear(x, round(weight / s) * s)      →    y = linear(x, round(weight / s) * s)
 
-A scale, mean or norm that a decoder takes over a whole weight would change for every element that stays as
-soon as some are cut.  Here it becomes a constant, so a cut weight keeps the values that it had.
+A scale, mean or norm over a whole weight would change for the kept elements if others are cut.  Here it
+becomes a constant, so a cut weight keeps its values.
 
 Rules:
-1. Only a reduction whose operands come from parameters alone is folded; one over activations is left alone.
-   Whatever makes one number of a weight, as a product of two vectors does, is a reduction.
+1. Only a reduction over parameters is folded, not one over activations.  Any operation that turns a weight
+   into one number, such as a product of two vectors, is a reduction.
 2. A parameter that nothing else reads is left alone: its reduction is the weight itself, not its scale.
 3. Constants are buffers named after the parameter, so every capture of the decoder gives them the same names.
 """
@@ -32,7 +32,7 @@ _MOVES = ops.SHAPE_OPS | ops.GATHERS
 
 @dataclass(frozen=True)
 class FoldStatistics:
-    """Make constants of the reductions over weights."""
+    """Turn reductions over weights into constants."""
 
     name = "fold-statistics"
     requires = "canonical"

@@ -1,16 +1,16 @@
-"""Compute the sibling projections of one value by one product.
+"""Fuse the sibling projections of one value into one product.
 
     q = linear(x, w_q)                      y = linear(x, w)         w = w_q, w_k and w_v, one above the other
     k = linear(x, w_k)                  →   s = split_with_sizes(y, [rows of w_q, w_k, w_v], 2)
     v = linear(x, w_v, b_v)                 q, k, v = s[0], s[1], s[2]
 
 Rules:
-1. Siblings are all `linear` operations that take the very same value and whose weight, and bias, is a
-   parameter that nothing else reads.  Equal selections of one value are still two values.
-2. Weights are put together in the order of the graph, at a path beside theirs; the program then holds
-   them once, and their own paths are gone.
-3. Where some siblings have a bias, the others get zeros.
-4. Dtypes must be equal; siblings of another dtype form a group of their own.
+1. Siblings are all `linear` operations that take the same value and whose weight, and bias, is a parameter
+   that nothing else reads.  Equal selections of one value are still two values.
+2. Weights are concatenated in the order of the graph, under a path in the same module; the original
+   parameters are removed from the program.
+3. If some siblings have a bias, the remaining ones get zeros.
+4. Dtypes must be equal; siblings of another dtype form a separate group.
 Every feature is still one sum over the same numbers; a larger product may run in another kernel, so
 values agree up to the rounding of that kernel.
 """
@@ -94,7 +94,7 @@ def _fuse(program: Program, group: list[fx.Node], tensors: dict[str, Tensor]) ->
         parts = graph.call_function(aten.split_with_sizes.default, (whole, rows, dim))
         parts.meta["val"] = [_resized(node, count) for node, count in zip(group, rows, strict=True)]
     for place, node in enumerate(group):
-        # Rewritten in place, so that what is known about the decoder goes on naming it.
+        # Rewritten in place, so that the program's facts still name it.
         node.target = operator.getitem
         node.args, node.kwargs = (parts, place), {}
 

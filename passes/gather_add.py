@@ -65,7 +65,7 @@ class GatherAdd:
             node.replace_all_uses_with(full)
             graph.erase_node(node)
             return
-        # Rewritten in place, so that the stream's facts go on naming it.
+        # Rewritten in place, so that the stream's facts still name it.
         node.target = aten.add.Tensor
         node.args, node.kwargs = (base, full), {}
 
@@ -114,7 +114,7 @@ def _append_zero_rows(weight: fx.Node, added: int, tensors: dict[str, Tensor]) -
 
 
 def _inverse(graph: fx.Graph, path: str, kept: Tensor, width: int, tensors: dict[str, Tensor]) -> fx.Node:
-    """Return the node that says for every feature where its value is, or the first zero."""
+    """Return the node with the position of every feature's value, or of the first zero."""
     target = INVERSE_PREFIX + path.removeprefix(INDEX_PREFIX)
     for node in graph.nodes:
         if node.op == "get_attr" and node.target == target:

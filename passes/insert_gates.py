@@ -4,9 +4,9 @@
                                y = linear(g, w)
 
 Rules:
-1. Site i gets the input `mask_i`, shape (size,), in the order of `program.sites`, behind the others.
+1. Site i gets the input `mask_i`, shape (size,), in the order of `program.sites`, after the existing inputs.
 2. At each gate point the named users take the gated value; every other user keeps the plain one.
-3. Where positions do not follow features one to one, the mask is first gathered by their labels;
+3. If positions do not follow features one to one, the mask is first gathered by their labels;
    positions that follow none are multiplied by one.
 4. Where experts have features of their own, the gate also takes the expert of each position of dimension 0,
    counted from the ends of the experts' runs where the graph has no such numbers:
@@ -15,7 +15,7 @@ Rules:
 
 5. A mean or a norm that takes its statistics over the kept features is gated and corrected as
    `dispfx.ir.kept_statistics` says.
-With masks of ones no bit of the output changes.
+With masks of ones the output is bit-identical.
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,12 @@
-"""Compute the logits of the last token alone, which is all that generation reads of a prompt.
+"""Compute only the logits of the last token, because generation needs no others of a prompt.
 
     logits = linear(x, head): (B, T, V)    →    s = slice(x, 1, -1, end): (B, 1, D)
                                                 logits = linear(s, head): (B, 1, V)
 
 Rules:
-1. The head is one product of each token, and behind it are pointwise operations with numbers only, such as a
-   softcap (`dispfx.ir.head`).  Anything else is left alone.
-2. A head that reads one token already is left alone.
+1. The head is one product per token, followed only by pointwise operations with numbers, such as a softcap
+   (`dispfx.ir.head`).  Anything else is left alone.
+2. A head that already reads one token is left alone.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class LastLogits:
         """Rewrite the graph in place."""
         way = way_to_head(ops.logits_of(program.graph))
         if way is None:
-            return PassResult(False, "the head is no projection of each token")
+            return PassResult(False, "the head is not a projection of each token")
         value = way[-1].args[0]
         assert isinstance(value, fx.Node)
         if _is_last(value):

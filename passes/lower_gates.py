@@ -8,15 +8,15 @@
 Rules:
 1. A site that keeps everything lowers to nothing: its gates vanish.
 2. A gate on a value that is cut itself vanishes: its features are gone (inner and mean gates).
-3. A gate on a full-width value is a read and becomes `index_select`, one a value and site.
+3. A gate on a full-width value is a read and becomes `index_select`, one per value and site.
 4. A write gate becomes `index_add` into the residual stream where its only user is the residual
    addition; otherwise `index_add` into zeros, which keeps the order of the user's own additions.
 5. A parameter axis keeps position p if every site that labels p keeps its feature.
-6. Sizes written into the graph on cut dimensions are counted anew (`dispfx.analysis.cut_sizes`).
+6. Sizes in the graph for cut dimensions are recomputed (`dispfx.analysis.cut_sizes`).
 7. Where experts keep features of their own, each matrix of a stack is cut by its expert's; all keep equally
    many, and what the graph spells out depends on that number alone (`dispfx.analysis.stacked_experts`,
    rule 4).
-8. A mean or a norm that is gated by the statistics of the kept features is one over what is left.
+8. A mean or a norm over kept statistics becomes one over the remaining features.
 """
 
 from collections.abc import Mapping
@@ -98,7 +98,7 @@ class _Lowering:
         self.writes = set(self.program.stream.writes) if self.program.stream else set()
 
     def gate(self, site: Site, point: GatePoint, name: str) -> None:
-        """Replace one gate by what it means for the kept features."""
+        """Replace one gate by its effect on the kept features."""
         gate = self.nodes[name]
         value = gate.args[0]
         assert isinstance(value, fx.Node)
@@ -156,7 +156,7 @@ class _Lowering:
                     user.replace_input_with(gate, self._into_zeros(point, gate, value, index))
                     continue
                 small = _with_dtype(self.program.graph, value, base)
-            # Rewritten in place, so that the stream's facts go on naming it.
+            # Rewritten in place, so that the stream's facts still name it.
             user.target = aten.index_add.default
             user.args, user.kwargs = (base, point.dim, index, small), {}
 

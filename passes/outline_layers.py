@@ -6,13 +6,13 @@
     logits = head(norm(z))                           epilogue
 
 Rules:
-1. A layer may end where one stream value is all that is live of what depends on the stream's first value.
-   It starts at an attention (or a mixer), so that an attention and the MLP behind it are one layer; a piece
-   without a branch, such as a norm of the stream, belongs to a neighbour.  Of the ways to do so that one is
-   taken which leaves the fewest operations in different bodies.
+1. A layer may end where a stream value is the only live value that depends on the stream's first value.
+   It starts at an attention (or a mixer), so that an attention and the MLP after it are one layer; a piece
+   without a branch, such as a norm of the stream, belongs to a neighbour.  The pass chooses the split with
+   the fewest operations in different bodies.
 2. What depends on token ids but not on the stream (masks, rotary angles) is computed once, in the prologue;
    values that are equal are computed once.
-3. What depends on tensors and masks alone is computed in every part that uses it.
+3. Values that depend only on tensors and masks are computed in every part that uses them.
 4. Sizes are read off the value that a part is given, so that a part needs no number from outside.
 5. Two layers have one body if they are the same operations on inputs of the same shapes and dtypes.
 The graph itself stays as it is: `program.outline` is a fact about it.
@@ -83,16 +83,16 @@ def _operations(outline: Outline) -> int:
 
 
 def _crossed_alone(graph: fx.Graph, first: fx.Node) -> list[fx.Node]:
-    """Return `first` and the values behind it that no edge between such values passes over (rule 1)."""
+    """Return `first` and the later values that no edge between such values passes over (rule 1)."""
     order = {node: index for index, node in enumerate(graph.nodes)}
-    behind: set[fx.Node] = set()
+    later: set[fx.Node] = set()
     reach, found = order[first], []
     for node in graph.nodes:
-        if node is not first and not any(value in behind for value in node.all_input_nodes):
+        if node is not first and not any(value in later for value in node.all_input_nodes):
             continue
         if node.op == "output" or is_size(node):
             continue
-        behind.add(node)
+        later.add(node)
         if reach <= order[node] and ops.is_tensor(node):
             found.append(node)
         users = [order[user] for user in node.users if user.op != "output" and not is_size(user)]
@@ -144,7 +144,7 @@ def _pieces(program: Program, stream: ResidualStream, points: Sequence[fx.Node])
 
 
 def _ends(pieces: Sequence[_Piece]) -> list[fx.Node]:
-    """Return the ends of the last piece with a branch and of those behind it."""
+    """Return the ends of the last piece with a branch and of later pieces."""
     last = max(index for index, piece in enumerate(pieces) if piece.writes)
     return [piece.end for piece in pieces[last:]]
 

@@ -13,7 +13,7 @@ Rules:
    becomes an `index_copy_`, the only operation in a program that changes its operand.
 2. P + T as a size becomes S.  P or P + T in arithmetic with tensors becomes `start` or `start + T`.  Any
    other use of them is refused.
-3. The inputs are those of a cached program with `start`, int64 (), behind the positions, and an attention
+3. The inputs are those of a cached program with `start`, int64 (), after the positions, and an attention
    mask (B, S); the logits are the only output.  Causal masks hide the places that are not in use yet.
 4. An attention whose mask is the plain causal one (`dispfx.analysis.causal_mask`) needs no mask in memory.
    With `reads="new"` it reads the new keys alone and is causal: a prefill from an empty cache.  With
@@ -63,7 +63,7 @@ class StaticCache:
         """Check what attention reads.
 
         Raises:
-            DispfxError: if it is none of the known values.
+            DispfxError: if `reads` is unknown.
         """
         check_choices(self)
 
@@ -75,7 +75,7 @@ class StaticCache:
         """Rewrite the graph in place.
 
         Raises:
-            UnsupportedGraphError: if the program has no cache, or treats it in another way.
+            UnsupportedGraphError: if the program has no cache, or uses it differently.
         """
         writes = _writes(program)
         plain = self._plain_attentions(program)
@@ -160,7 +160,7 @@ def _insert_start(program: Program) -> tuple[fx.Node, fx.Node]:
 
 
 def _part_sizes(graph: fx.Graph, start: fx.Node) -> None:
-    """Tell the size of the caches from the number of places in use (rule 2)."""
+    """Separate the size of the caches from the number of places in use (rule 2)."""
     sizes = [node for node in graph.nodes if _is_length(node)]
     for size in sizes:
         for user in list(size.users):

@@ -103,5 +103,5 @@ def test_a_decoder_without_positions_is_refused_by_name():
 
 def test_a_decoder_that_mixes_neighbours_all_the_same_is_refused():
     model = tiny_transformer("lfm2")
-    with pytest.raises(CaptureError, match="documents cannot be kept apart: behind another one"):
+    with pytest.raises(CaptureError, match="documents cannot be kept apart: the logits"):
         apart(model, capture(model), END)

@@ -66,7 +66,7 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.parquet").write_bytes(b"any")
     monkeypatch.setattr("dispfx.words.text_origin.find_spec", lambda name: None)
-    with pytest.raises(DataError, match=f"{library} is needed") as refusal:
+    with pytest.raises(DataError, match=f"needs {library}") as refusal:
         check_texts([word])
     assert refusal.value.hint == "pip install 'dispfx[data]'"
 

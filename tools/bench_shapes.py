@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the speed of decoders of known shapes, pruned beside dense, with random weights.
+"""Measure the speed of decoders of known shapes, pruned and dense, with random weights.
 
     python tools/bench_shapes.py --out bench                                all sections, on a GPU
     python tools/bench_shapes.py --out bench --sections check,main          some

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measure a step of learning with the weights in parts on several cards of one host, beside one card.
+"""Measure a step of learning with sharded weights on several GPUs of one host, and on one GPU.
 
     torchrun --standalone --nproc-per-node 4 tools/bench_shard.py --out DIR                       CUDA, NCCL
     torchrun --standalone --nproc-per-node 2 tools/bench_shard.py --out DIR --tiny --device cpu   to try it
@@ -303,8 +303,8 @@ def _markdown(rows: list[Row], environment: dict[str, Any]) -> str:
     lines = [
         f"A step of learning at the 70B shape, random weights; goal: {GOAL} ({about}).",
         "",
-        f"| way | layers of {ALL_LAYERS} | tokens a card | step | weights a card | peak a card "
-        "| TFLOP/s a card | efficiency | opened | prepared |",
+        f"| way | layers of {ALL_LAYERS} | tokens per card | step | weights per card | peak per card "
+        "| TFLOP/s per card | efficiency | opened | prepared |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -99,7 +99,7 @@ def card(decoder: LlamaForCausalLM, skills: Mapping[str, float], figures: Mappin
 
 
 def write_folder(out: Path, decoder: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-    """Writes weights, tokenizer and card beside `out`, then moves the whole folder into its place."""
+    """Writes weights, tokenizer and card to a temporary folder, then renames it to `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     fresh, replaced = scratch / "fresh", scratch / "replaced"

@@ -9,7 +9,7 @@
    ways: see WAYS.
 4. LoRA on all linear layers: perplexity before and after, on text that is not trained on.
 
-Writes OUT.json and OUT.md after every part; a part that fails does not lose the others.
+Writes OUT.json and OUT.md after every part, so that a failing part does not lose earlier ones.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Where the decoder's part of a step of learning goes: by kind of kernel, beside its products alone.
+"""Profile the decoder's part of a step of learning by kind of kernel, compared with its products alone.
 
 The weights are frozen, so a linear layer costs two products, forward and the gradient of its input.  Those
 products, run one after the other with nothing between them, are the least that the step takes with the card's
@@ -70,7 +70,7 @@ def _weights_of(part: PartModule) -> list[Tensor]:
 
 
 def decoder_markdown(name: str, kernels: Sequence[Kernel], products: Products) -> str:
-    """Return the decoder's part by kind of kernel, beside its products alone, and the slowest kernels."""
+    """Return the decoder's part by kind of kernel, its products alone, and the slowest kernels."""
     rate = products.operations / products.seconds / 1e12
     alone = f"its {products.count} products alone take {products.seconds * 1e3:.1f} ms ({rate:.0f} TFLOP/s)"
     return _page(f"{name}, the decoder's part; {alone}", kernels)

@@ -155,7 +155,7 @@ def _settings(model: str, word: str, seed: int) -> tuple[float, LearnSettings]:
     """Return ratio and settings of a row.
 
     Raises:
-        DispfxError: if the row is none.
+        DispfxError: if the row is unknown.
     """
     name, _, rest = word.partition(":")
     ratio, _, changes = rest.partition(":")
@@ -210,7 +210,7 @@ def _arguments() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, help="folder for quality.json and quality.md")
     add("--model", default="demo", help="as for `dispfx compile`")
     add("--data", nargs="*", default=[], help="texts to learn from")
-    add("--split", help="text of which the first 80%% is learned from and the rest chosen on")
+    add("--split", help="text to split: learn from the first 80%%, and choose on the rest")
     add("--test", help="text to report; looked at once")
     add("--rows", nargs="+", default=ROWS)
     add("--seeds", nargs="+", type=int, default=[0])

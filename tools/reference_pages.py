@@ -56,7 +56,7 @@ def write_reference(folder: Path) -> list[Path]:
     wanted = [word for module in MODULES for word in (module, f"!{module.replace('.', '[.]')}[.].*")]
     pdoc.pdoc(*wanted, output_directory=folder)
     pages = {module: folder / f"{module.replace('.', '/')}.html" for module in MODULES}
-    # pdoc's own index leads to the first page, from which the others cannot be reached.
+    # pdoc's own index leads to the first page, which does not link to other pages.
     (folder / INDEX_FILE).write_text(_index(), encoding="utf-8")
     return list(pages.values())
 

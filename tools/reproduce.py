@@ -8,8 +8,8 @@
     python tools/reproduce.py ratio --model FILE.gguf --data LEARN --eval-data TEST --device cuda --out DIR
 
 A table is DIR/TABLE.md, .json and, for a curve, .png; DIR/tables.md has all that were made in DIR.  Runs are
-kept in DIR/runs and shared by the tables, so a command that was cut off goes on where it was.  What was not
-run says so; the paper's figure stands beside ours where the decoder is one of the paper's.
+kept in DIR/runs and shared by the tables, so an interrupted command continues where it stopped.  Missing runs
+are marked; for a decoder of the paper, the paper's figure is next to ours.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def _made(bench: Bench) -> str:
         f"{settings['samples']} masks a step{_drawn(settings)}, "
         f"start {settings['start']}, seed 0, widths multiples of {facts['align']}. Learned from "
         f"{facts['texts'][0]} ({facts['tokens'][0]:,} tokens); perplexity on {windows} of {facts['context']} "
-        f"tokens of {facts['measured'][0]}, of which none was learned from; dense "
+        f"tokens of {facts['measured'][0]}, which is never learned from; dense "
         f"{bench.dense.perplexity[0]:.3f}. {bench.common.remark}".rstrip()
         + "\n"
     )
@@ -191,7 +191,7 @@ def _arguments() -> argparse.ArgumentParser:
     add("--seeds", type=int, nargs="+", default=usual.seeds)
     add("--prompts", nargs="*", default=[], help="of the generation samples")
     add("--tasks", nargs="+", default=[], help="of lm-eval (the paper's five; for the demo, its own skills)")
-    add("--task-folder", help="with task files of one's own, where lm-eval's data cannot be had")
+    add("--task-folder", help="folder with your own task files, if lm-eval's data cannot be reached")
     add("--task-limit", type=int, help="questions of each task at most (all)")
     add("--price", type=float, help="dollars for one device for one hour")
     add("--align", type=int, default=1, help="widths become multiples of this (%(default)s)")

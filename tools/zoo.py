@@ -9,7 +9,7 @@ Each architecture runs in a process of its own with a time limit: it is captured
 random plans of 30 %, lowered, and compared at two shapes that were not traced.  The builder is a Python
 file with `names()` and `build(name, attn=..., experts=...) -> (module, config)`.
 
-Writes OUT.md and OUT.json: a section for each kind of sweep, of which this one writes its own.  With
+Writes OUT.md and OUT.json: a section for each kind of sweep; this run writes one of them.  With
 --resume, architectures that its section already has from these libraries and this state of the compiler
 are left out, so a sweep may be done in parts.  An architecture counts as compiled when the gated graph
 with masks of ones is bit-identical to the captured one, the captured one is within 1e-6 of the module,

@@ -22,15 +22,14 @@ UNREAD = "not read by the graph"
 EARLIER = "¹"
 TITLE = "# Every causal language model of transformers, tiny"
 METHOD = """\
-Made by `tools/zoo.py`, which builds every architecture that transformers registers with a few small
-layers and random weights. Each is captured, analysed, gated with two random plans of 30%, lowered in both
-spellings, and compared at two shapes that were not traced: the lowered decoder with the gated one, and
-the gated one with the module itself with zeros for what was removed. Noise in place of what was removed
-must change no bit of the gated decoder. A mixture of experts is captured twice, with gathered and with
-grouped experts, and the plan of one must lower the other ("experts"). No architecture is named anywhere
-in the compiler. Of the block weights, which are the matrices that a branch reads, those of which no site
-cuts an axis are listed with the reason. Errors are relative, the largest of all shapes and plans. Seconds are
-those of a machine that did other work as well."""
+Made by `tools/zoo.py`. It builds every architecture that transformers registers with a few small layers and
+random weights, and captures, analyses, gates (two random plans of 30%) and lowers it (in both forms). At two
+shapes that were not traced, the lowered decoder must equal the gated one, and the gated one must equal the
+module with zeros for removed weights. Noise in place of removed weights must change no bit of the gated
+decoder. A mixture of experts is captured twice, with gathered and with grouped experts, and the plan of one
+must lower the other ("experts"). No architecture is named anywhere in the compiler. Block weights are the
+matrices that a branch reads; those that no site cuts are listed with the reason. Errors are relative, the
+largest of all shapes and plans. Seconds are from a busy machine."""
 CACHED_METHOD = """\
 Captured with a key-value cache: a prefill of 12 tokens and 20 decode steps give what one pass over the 32
 tokens gives, for the dense decoder and for one lowered by a random plan of 30%."""
@@ -219,7 +218,7 @@ def totals(rows: Sequence[Row], cached: bool = False) -> list[str]:
     if by_status["not built"]:
         count = len(by_status["not built"])
         lines.append(f"{count} cannot be built with these versions{_names(by_status['not built'])}")
-    for status, words in (("wrong", "gave a wrong result"), ("error", "ended in an error")):
+    for status, words in (("wrong", "gave a wrong result"), ("error", "failed with an error")):
         lines.append(f"{len(by_status[status]) or 'None'} {words}{_names(by_status[status])}")
     return lines
 
@@ -237,8 +236,8 @@ def _compiled_lines(compiled: Sequence[Row]) -> Iterator[str]:
         f"the block weights gated that the graph reads"
     )
     yield (
-        f"with every mask one, each gated graph gave the very bits of the captured graph; {equal} captured "
-        f"graphs gave the very bits of the module, the others were within {_largest(compiled, 'identity')}"
+        f"with masks of ones, every gated graph is bit-identical to the captured graph; {equal} captured "
+        f"graphs are bit-identical to the module, the rest within {_largest(compiled, 'identity')}"
     )
     yield (
         f"the largest error of lowered against gated is {_largest(compiled, 'lowered')}, of the zeroed "

@@ -1,14 +1,14 @@
-"""Which weights of a decoder's layers the sites cut, and why the others stay.
+"""Which weights of a decoder's layers the sites cut, and why the rest is not cut.
 
 Entry points: `coverage`, and `unnamed`, which names what the search for sites left out without a word.  Every
 parameter is counted exactly once, by these rules:
 
 1. A weight has two dimensions or more.  Norm weights and biases follow what they belong to and are not
    counted.
-2. A weight that no branch reads, as those of embedding and head, is outside the layers.
-3. Any other weight is a block weight: gated where a site cuts one of its axes, otherwise not gated.
-4. The reason why an axis stays is found by spreading labels from it, and from what a product sums with it, as
-   the search for sites does from its seeds: what stops them is the reason.
+2. A weight that no branch reads, such as embedding and head, is outside the layers.
+3. Any other weight is a block weight: gated if a site cuts one of its axes, otherwise not gated.
+4. The reason why an axis stays is found by spreading labels from it, and from the dimension that a product
+   sums with it, as in the search for sites: the reason is what stops the labels.
 5. A reason that no refusal of the branch gives becomes one, with the operation's line; but for what is never
    pruned, such as heads and the taps of a convolution.
 """
@@ -33,7 +33,7 @@ HEADS = {
     "attention": "attention's inner dimension: heads are not pruned",
     "mixer": "a mixer's inner dimension: what it combines over tokens is not pruned",
 }
-EXPERTS = "experts, of which a router chooses, are not pruned"
+EXPERTS = "experts chosen by a router are not pruned"
 UNREAD = "not read by the graph"
 SKIPPED = "left out on request"
 UNSUMMED = "no product of a branch sums over it"
@@ -62,9 +62,9 @@ class Coverage:
     """The block weights of a decoder; `gated` and the sizes of `ungated` add up to `total`.
 
     Args:
-        gated: elements of weights of which a site cuts an axis.
+        gated: elements of weights that a site cuts along some axis.
         total: elements of all block weights.
-        ungated: the others, by reason, the largest first.
+        ungated: all other block weights, by reason, the largest first.
         axes: axes (path, axis) of gated weights that no site cuts, by reason.
     """
 
@@ -75,12 +75,12 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Share of the weights that is gated; 1 where there is none."""
+        """Share of the weights that is gated; 1 if there are no weights."""
         return self.gated / self.total if self.total else 1.0
 
 
 def coverage(program: Program) -> Coverage:
-    """Return which block weights the sites of an analysed program cut, and why not the others."""
+    """Return which block weights the sites of an analysed program cut, and why the rest is not cut."""
     search = _Reasons(program)
     shapes = search.block_weights()
     sizes = {path: prod(shape) for path, shape in shapes.items()}
@@ -128,7 +128,7 @@ def unnamed(program: Program) -> list[Refusal]:
 
 
 class _Reasons:
-    """What is asked for every axis that stays."""
+    """Finds the reason for every axis that stays."""
 
     def __init__(self, program: Program):
         assert program.stream is not None
@@ -141,7 +141,7 @@ class _Reasons:
         self.whole_stream = any(site.kind == STREAM for site in program.sites)
 
     def block_weights(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the weights that some branch reads, or nothing does (rule 3)."""
+        """Return the shapes of the weights that some branch reads, or that nothing reads (rule 3)."""
         inside = self._inside()
         return {
             path: shape
@@ -219,7 +219,7 @@ class _Reasons:
         return any(site.name in names for site in self.program.sites)
 
     def _owned(self, closure: Closure) -> Mismatch | None:
-        """Say so where the features would be cut with those of a site, at some positions only."""
+        """Return a mismatch if a site already cuts some of the positions."""
         paths = {(str(node.target), dim) for node, dim in closure.labels if node.op == "get_attr"}
         for site in self.program.sites:
             if any((piece.parameter, piece.axis) in paths for piece in site.slices):
@@ -227,7 +227,7 @@ class _Reasons:
         return None
 
     def _stopped(self, mismatch: Mismatch) -> str:
-        """Return the reason of a mismatch; heads have one of their own, unless they are refused by name."""
+        """Return the reason of a mismatch; heads have a special reason, unless they are refused by name."""
         node = mismatch.node
         leaf = self.leaf_of.get(node.name) if node is not None else None
         if node is None or leaf is None or self._is_refused(leaf, mismatch.reason):
@@ -249,5 +249,5 @@ class _Reasons:
 
 
 def _several(closure: Closure) -> Mismatch | None:
-    """Return what sums over the features and another dimension at once."""
+    """Return the operation that sums over the features and another dimension at once."""
     return next(filter(None, (sums_over_several(user) for _, _, user in closure.gates)), None)

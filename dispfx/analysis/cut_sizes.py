@@ -1,10 +1,10 @@
-"""Sizes and positions that a graph spells out on cut dimensions, counted anew.
+"""Recompute the sizes and positions that a graph states for cut dimensions.
 
 Entry point: `count_sizes`.  Rules:
 1. Sizes of reshapes, expands, splits, pads and constants become the number of positions that stay.
-2. A slice takes the kept among its positions: by new bounds where they stand at equal distances, otherwise by
-   `index_select`.  So does an index that is a constant.
-3. A roll goes by as many positions as stay among those that it moves over the end.
+2. A slice, or a constant index, takes the kept ones of its positions: by new bounds if they are evenly
+   spaced, otherwise by `index_select`.
+3. A roll shifts by the number of kept positions among those that wrap around.
 4. A mean over a cut dimension becomes a sum divided by the full size, as in the gated graph.
 """
 
@@ -24,12 +24,12 @@ from dispfx.ir.program import Program
 # Which positions of every (value, dimension) stay.
 Cut = Mapping[tuple[str, int], np.ndarray]
 
-# Kept positions that no bounds describe.
+# Kept positions that bounds cannot describe.
 SLICE_PREFIX = "dispfx_slice"
 
 
 def count_sizes(program: Program, cut: Cut) -> dict[str, Tensor]:
-    """Rewrite the sizes spelled out on cut dimensions; return the index tensors that this needs."""
+    """Rewrite the sizes of cut dimensions; return the index tensors that this needs."""
     nodes = {node.name: node for node in program.graph.nodes}
     tensors: dict[str, Tensor] = {}
     for node in list(nodes.values()):
@@ -94,7 +94,7 @@ def _count_parts(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
 
 
 def _count_positions(program: Program, node: fx.Node, cut: Cut, tensors: dict[str, Tensor]) -> None:
-    """Take the kept among the positions that a slice or a constant index takes (rule 2)."""
+    """Take the kept ones of the positions of a slice or a constant index (rule 2)."""
     value = node.args[0]
     assert isinstance(value, fx.Node)
     found = _positions(node, value, cut)
@@ -118,7 +118,7 @@ def _count_positions(program: Program, node: fx.Node, cut: Cut, tensors: dict[st
 
 
 def _positions(node: fx.Node, value: fx.Node, cut: Cut) -> tuple[int, np.ndarray] | None:
-    """Return the cut dimension that a node takes positions of, and which it takes, or None."""
+    """Return the cut dimension from which a node takes positions, and these positions, or None."""
     if packet(node) is aten.slice:
         dim = argument(node, 1, "dim", 0) % ops.rank(value)  # type: ignore[operator]
         return (dim, slice_positions(node)) if (value.name, dim) in cut else None
@@ -129,7 +129,7 @@ def _positions(node: fx.Node, value: fx.Node, cut: Cut) -> tuple[int, np.ndarray
 
 
 def _count_shifts(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
-    """A roll by s puts the last s positions in front: as many as stay among them (rule 3)."""
+    """A roll by s moves the last s positions to the front: count the kept ones of them (rule 3)."""
     value = node.args[0]
     assert isinstance(value, fx.Node)
     shifts = roll_shifts(node)
@@ -142,7 +142,7 @@ def _count_shifts(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
 
 
 def _count_pads(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
-    """A pad adds the kept among the positions that it added, or cuts off the kept among those."""
+    """A pad adds, or cuts off, the kept ones of its positions."""
     value = node.args[0]
     assert isinstance(value, fx.Node)
     counted: list[object] = []
@@ -165,7 +165,7 @@ def _turned(stays: np.ndarray | None) -> np.ndarray | None:
 
 
 def _count_groups(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
-    """A convolution with a filter for every channel has as many groups as channels."""
+    """A depthwise convolution has as many groups as channels."""
     stays = cut.get((node.name, 1))
     if stays is None or not ops.is_depthwise(node):
         return
@@ -191,7 +191,7 @@ def _keep_divisor(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
     fixed = not any(ops.is_dynamic(value, dim) for dim in reduced)
     sizes = ops.shape_of(value)
     divisor: float = math.prod(sizes[dim] for dim in reduced)
-    if not fixed:  # what is left is divided by its own size already
+    if not fixed:  # already divided by the size that is left
         divisor = math.prod(len(stays) / int(stays.sum()) for stays in narrowed.values())
     with graph.inserting_after(node):
         divided = graph.call_function(aten.div.Tensor, (node, divisor))

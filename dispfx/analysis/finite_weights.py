@@ -1,4 +1,4 @@
-"""Weights must be finite: a NaN in one of them is told by its name before a decoder is captured."""
+"""Check before the capture that all weights are finite."""
 
 from collections.abc import Iterable
 
@@ -13,12 +13,12 @@ _SHOWN = 3
 
 
 def require_finite_weights(model: nn.Module) -> None:
-    """Pass if no parameter contains NaN or infinity; -inf alone is let pass, for masks have it.
+    """Raise if a parameter contains NaN or infinity; -inf is allowed, because masks contain it.
 
-    Each weight is read once, without a copy.
+    Every weight is read once, without a copy.
 
     Raises:
-        SourceError: naming the weights.
+        SourceError: with the names of the weights.
     """
     found = [(path, tensor) for path, tensor in model.named_parameters() if not _is_finite(tensor)]
     if found:
@@ -32,7 +32,7 @@ def require_finite_weights(model: nn.Module) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    if isinstance(tensor, UninitializedParameter):  # refused where it is captured
+    if isinstance(tensor, UninitializedParameter):  # the capture rejects it
         return True
     if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
         return True

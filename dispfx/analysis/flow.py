@@ -14,8 +14,8 @@ class Flow:
 
     Args:
         order: position of each node.
-        dependent: nodes whose value depends on the token ids.  A truth value does not count: it says
-            where something holds (padding, a mask), and carries no features.
+        dependent: nodes whose value depends on the token ids.  Booleans (padding, a mask) do not count,
+            because they carry no features.
     """
 
     order: dict[fx.Node, int]
@@ -60,8 +60,8 @@ class Flow:
     def feeds_through_product(self, source: fx.Node, target: fx.Node) -> bool:
         """Whether some path leads from `source` to `target` through at least one product.
 
-        Only nodes between the two in the graph's order are looked at, so a test inside a layer
-        costs no more than the layer.
+        Only nodes between the two in the graph's order are visited, so a test inside a layer costs no more
+        than the layer.
         """
         floor = self.order[source]
         seen: set[tuple[fx.Node, bool]] = set()
@@ -85,7 +85,7 @@ class Flow:
         return source in met
 
     def cone(self, top: fx.Node, stop: Callable[[fx.Node], bool]) -> tuple[set[fx.Node], set[fx.Node]]:
-        """Return the nodes that `top` is computed from, and the stops that the walk back met."""
+        """Return the nodes that `top` is computed from, and the stops reached on the way."""
         inside: set[fx.Node] = set()
         met: set[fx.Node] = set()
         pending = [top]
@@ -101,8 +101,8 @@ class Flow:
     def choke_points(self, graph: fx.Graph) -> set[fx.Node]:
         """Return the nodes that every path from token ids to logits crosses.
 
-        In the graph's order such a node has no edge that passes over it.  One sweep finds them.  What
-        the graph returns beside the logits, such as a cache, is on no path.
+        In the graph's order no edge passes over such a node, so one sweep finds them.  Other outputs of the
+        graph, such as a cache, are not on a path.
         """
         output, logits = graph.output_node(), ops.logits_of(graph)
         on_path = self._between(graph)

@@ -7,15 +7,15 @@ until nothing changes.  The labelled axes of parameters are the site's slices.
 Rules:
 1. A link carries labels from either side to the other.
 2. A product that contracts a labelled dimension gets a gate on its activation, and the weight's
-   axis is labelled; so a value that feeds two products gates both.  A constant that a weight is
-   multiplied with, such as the zeros before the first token, is gated like an activation.
+   axis is labelled; so both products of a value are gated.  A constant factor of a weight, such as
+   the zeros before the first token, is gated like an activation.
 3. A mean over a labelled dimension gets a gate on its operand, and divides by the full size.  With
    `statistics="kept"` it divides by the number of kept features, and a fused norm is gated likewise; with
    "none" either refuses the site.
 4. A gate hides what follows it: labels do not cross a gated edge.
 5. What a graph returns as its cache is what it takes at the next step, so both carry the same labels.
-6. Two labels for one position say that two features are one, where the caller allows that: the walk
-   starts again with the smaller of the two labels for both.
+6. If the caller allows it, two labels for one position mean that two features are one: the walk starts
+   again with the smaller label for both.
 7. An operation without a rule, a softmax or norm over a labelled dimension, a product of two labelled
    activations, or the residual stream itself refuse the site; so do two labels for one position otherwise.
 """
@@ -46,7 +46,7 @@ from dispfx.ir.sites import UNTOUCHED
 Edge = tuple[fx.Node, int, fx.Node]
 Statistics = Literal["full", "kept", "none"]
 
-# One walk finds all that one value joins; a decoder where it takes more has no such features.
+# One walk finds all joins of one value; more walks mean that there are no such features.
 _MOST_JOINS = 4
 
 
@@ -60,7 +60,7 @@ class Mismatch:
         stream: whether the features are those of the residual stream.
         grouped: whether the features come in groups, or meet another activation, as those of heads do.
         same: (2, N) pairs of labels that one position would follow both of.
-        parameter: path of a parameter concerned, where it is known.
+        parameter: path of the affected parameter, if known.
         owned: whether a site cuts the features already.
     """
 
@@ -74,7 +74,7 @@ class Mismatch:
 
 
 def sums_over_several(product: fx.Node) -> Mismatch | None:
-    """Return why no site is made of what a product sums over, where that is several dimensions at once."""
+    """Return the mismatch for a product that sums over several dimensions at once."""
     if len(contractions(product)) < 2:
         return None
     reason = f"{ops.operation(product)} sums over several dimensions at once"
@@ -83,10 +83,10 @@ def sums_over_several(product: fx.Node) -> Mismatch | None:
 
 @dataclass
 class Closure:
-    """A site in the making: labels by dimension, and the edges that carry its gate.
+    """A site under construction: labels by dimension, and the edges that carry its gate.
 
     Args:
-        statistics: of these edges, those whose user takes statistics over the kept features alone.
+        statistics: those of the edges whose user takes statistics over the kept features only.
     """
 
     labels: dict[Dimension, np.ndarray] = field(default_factory=dict)
@@ -104,10 +104,10 @@ class Surroundings:
     """What a closure may not cross.
 
     Args:
-        dependent: nodes that depend on the token ids; the others are weights or constants.
+        dependent: nodes that depend on the token ids; all other nodes are weights or constants.
         stream: the residual stream's values.
-        writes: (top, addition) edges where a branch writes; a write gate stands there.
-        caches: for every cached value that goes in or out, those that are the same cache at another time.
+        writes: (top, addition) edges where a branch writes, which carry the write gates.
+        caches: for every cached input or output, the values that are the same cache at another step.
     """
 
     dependent: frozenset[fx.Node]
@@ -150,8 +150,8 @@ def close(
         crosses_products: whether a product may consume a labelled activation; not for writes.
         joins_features: whether features that share a position become one, as long as two are left; at
             most `_MOST_JOINS` times, so that a site costs no more than a few walks.
-        statistics: whether means over the features are those of all (norms refuse the site then), or with
-            norms those of the kept ones, or refuse the site as well.
+        statistics: whether means are taken over all features (norms then refuse the site), means and norms
+            over kept features, or both refuse the site.
     """
     found = _spread(seeds, surroundings, crosses_products, statistics)
     for _ in range(_MOST_JOINS if joins_features else 0):
@@ -182,7 +182,7 @@ def _spread(
 
 
 def _joined(features: int, same: np.ndarray) -> np.ndarray:
-    """Return each feature's number once every pair of `same` (2, N) is one feature, counted from 0."""
+    """Renumber the features from 0 after merging every pair of `same` (2, N)."""
     names = np.arange(features)
     while True:
         smaller = np.minimum(names[same[0]], names[same[1]])
@@ -206,7 +206,7 @@ class _Walk:
         self._pending: list[Dimension] = []
 
     def join(self, dimension: Dimension, labels: np.ndarray) -> None:
-        """Add labels to a dimension; refuse where they disagree with what is there."""
+        """Add labels to a dimension; refuse if they disagree with existing ones."""
         node, dim = dimension
         if node in self._around.stream:
             raise _Refused(Mismatch("the features reach the residual stream itself", node, stream=True))
@@ -216,9 +216,9 @@ class _Walk:
         if known is None:
             known = np.full(len(labels), UNTOUCHED, dtype=np.int32)
         merged = np.where(labels == UNTOUCHED, known, labels)
-        apart = (known != UNTOUCHED) & (merged != known)
-        if np.any(apart):
-            raise _two_features(node, np.stack([known[apart], merged[apart]]))
+        conflicting = (known != UNTOUCHED) & (merged != known)
+        if np.any(conflicting):
+            raise _two_features(node, np.stack([known[conflicting], merged[conflicting]]))
         if dimension not in self.closure.labels or not np.array_equal(merged, known):
             self.closure.labels[dimension] = merged
             self._pending.append(dimension)
@@ -322,7 +322,7 @@ class _Walk:
             problem = problem_of(place, *dimension)
             if problem is not None:
                 raise _Refused(Mismatch(problem, place))
-            # No label stops here: what a norm gives has the features that it was given.
+            # No label stops here: the result of a norm has the features of its operand.
             edge = (*dimension, place)
             self.closure.gates[edge] = self.closure.labels[dimension]
             self.closure.statistics.add(edge)
@@ -346,8 +346,8 @@ def _conflicts(labels: np.ndarray, here: np.ndarray, there: np.ndarray) -> np.nd
     largest = np.full(there.max() + 1, UNTOUCHED, dtype=np.int32)
     np.maximum.at(largest, there, labels[here])
     arrived = labels[here]
-    apart = (arrived != UNTOUCHED) & (arrived != largest[there])
-    return np.stack([arrived[apart], largest[there][apart]])
+    conflicting = (arrived != UNTOUCHED) & (arrived != largest[there])
+    return np.stack([arrived[conflicting], largest[there][conflicting]])
 
 
 def _carried(labels: np.ndarray, here: np.ndarray, there: np.ndarray, size: int) -> np.ndarray | None:

@@ -1,7 +1,7 @@
-"""How long a text a decoder can read: the places that it looks up in its tables of positions.
+"""The context of a decoder, from the positions that it looks up in its position tables.
 
-A position is looked up by a number that depends on the length of the text and not on its tokens, so that
-number can be computed without running the decoder.  Rotary positions are computed and need no table.
+The index of a position depends on the length of the text but not on its tokens, so it can be computed without
+running the decoder.  Rotary positions are computed and need no table.
 """
 
 from bisect import bisect_right
@@ -38,7 +38,7 @@ class _Lookup:
 
 
 def longest_text(program: Program, most: int) -> int:
-    """Return how many tokens, `most` at most, a text may have before a table of positions ends."""
+    """Return the maximum number of tokens, at most `most`, that the position tables allow."""
     lookups = list(_lookups(program))
     if not lookups:
         return most
@@ -46,17 +46,17 @@ def longest_text(program: Program, most: int) -> int:
 
 
 def require_readable(program: Program, tokens: int) -> None:
-    """Require that the graph holds for a text, and that every table of positions reaches to its end.
+    """Require that the graph holds for a text, and that every position table is long enough.
 
     Raises:
-        DataError: naming the table, and the longest text that it allows.
+        DataError: with the table, and the longest text that it allows.
         CaptureError: if the decoder's arithmetic changes before that.
     """
     ended = _ended(program, list(_lookups(program)), tokens)
     if ended is not None:
         longest = longest_text(program, tokens)
         raise DataError(
-            f"sequences of {tokens:,} tokens were asked, and the decoder's table of positions ends after "
+            f"sequences of {tokens:,} tokens were requested, but the decoder's table of positions ends after "
             f"{longest:,}",
             where=str(ended.target),
             hint=f"use {option('seq_len', longest)}, or less",
@@ -93,7 +93,7 @@ def _read(node: fx.Node) -> _Lookup | None:
     if isinstance(node.args[1], int):  # index_select(table, dim, places)
         dim = node.args[1]
     elif isinstance(node.args[1], Sequence):  # index(table, [places of the first dimension, …])
-        dim = [each is not None for each in node.args[1]].index(True)
+        dim = [index is not None for index in node.args[1]].index(True)
     return _Lookup(table, dim, node.all_input_nodes[1])
 
 
@@ -101,11 +101,11 @@ def _is_cheap(node: fx.Node) -> bool:
     """Whether no product of the decoder has to be computed for a value."""
     seen, waiting = {node}, [node]
     while waiting:
-        each = waiting.pop()
-        if ops.is_product(each):
+        current = waiting.pop()
+        if ops.is_product(current):
             return False
-        waiting.extend(set(each.all_input_nodes) - seen)
-        seen.update(each.all_input_nodes)
+        waiting.extend(set(current.all_input_nodes) - seen)
+        seen.update(current.all_input_nodes)
     return True
 
 

@@ -1,4 +1,4 @@
-"""Whether each of several stacked experts may keep features of its own.
+"""Whether each of several stacked experts may keep its own features.
 
     gate_up = grouped(x_RD, w_EDN, ends)         position r of dimension 0 belongs to the expert whose run of
     h = act(gate_up)                             positions holds r; every labelled value says which this is
@@ -8,17 +8,17 @@ Entry point: `by_expert`.  A closure (see `dispfx.analysis.label_map`) found for
 share holds for features of each expert under these rules:
 
 1. Every parameter that it cuts is a stack of matrices along axis 0, of one length.
-2. Every value that it labels has a dimension of which each position belongs to one expert: a view of a stack,
+2. Every value that it labels has a dimension whose positions each belong to one expert: a view of a stack,
    a gather from it by a vector of expert numbers, a product with it that is taken run by run or matrix by
    matrix, or a value computed from such ones that agree.
-3. Every gate stands on such a value, along dimension 0, in front of a product with a stack that takes for
-   each position the matrix of the same expert.
-4. Labels are the features of one expert in order, as often as one likes side by side, or each repeated: what
-   a slice or split takes then depends on how many features are kept and not on which.
+3. Every gate is on such a value, along dimension 0, before a product with a stack that uses the matrix of the
+   same expert for each position.
+4. Labels are the features of one expert in order, tiled or each repeated: what a slice or split takes then
+   depends only on the number of kept features.
 
-A vector of expert numbers and the ends of runs are the same where the numbers are sorted and the ends are the
-running sum of their counts.  Numbers that are no expert's are not counted and are sorted behind all runs,
-where no product takes them; bringing them into range for a gather changes nothing.
+A vector of expert numbers and the ends of runs are equivalent if the numbers are sorted and the ends are the
+running sum of their counts.  Invalid numbers are not counted and are sorted after all runs, where no product
+takes them; clamping them for a gather changes nothing.
 """
 
 import operator
@@ -40,8 +40,8 @@ class Owner:
 
     Args:
         axis: the dimension.
-        by: the vector that says it; None where position e belongs to expert e.
-        ends: whether `by` holds where the runs of the experts end, and not a number for each position.
+        by: the vector of experts; None if position e belongs to expert e.
+        ends: whether `by` holds the ends of the experts' runs instead of a number for each position.
     """
 
     axis: int
@@ -58,10 +58,10 @@ class Owner:
 
 @dataclass(frozen=True)
 class ByExpert:
-    """A closure whose features each expert has of its own.
+    """A closure in which every expert has its own features.
 
     Args:
-        experts: how many there are.
+        experts: number of experts.
         owners: of every labelled value.
     """
 
@@ -70,11 +70,11 @@ class ByExpert:
 
 
 def by_expert(closure: Closure) -> ByExpert | Mismatch:
-    """Return whose features the values of a closure hold, or why the experts must share one selection."""
+    """Return the owners of a closure's values, or why the experts must share one selection."""
     parameters = [(node, dim) for node, dim in closure.labels if node.op == "get_attr"]
     lengths = {shape_of(node)[0] for node, dim in parameters if rank(node) > 1 and dim > 0}
     if any(rank(node) < 2 or dim == 0 for node, dim in parameters) or len(lengths) != 1:
-        return Mismatch("the weights are no stacks of one length")
+        return Mismatch("the weights are not stacks of one length")
     if len({node for node, _ in closure.labels}) < len(closure.labels):
         return Mismatch("a value has the features along two dimensions")
     experts = lengths.pop()
@@ -82,13 +82,13 @@ def by_expert(closure: Closure) -> ByExpert | Mismatch:
         return Mismatch("there is one expert")
     irregular = next((at for at, labels in closure.labels.items() if not _is_regular(labels)), None)
     if irregular is not None:
-        return Mismatch("the features do not lie side by side in order", irregular[0])
+        return Mismatch("the features are not adjacent and in order", irregular[0])
     found = _owners(closure)
     if isinstance(found, Mismatch):
         return found
     for value, dim, user in closure.gates:
         if not _gate_agrees(closure, found, value, dim, user):
-            return Mismatch("a gate stands where the expert is not known", value)
+            return Mismatch("the expert at a gate is not known", value)
     return ByExpert(experts, found)
 
 
@@ -146,7 +146,7 @@ def _gather(node: fx.Node, owners: dict[fx.Node, Owner]) -> Owner | None:
 
 
 def _common(node: fx.Node, dims: dict[fx.Node, int], owners: dict[fx.Node, Owner]) -> Owner | None:
-    """Return the owner that all labelled operands give, each through the link of its own dimension."""
+    """Return the owner that all labelled operands imply, each through the link of its dimension."""
     given: dict[fx.Node, set[Owner]] = {}
     for link in links(node) or ():
         if not isinstance(link, Link):
@@ -181,7 +181,7 @@ def _gate_agrees(
         return stack == Owner(0) and owner == _run_owner(user.args[2])
     if (stack.by, stack.ends) != (owner.by, owner.ends):
         return False
-    reached = [_reached(user, each, owners[each].axis) for each in (value, stacks[0])]
+    reached = [_reached(user, operand_node, owners[operand_node].axis) for operand_node in (value, stacks[0])]
     return reached[0] is not None and reached[0] == reached[1]
 
 
@@ -204,7 +204,7 @@ def _run_owner(ends: object) -> Owner | None:
 
 
 def _numbers_behind(ends: fx.Node) -> fx.Node | None:
-    """Return the sorted expert numbers whose counts, added up, are the ends; None where there are none."""
+    """Return the sorted expert numbers whose cumulative counts are the ends, or None."""
     total = _same_values(ends)
     if packet(total) is not aten.cumsum or argument(total, 1, "dim") not in (0, -1):
         return None
@@ -259,7 +259,7 @@ def _rises(sort: fx.Node) -> bool:
 
 
 def _numbers(node: fx.Node, experts: int) -> fx.Node:
-    """Strip casts, and bounds that the number of an expert lies in: what lies outside belongs to none."""
+    """Strip casts, and clamps to the range of expert numbers: other numbers belong to no expert."""
     while True:
         node = _same_values(node)
         low, high = argument(node, 1, "min"), argument(node, 2, "max")
@@ -273,7 +273,7 @@ def _numbers(node: fx.Node, experts: int) -> fx.Node:
 
 
 def _same_values(node: fx.Node) -> fx.Node:
-    """Strip casts and copies, which the numbers of experts survive."""
+    """Strip casts and copies, which keep expert numbers."""
     while packet(node) in ops.CASTS | ops.COPIES and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node

@@ -12,8 +12,8 @@ from dispfx.ir import ops
 def mixes_tokens(node: fx.Node, flow: Flow) -> bool:
     """Whether a position of the result depends on several tokens.
 
-    Tokens stand along the dimensions whose size changes between runs.  An operation that may mix them and has
-    no rule counts, and so does a product with a softmax of another product, whatever it sums over.
+    Tokens are along the dimensions whose size changes between runs.  An operation without a rule that may
+    mix them counts, and so does any product with a softmax of another product.
     """
     if ops.packet(node) in ops.ATTENTION:
         return True
@@ -41,7 +41,7 @@ def behind_softmax(product: fx.Node, flow: Flow, within: Collection[fx.Node] | N
     """Whether an operand of the product is a softmax of another product, with no product between.
 
     Args:
-        within: nodes outside of which nothing counts; all by default.
+        within: nodes to consider; all by default.
     """
 
     def stops(node: fx.Node) -> bool:

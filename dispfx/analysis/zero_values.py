@@ -4,17 +4,17 @@
     y = sigmoid(down(h))  one half there
     y = down(h) + 1       one there
 
-Entry point: `not_zero`.  A gate in front of a product needs no such proof: the weight's own positions are
-zero, whatever they are multiplied with; a weight that is computed must be shown to be zero.  Where a branch
-writes, or where a mean is taken, the gated value itself must be zero as soon as the parameters are; otherwise
-a mask says something else than smaller weights.
+Entry point: `not_zero`.  A gate before a product needs no such proof, because the weight's own positions are
+zero; a computed weight must be shown to be zero.  At a write, or at a mean, the gated value itself must be
+zero if the parameters are; otherwise a mask differs from smaller weights.
 
 Rules:
 1. A parameter is zero where it is cut; a buffer is cut with it and keeps its value.
-2. A product is zero where its weight is, unless something that is not is added.
-3. A pointwise operation is tried: zeros for what is zero, and numbers above and below zero elsewhere.  So is
-   an operation whose link rule was registered from outside; it is not taken for zero if it cannot be tried.
-4. A softmax is not zero, and a norm only if it adds nothing; anything else hands on what it is given.
+2. A product is zero where its weight is, unless a nonzero value is added.
+3. A pointwise operation is evaluated on zeros for zero operands, and on positive and negative numbers
+   elsewhere.  So is an operation with a registered link rule; if it cannot be evaluated, it counts as
+   nonzero.
+4. A softmax is not zero, and a norm is only if it adds nothing; any other operation passes zeros on.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ from dispfx.ir import ops
 from dispfx.ir.ops import aten, packet
 
 _ZERO_FILLED = ops.packets("zeros zeros_like new_zeros")
-# Operation, and where it takes the number that it fills with.
+# Operation, and the position of its fill value.
 _FILLED: dict[object, int] = {aten.full: 1, aten.full_like: 1, aten.new_full: 2}
 _PADS = ops.packets("pad constant_pad_nd")
 _ADDENDS = ops.packets("addmm baddbmm")
@@ -54,14 +54,14 @@ def _mismatch(closure: Closure, value: fx.Node, zero: Mapping[fx.Node, bool]) ->
     parameters = [node for node, _ in closure.labels if node.op == "get_attr"]
     largest = max(parameters, key=lambda node: (ops.rank(node), str(node.target)), default=None)
     return Mismatch(
-        f"{packet(cause)} makes something else of a zero, so the features are not gone with their weights",
+        f"{packet(cause)} of zero is not zero, so zero weights do not remove the features",
         cause,
         parameter=None if largest is None else str(largest.target),
     )
 
 
 def _weight_is_cut(closure: Closure, user: fx.Node) -> bool:
-    """Whether a gate stands in front of a product with a weight that is cut along the same features."""
+    """Whether a gate is before a product with a weight that is cut along the same features."""
     labelled = {node for node, _ in closure.labels}
     return ops.is_product(user) and any(
         ops.weight_of(value) is not None and value in labelled for value in ops.operands(user)
@@ -69,7 +69,7 @@ def _weight_is_cut(closure: Closure, user: fx.Node) -> bool:
 
 
 def _left_over(value: fx.Node, user: fx.Node, zero: Mapping[fx.Node, bool]) -> fx.Node | None:
-    """Return what is not zero of a gated value and the computed weight it is multiplied with, or None."""
+    """Return the gated value, or the computed weight it is multiplied with, that is not zero, or None."""
     factors = [other for other in ops.operands(user) if other is not value and other in zero]
     if not ops.is_product(user) or not factors:
         return None if zero.get(value, True) else value
@@ -137,7 +137,7 @@ def _has_bias(product: fx.Node) -> bool:
 
 
 def _bias(norm: fx.Node) -> list[fx.Node]:
-    """Return what a norm adds behind its scale."""
+    """Return what a norm adds after its scale."""
     if packet(norm) not in ops.packets("layer_norm native_layer_norm group_norm"):
         return []
     bias = ops.argument(norm, 3, "bias")
@@ -174,7 +174,7 @@ def _number(
 
 
 def _here(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute on the CPU, wherever the decoder is."""
+    """Compute on the CPU, on whichever device the decoder is."""
     return {"device": "cpu"} if "device" in kwargs else {}
 
 

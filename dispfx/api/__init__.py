@@ -1,4 +1,4 @@
-"""Everything dispfx does, as functions: the command line and `import dispfx` are thin over this."""
+"""All of dispfx as functions: the command line and `import dispfx` are thin layers over this."""
 
 import gc
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""`bench`: the speed of a folder's decoder beside the dense one, step by step.
+"""`bench`: the speed of a folder's decoder compared with the dense one, step by step.
 
     folder → captured with a cache, lowered by its plan, filled  ┐
     MODEL, or the folder's own class with random weights         ┘→ the same passes → timed in turn
@@ -55,7 +55,7 @@ class Steps:
     Args:
         batches: sequences at a time.
         prompts: lengths of a prefill.
-        pasts: cached tokens before a decode step.
+        pasts: numbers of cached tokens before a decode step.
         modes: eager, compiled or both.
     """
 
@@ -75,7 +75,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Benched:
-    """A speed table, and what a reader must know to repeat it."""
+    """A speed table, and the facts needed to repeat it."""
 
     rows: tuple[SpeedRow, ...]
     facts: dict[str, str]
@@ -86,10 +86,10 @@ def bench(folder: Any, *, on_row: Callable[[SpeedRow], None] = lambda row: None,
 
     Args:
         folder: an output folder with a checkpoint, or `BenchSettings`.
-        on_row: called with every row as soon as it is there.
-        changes: single settings, as in `batch=[1], prompt=[128]`.  `eval_data`, which needs `dense`, is text
-            for the plans at the alignments: its end, sixteen windows or half of it, says which features come
-            or go, and the rest is what they are measured on, in `facts`.
+        on_row: called with every row as soon as it is measured.
+        changes: single settings, as in `batch=[1], prompt=[128]`.  `eval_data`, which needs `dense`, is the
+            text for plans at other alignments: features are chosen on its last sixteen windows (or last
+            half), and the plans are measured on the rest, in `facts`.
 
     Raises:
         UnknownSettingError: if one of `changes` is no setting.
@@ -112,7 +112,7 @@ def bench(folder: Any, *, on_row: Callable[[SpeedRow], None] = lambda row: None,
     opened = open_folder(folder, device=place, trust_remote_code=settings.model.trust_remote_code)
     steps = _steps(opened, place, timing)
     context = longest_context(opened.config)
-    # Before anything slow, for a text that cannot be used is soon told.
+    # First, so that an unusable text is reported before anything slow.
     on = None
     if eval_data:
         on = MeasuredOn.read(eval_data, opened.tokenizer, context, settings.text.eval_windows)
@@ -146,7 +146,7 @@ def bench(folder: Any, *, on_row: Callable[[SpeedRow], None] = lambda row: None,
 def _aligned_rows(
     sides: "_Sides", steps: Steps, alignments: Sequence[int], plans: Sequence[Plan]
 ) -> Iterator[SpeedRow]:
-    """Yield a prefill and a decode step of one sequence at each alignment, by those plans if there are."""
+    """Yield a prefill and a decode step of one sequence at each alignment, with these plans if given."""
     mode: Mode = "compiled" if "compiled" in steps.modes else "eager"
     longest = CachedShape(1, max(steps.prompts), 0), CachedShape(1, 1, max(steps.pasts))
     for shape in longest if alignments else ():
@@ -160,12 +160,12 @@ def _aligned_rows(
 
 
 def experts_for(shape: CachedShape) -> Experts:
-    """Return how a step should compute a mixture: of a single token, its experts' weights are gathered."""
+    """Return how a step computes experts: a single token gathers the weights of its experts."""
     return "batched" if shape.batch * shape.tokens == 1 else "grouped"
 
 
 class _Sides:
-    """The dense and the pruned decoder, in each of the ways to compute experts that a step may ask for.
+    """The dense and the pruned decoder, for each way of computing experts that a step may need.
 
     Both ways read the same weights.  A decoder without a choice has one.
     """
@@ -179,7 +179,7 @@ class _Sides:
         """
         if opened.plan is None or opened.program is None:
             raise OutputError(
-                "bench needs a folder that transformers loads, and this one holds a graph alone",
+                "bench needs a folder that transformers loads, but this one holds only a graph",
                 where=str(opened.path),
             )
         self._opened = opened
@@ -191,7 +191,7 @@ class _Sides:
         self._made: dict[Experts, tuple[Contender, Contender]] = {}
 
     def program(self, experts: Experts) -> Program:
-        """Return the dense decoder with its cache and the sites of the folder's plan, captured once a way."""
+        """Return the dense decoder with its cache and the sites of the folder's plan, one capture per way."""
         experts = experts if self._chooses else "batched"
         if experts not in self._programs:
             captured = capture_cached(self._dense, select=self.plan.select, experts=experts)
@@ -212,12 +212,12 @@ class _Sides:
 
 
 def _steps(opened: Opened, device: torch.device, timing: TimingSettings) -> Steps:
-    """Fill in what was not chosen, and refuse lengths that the decoder cannot read."""
+    """Fill in defaults, and reject lengths that the decoder cannot read."""
     longest = getattr(opened.config, "max_position_embeddings", None)
     limit = longest if isinstance(longest, int) else max(LENGTHS["cuda"])
     for tokens in (*timing.prompt, *(past + 1 for past in timing.past)):
         if tokens > limit:
-            raise DataError(f"a text of {tokens} tokens was asked, the decoder reads 1 to {limit}")
+            raise DataError(f"{tokens} tokens were requested, but the decoder reads 1 to {limit}")
     usual = tuple(length for length in LENGTHS[device.type] if length < limit) or (limit - 1,)
     return Steps(
         tuple(timing.batch) or BATCHES,
@@ -228,7 +228,7 @@ def _steps(opened: Opened, device: torch.device, timing: TimingSettings) -> Step
 
 
 def _pruned(opened: Opened, empty: Program) -> Contender:
-    """Lower the captured decoder by the folder's plan, and put the folder's weights in."""
+    """Lower the captured decoder by the folder's plan, and insert the folder's weights."""
     assert opened.plan is not None and opened.program is not None
     lowered = lower_program(empty, opened.plan)
     lowered.rebuild({**dict(lowered.tensors()), **opened.program.parameters})
@@ -253,7 +253,7 @@ def _empty(opened: Opened) -> nn.Module:
 def _require_same_shapes(program: Program, expected: Program) -> None:
     if program.shapes != expected.shapes:
         raise PlanMismatchError(
-            "the dense decoder must have the shapes that the folder's decoder had before it was pruned",
+            "the dense decoder must have the shapes of the folder's decoder before pruning",
             where=program.model_class,
             hint="name the MODEL that the folder was compiled from",
         )

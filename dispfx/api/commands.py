@@ -1,4 +1,4 @@
-"""The verbs that look at a decoder, make a plan, or use a folder."""
+"""Verbs that inspect a decoder or use a folder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ from dispfx.words.option_names import option
 
 @dataclass(frozen=True, eq=False)
 class _Ready:
-    """A decoder to be used: dense from MODEL, or pruned from an output folder."""
+    """A decoder ready for use: dense from MODEL, or pruned from an output folder."""
 
     decoder: Callable[[Tensor], Any]
     tokenizer: Any | None
@@ -74,7 +74,7 @@ def evaluate(model: Any, *, observer: Observer | None = None, **changes: Any) ->
 
 
 def _measured_text(settings: TextSettings) -> TextChoice:
-    """Return a text to measure on, which can be read; to be asked before a decoder is opened."""
+    """Return the text to measure on after checking it; call this before opening a decoder."""
     if not settings.eval_data:
         raise DataError("text to measure on is needed", hint=f"name a text file with {option('eval_data')}")
     chosen = TextChoice(settings)
@@ -83,7 +83,7 @@ def _measured_text(settings: TextSettings) -> TextChoice:
 
 
 def _known_text(chosen: TextChoice, ready: _Ready) -> tuple[ReadText, tuple[int, ...]]:
-    """Read a text with a decoder's tokenizer, and return it with the tokens that its windows begin with.
+    """Read a text with a decoder's tokenizer; return it with the tokens that its windows begin with.
 
     Raises:
         DataError: if the decoder does not know one of the tokens.
@@ -95,7 +95,7 @@ def _known_text(chosen: TextChoice, ready: _Ready) -> tuple[ReadText, tuple[int,
 
 
 def agree(folder: Any, **changes: Any) -> Agreement:
-    """Compare what the decoder of an output folder predicts with what the dense one does, on a text.
+    """Compare the predictions of the decoder in an output folder with those of the dense one, on a text.
 
     Args:
         folder: an output folder, or `EvalSettings`.
@@ -128,7 +128,7 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
 
     Args:
         folder: an output folder, or `ExportSettings`.
-        observer: told where the ONNX model has no KV cache, and why.
+        observer: notified if the ONNX model has no KV cache, with the reason.
         changes: single settings, as in `onnx=True`.
 
     Raises:
@@ -166,7 +166,7 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
 def generate(model: Any, prompt: str | None = None, **changes: Any) -> str:
     """Return the prompt's continuation, without the prompt.
 
-    A prompt that begins with the beginning-of-sequence token already gets no second one.
+    A prompt that already begins with the beginning-of-sequence token gets no second one.
 
     Args:
         model: MODEL, an output folder, or `GenerateSettings`.
@@ -181,7 +181,7 @@ def generate(model: Any, prompt: str | None = None, **changes: Any) -> str:
     asked = settings.generation
     ready = _ready(settings.model)
     if ready.tokenizer is None:
-        raise DataError("text needs a tokenizer, and this decoder has none", where=ready.name)
+        raise DataError("text needs a tokenizer, but this decoder has none", where=ready.name)
     decoder = onnx_runner(Path(str(settings.model.model))) if asked.runtime == "onnx" else ready.decoder
     written = encode(asked.prompt, ready.tokenizer).tolist()
     ids = torch.tensor([with_bos(written, bos_tokens(settings.text.bos, ready.tokenizer))])
@@ -199,7 +199,7 @@ def generate(model: Any, prompt: str | None = None, **changes: Any) -> str:
 
 
 def _measured_context(folder: Path) -> int | None:
-    """Return the windows in which a folder's perplexity was measured, or None where it was not."""
+    """Return the context in which a folder's perplexity was measured, or None if it was not."""
     path = folder / "report.json"
     change = load_report(path).perplexity if path.is_file() else None
     return None if change is None else change.protocol.context
@@ -213,9 +213,9 @@ def _ready(settings: ModelSettings) -> _Ready:
             model, device=settings.device or "cpu", trust_remote_code=settings.trust_remote_code
         )
         config = opened.config
-        # A module of one's own says nowhere how much it reads; the compile knew.
-        told = None if config is not None else _measured_context(opened.path)
-        context, known = told or longest_context(config), opened.vocabulary_size
+        # A user module does not declare its context; the compile recorded it.
+        measured = None if config is not None else _measured_context(opened.path)
+        context, known = measured or longest_context(config), opened.vocabulary_size
         return _Ready(opened.decoder, opened.tokenizer, config, context, model, known)
     source = open_model(settings)
     decoder = partial(module_logits, source.model)

@@ -2,8 +2,8 @@
 
     open → capture → learn → lower → verify → write → read back → measure → report → rename
 
-Nothing appears under the output's name before everything in it was verified.  What took long is kept
-next to it: the state of learning and then the plan are in DIR.state until DIR is complete.
+The output appears only after everything in it was verified.  Until then, DIR.state next to it holds the state
+of learning, and later the plan.
 """
 
 import shutil
@@ -62,7 +62,7 @@ def compile(
             brings its own.
         out: folder to write; it must not exist.
         settings: of the run; the defaults of `RunSettings` without.
-        observer: told what happens.
+        observer: receives progress.
         changes: single settings by their names in `RunSettings`, as in `steps=100, export="onnx"`.
 
     Raises:
@@ -106,7 +106,7 @@ def apply(
     observer: Observer | None = None,
     **changes: Any,
 ) -> Report:
-    """Remove what a plan says from the decoder it was learned on, and write a verified folder.
+    """Prune a decoder by the plan that was learned on it, and write a verified folder.
 
     Args:
         plan: a plan, or its file.
@@ -122,7 +122,7 @@ def apply(
 
 
 def run_settings(settings: RunSettings | None, **changes: Any) -> RunSettings:
-    """Return settings with changes; those that are None are left as they are."""
+    """Return settings with changes; a change of None is ignored."""
     given = {name: value for name, value in changes.items() if value is not None}
     return RunSettings.of(**given) if settings is None else settings.changed(**given)
 
@@ -137,8 +137,8 @@ def run_compile(
     """As `compile`, with all settings in one object.
 
     Args:
-        ranks: the processes of the run, of which this one leads; the others call `follow_command`.
-        command: that gives this result again, for the report.
+        ranks: the processes of the run, led by this one; all other processes call `follow_command`.
+        command: the command that reproduces this result, for the report.
 
     Raises:
         DispfxError, VerificationError: as `compile`.
@@ -222,7 +222,7 @@ def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks:
     watcher = observer or NullObserver()
     if resume and path.is_file():
         watcher.note(f"{path} is complete; there is nothing to do")
-        # A run that was killed between its last two steps left the state.
+        # A run that was killed after it wrote the plan left the state.
         remove_state(state_folder(path, resume))
         return Plan.load(path)
     refuse_existing(path)

@@ -1,4 +1,4 @@
-"""What a compile would do, without doing it: the decoder is captured and analysed, and nothing is written."""
+"""What a compile would do: the decoder is captured and analysed, and nothing is written."""
 
 import torch
 
@@ -21,7 +21,7 @@ def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
     """Return what a run with these settings would do; nothing is learned or written.
 
     Raises:
-        DispfxError: for everything in the input that the run would refuse before learning, such as a ratio
+        DispfxError: for every input that the run would reject before learning, such as a ratio
             that cannot be met.
     """
     path, resume = settings.output.path, settings.output.resume
@@ -55,7 +55,7 @@ def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
 
 
 def _widths(program: Program, budget: Budget, settings: LearnSettings) -> tuple[float, int]:
-    """Return the ratio, and the parameters left, of widths that meet the budget with equal logits."""
+    """Return the ratio and the remaining parameters of widths that meet the budget with equal logits."""
     sites = program.sites
     count = ParameterCount.of_sites(sites, program.shapes, budget.of)
     groups = Groups.of_run(sites, constrained=settings.constrained)

@@ -19,8 +19,8 @@ def inspect(model: Any, *, config_only: bool = False, **changes: Any) -> Program
 
     Args:
         model: MODEL, a module, a config.json, or `RunSettings`.
-        config_only: read no weight; so it is, too, where there are none next to the config.  The graph is
-            then not compared with the decoder (`Program.measured`).
+        config_only: read no weights, which is also the case if there are none next to the config.  The graph
+            is then not compared with the decoder (`Program.measured`).
         changes: settings of model and budget by their names in `RunSettings`, as in `skip=["*.mlp"]`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What this installation has, what it lacks, and what that is needed for."""
+"""What this installation has and lacks, and what each missing package is needed for."""
 
 import platform
 import re
@@ -20,12 +20,12 @@ _DEVELOPMENT = "dev"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One check.
 
     Args:
         name: of a package, a device or a program.
-        state: found; missing what is needed; or optional, and not there.
-        detail: the version or size, or what is to be done.
+        state: found, required and missing, or optional and missing.
+        detail: the version or size, or what to do.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Finding:
 
 
 def doctor() -> list[Finding]:
-    """Look at Python, the packages that dispfx asks for, devices, and space; nothing is changed."""
+    """Check Python, the packages that dispfx requires, devices, and disk space; nothing is changed."""
     return [*_python(), *_packages(), *_devices(), _space()]
 
 
 def package_finding(requirement: Requirement, extra: str | None) -> Finding:
-    """Compare one installed package with what is asked of it."""
+    """Compare one installed package with the required version."""
     needed = "missing" if extra is None else "optional"
     asks = f"{requirement.name}{requirement.specifier}"
     remedy = f"pip install '{asks}'" if extra is None else f"pip install 'dispfx[{extra}]'"
@@ -50,7 +50,7 @@ def package_finding(requirement: Requirement, extra: str | None) -> Finding:
     if requirement.specifier.contains(version, prereleases=True):
         return Finding(requirement.name, "ok", version)
     return Finding(
-        requirement.name, needed, f"{version} is there and {requirement.specifier} is asked: {remedy}"
+        requirement.name, needed, f"{version} is installed, {requirement.specifier} is required: {remedy}"
     )
 
 
@@ -85,7 +85,7 @@ def _devices() -> list[Finding]:
     threads = torch.get_num_threads()
     found = [Finding("cpu", "ok", f"{platform.machine()}, {threads} thread{'s' if threads != 1 else ''}")]
     if not torch.cuda.is_available():
-        built = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no card"
+        built = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no GPU"
         return [*found, Finding("cuda", "optional", f"{built}; everything runs on the CPU")]
     for number in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(number)

@@ -33,7 +33,7 @@ def score_tasks(model: Any, *, observer: Observer | None = None, **changes: Any)
     model, asked, bos = settings.model.model, settings.evaluation, settings.text.bos
     watcher = observer or NullObserver()
     if isinstance(model, str) and is_output(model) and open_folder(model).plan is None:
-        # Said before data is fetched.
+        # Checked before data is fetched.
         raise _unknown(model)
     watcher.stage("read tasks")
     harness = Harness(asked.task_names, asked.task_folder, shots=asked.shots, limit=asked.limit)
@@ -42,7 +42,7 @@ def score_tasks(model: Any, *, observer: Observer | None = None, **changes: Any)
     context = asked.context or longest
     if bos == "on" and not tokens_in_front(words):
         raise DataError(
-            "lm-eval leaves it to the tokenizer to add a beginning-of-sequence token, and this one adds none",
+            "with lm-eval the tokenizer adds the beginning-of-sequence token, but this tokenizer adds none",
             hint=f"leave out {option('bos', 'on')}, or measure on a text with {option('eval_data')}",
         )
     scores = []
@@ -78,13 +78,15 @@ def _decoder(settings: ModelSettings) -> tuple[nn.Module, Any, int]:
         raise _unknown(name)
     if words is None:
         raise DataError(
-            "tasks are text, which needs a tokenizer", where=name, hint=f"name one with {option('tokenizer')}"
+            "tasks need a tokenizer, but this decoder has none",
+            where=name,
+            hint=f"name one with {option('tokenizer')}",
         )
     return model, words, longest
 
 
 def _unknown(name: str) -> DataError:
     return DataError(
-        "tasks need a decoder that transformers knows, and this one is a module or a graph of its own",
+        "tasks need a decoder that transformers knows, but this one is a custom module or a graph",
         where=name,
     )

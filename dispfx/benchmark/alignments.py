@@ -98,20 +98,20 @@ class MeasuredOn:
         """Read a text as --eval-data names it; its end, sixteen windows or half of it, is to choose on.
 
         Raises:
-            DataError: if the text is none, or too short.
+            DataError: if it is not a text, or too short.
         """
         text = read_text(words, tokenizer, Reading())
-        behind = min(_WINDOWS * context, len(text.tokens) // 2)
-        if behind < _FEWEST:
+        held = min(_WINDOWS * context, len(text.tokens) // 2)
+        if held < _FEWEST:
             raise DataError(
                 f"{2 * _FEWEST} tokens or more are needed, and there are {len(text.tokens)}: the end of the "
                 "text says which features come or go, and the plans are measured on the rest",
                 where=text.name,
             )
         bos = bos_tokens("auto", tokenizer, given_ids=text.given_ids)
-        chosen = tuple(windows_of(text.tokens[-behind:], context, None, 1, bos))
+        chosen = tuple(windows_of(text.tokens[-held:], context, None, 1, bos))
         about = TextFacts(text.name, None, bos)
-        return MeasuredOn(text.tokens[:-behind], chosen, about, context, most)
+        return MeasuredOn(text.tokens[:-held], chosen, about, context, most)
 
 
 def measured_plans(

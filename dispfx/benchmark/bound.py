@@ -95,7 +95,7 @@ def step_cost(program: Program, shape: CachedShape, *, last_logits: bool = True)
 
 
 def _head_of(graph: fx.Graph) -> fx.Node | None:
-    """Return the product that gives the logits, behind pointwise operations."""
+    """Return the product that gives the logits, before pointwise operations."""
     node = ops.logits_of(graph)
     while ops.is_pointwise(node) or packet(node) in ops.VIEWS | ops.packets("slice"):
         node = ops.operands(node)[0]

@@ -1,4 +1,4 @@
-"""The speed of a pruned decoder beside the dense one, in the same run and by the same graph passes.
+"""The speed of a pruned decoder compared with the dense one, in the same run and with the same passes.
 
 A step is one graph: a prefill of T tokens into an empty cache, with the head on the last token, or a decode
 step of one token after P cached ones.  Compiled steps are compiled by `torch.compile` and, on a GPU, replayed

@@ -1,7 +1,7 @@
-"""Measure a table of costs: products of several sizes on this device.
+"""Measure a latency table: products of several sizes on this device.
 
-Each product reads another copy of its weight than the one before, as a decoder does, so that none is found in
-a cache.  Selecting and placing is one gather of each kind over the widest stream.
+Consecutive products read different copies of the weight, as in a decoder, so that weights are never cached.
+Selecting and placing is one gather of each kind over the widest stream.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The speed of a pruned decoder beside the dense one, both as ONNX models of the same exporter."""
+"""The speed of a pruned decoder compared with the dense one, both as ONNX models of the same exporter."""
 
 import tempfile
 import time

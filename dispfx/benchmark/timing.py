@@ -1,7 +1,7 @@
-"""Time calls that are to be compared: in turn, so that a busy or a hot machine slows all of them alike.
+"""Time calls in turn for a comparison, so that a busy or hot machine slows all of them equally.
 
 Each round runs every call a number of times; a call's time in a round is the mean of these runs, and its
-time is the median over rounds (the minimum is kept beside it).
+time is the median over rounds (the minimum is kept too).
 """
 
 import gc

@@ -60,10 +60,10 @@ def positions_in_documents(ids_BT: Tensor, separator: int) -> Tensor:
 
 
 def refuse_mixing(where: str, difference: float) -> CaptureError:
-    """Return the error for a decoder whose documents see each other all the same."""
+    """Return the error for a decoder whose documents still see each other."""
     return CaptureError(
-        f"documents cannot be kept apart: behind another one, a document's logits differ by {difference:.1e} "
-        "from those that it has alone",
+        f"documents cannot be kept apart: the logits of a document differ by {difference:.1e} if another "
+        "document comes before it",
         where=where,
         hint=_HINT,
     )

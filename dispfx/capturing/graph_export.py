@@ -39,16 +39,16 @@ def traced(
 @contextmanager
 def torch_unheard() -> Iterator[None]:
     """Keep what torch writes to stderr and its log off the terminal, and add it to an error as a note."""
-    said = io.StringIO()
+    printed = io.StringIO()
     levels = {handler: handler.level for handler in logging.getLogger("torch").handlers}
     for handler in levels:
         handler.setLevel(logging.CRITICAL)
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(printed):
             yield
     except Exception as error:
-        if said.getvalue().strip():
-            error.add_note(said.getvalue())
+        if printed.getvalue().strip():
+            error.add_note(printed.getvalue())
         raise
     finally:
         for handler, level in levels.items():

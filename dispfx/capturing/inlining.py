@@ -1,7 +1,8 @@
-"""Inline the sub-graphs that torch.export makes for gradient and autocast modes, one in another too.
+"""Inline the (possibly nested) sub-graphs that torch.export makes for gradient and autocast modes.
 
-Gradient mode does not change values, and neither does autocast that is switched off where none is on around
-it.  Autocast that is switched on does: torch spells its casts out when it traces such a graph once more
+Gradient mode does not change values, nor does disabled autocast outside of an enabled region.  Enabled
+autocast
+does: torch makes its casts explicit when it traces such a graph again
 (`ExportedProgram.run_decompositions`).
 """
 

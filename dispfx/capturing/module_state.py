@@ -44,14 +44,14 @@ class ModuleState:
         seen: dict[int, Any] = {}  # by id, and holding what has it, so that no id is given twice
         waiting: deque[Any] = deque([module])
         while waiting and len(seen) < _MOST_OBJECTS:
-            each = waiting.popleft()
-            if isinstance(each, _NOT_FOLLOWED) or id(each) in seen:
+            part = waiting.popleft()
+            if isinstance(part, _NOT_FOLLOWED) or id(part) in seen:
                 continue
-            seen[id(each)] = each
-            if not isinstance(each, Tensor):
-                waiting.extend(self._note(each))
-            elif values and type(each) is Tensor and each.layout is torch.strided and not each.is_meta:
-                self._tensors.append((each, each.detach().clone()))
+            seen[id(part)] = part
+            if not isinstance(part, Tensor):
+                waiting.extend(self._note(part))
+            elif values and type(part) is Tensor and part.layout is torch.strided and not part.is_meta:
+                self._tensors.append((part, part.detach().clone()))
 
     def _note(self, value: Any) -> list[Any]:
         """Note what an object holds, and return it."""

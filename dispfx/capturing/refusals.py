@@ -34,9 +34,9 @@ def refuse_export(error: Exception, where: str) -> CaptureError:
         where: the module, for errors without a line of its own.
     """
     of_values = "data-dependent" in str(error)
-    said = "a branch or a size depends on the values of a tensor" if of_values else first_line(error)
+    reason = "a branch or a size depends on the values of a tensor" if of_values else first_line(error)
     return CaptureError(
-        f"torch.export cannot capture this module: {said}",
+        f"torch.export cannot capture this module: {reason}",
         where=user_frame(error) or where,
         hint=_hint(error, of_values),
     )
@@ -45,7 +45,7 @@ def refuse_export(error: Exception, where: str) -> CaptureError:
 def _hint(error: Exception, of_values: bool) -> str:
     frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     if "_detect_is_causal_mask" in frames:
-        return "give is_causal=True beside the mask; without it torch looks at the mask's values"
+        return "pass is_causal=True together with the mask; without it torch reads the mask's values"
     if "inference tensor" in str(error):
         return "build the module outside torch.inference_mode()"
     if "unhashable type: non-nested SymInt" in str(error):
@@ -76,8 +76,8 @@ def refuse_fixed_length(
     loop = None if short is None or long is None else _line_of_loop(short, long)
     line = None if short is None else _line_of_number(short)
     if loop is not None:
-        said = f"{failed}: it has every step of a loop over the tokens"
-        return CaptureError(said, where=line or loop, hint=_OF_LOOPS)
+        reason = f"{failed}: it has every step of a loop over the tokens"
+        return CaptureError(reason, where=line or loop, hint=_OF_LOOPS)
     line = line or _failing_line(graph, ids)
     return CaptureError(
         f"{failed}: the length is fixed ({first_line(error)})", where=line or where, hint=_OF_NUMBERS

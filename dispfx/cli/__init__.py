@@ -12,8 +12,8 @@
     faults       errors → message and exit code
     screen       where progress and results go
 
-A verb checks what was given, calls one function of `dispfx.api`, and shows the result.  Nothing here imports
-torch before that check, so that `dispfx --help` and a typo are answered at once.
+A verb checks its arguments, calls one function of `dispfx.api`, and shows the result.  Nothing here imports
+torch before that check, so that `dispfx --help` and typos are fast.
 """
 
 from dispfx.cli.app import main

@@ -41,7 +41,7 @@ _LEARNED_FROM = ("data", "data_weight")
 _TEXT = (*_LEARNED_FROM, "eval_data", "data_field", "data_bytes", "allow_unknown", "eval_windows")
 _ESTIMATED = ("steps", "seq_len", "batch_size", "hypernetwork")
 _NOT_OF_RECOVERY = ("tokenizer", "data_weight", "print_after")
-# What is always given where a verb has no use for a share to remove.
+# Always passed to verbs that do not use a ratio.
 _SHARE = {"ratio": 0.3}
 
 VERBS = (
@@ -123,7 +123,7 @@ VERBS = (
     Verb(showing.doctor, NoSettings, positional={}, without=("print_after",)),
 )
 
-# Verbs of other programs, and what they are called here.
+# Verbs of other programs, and their names here.
 _MEANT = {
     **dict.fromkeys(("prune", "compress", "shrink", "slice", "run", "build"), "compile"),
     **dict.fromkeys(("info", "show", "analyze", "analyse", "ls"), "inspect"),
@@ -159,7 +159,7 @@ def main() -> None:
     end_with_launcher()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            # A sign that an encoding such as ISO 8859-1 lacks must not end a run that has done its work.
+            # A character that the terminal's encoding lacks must not fail a finished run.
             stream.reconfigure(errors="replace")
     words = sys.argv[1:]
     try:
@@ -174,7 +174,7 @@ def main() -> None:
         make_app()(words, exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read this has ended, as in `dispfx … | head`; the interpreter would complain at its own end.
+        # The reader has closed the pipe, as in `dispfx … | head`; the interpreter would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(EXIT_OUR_FAULT) from None
     except KeyboardInterrupt:
@@ -185,17 +185,17 @@ def main() -> None:
 
 
 def _told(error: CycloptsError) -> str:
-    """Return what is wrong with the arguments."""
+    """Return a message for wrong arguments."""
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         return f"{error.argument.name} is missing, or has no value"
     return str(error)
 
 
 def _check_verb(words: list[str]) -> None:
-    """Pass if the first word is a verb or an option.
+    """Exit unless the first argument is a verb or an option.
 
     Raises:
-        SystemExit: after telling the verb that is meant, or all of them.
+        SystemExit: after printing the closest verb, or all verbs.
     """
     verbs = [verb.named for verb in VERBS]
     if words[0].startswith("-") or words[0] in verbs:

@@ -1,11 +1,11 @@
-"""`--config FILE`: the settings of an earlier run, under those that are given anew.
+"""`--config FILE`: the settings of an earlier run, overridden by the command line.
 
-1. FILE is a report.json, whose `settings` are every setting as that run had it, or a JSON file with such
-   sections alone.  Today's defaults have no part in a setting that the file has.
+1. FILE is a report.json, whose `settings` hold every setting of that run, or a JSON file with only these
+   sections.  A setting of the file wins over the current default.
 2. What is given on the command line wins.
-3. Settings that say where and how a run goes (`Setting.per_run`) are not taken from the file.
-4. A file is data, perhaps from elsewhere.  It cannot choose where to write, and it cannot permit that code is
-   run: neither code of a checkpoint, nor a function that MODEL or a setting names.
+3. Settings of where and how a run executes (`Setting.per_run`) are not taken from the file.
+4. The file is untrusted data.  It cannot choose the output path, and it cannot permit code to run: neither
+   code of a checkpoint, nor a function that MODEL or a setting names.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ _NEEDED = {"model": "MODEL", "ratio": "--ratio", "out": "--out"}
 
 
 def configured(given: Mapping[str, Any]) -> RunSettings:
-    """Return the settings of a run from what was given, over those of `--config` where there is one.
+    """Return the settings of a run from the command line, and from `--config` if given.
 
     Raises:
         DispfxError: if MODEL, ratio or output is missing, or the file asks for code to be run.
@@ -35,7 +35,7 @@ def configured(given: Mapping[str, Any]) -> RunSettings:
     if "config" not in given:
         _require_named(chosen, "")
         return RunSettings.of(**chosen)
-    # Before the file is read, for it never says where to write.
+    # Before the file is read: it never sets the output path.
     _require_named(chosen, " with --config", ("out",))
     path = Path(given["config"]).expanduser()
     stored = _stored(path)
@@ -48,10 +48,10 @@ def configured(given: Mapping[str, Any]) -> RunSettings:
 
 
 def _kept(stored: Mapping[str, dict[str, Any]], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run takes from a file, by flat names.
+    """Return the settings that a run takes from a file, by flat names.
 
     Raises:
-        DispfxError: if something was an object of a program, and is not given anew.
+        DispfxError: if a setting was a Python object, and is not given on the command line.
     """
     kept = {}
     for name, one in RunSettings.settings().items():
@@ -60,7 +60,7 @@ def _kept(stored: Mapping[str, dict[str, Any]], chosen: Mapping[str, Any]) -> di
             continue
         if is_of_a_program(value):
             word = _NEEDED.get(name, one.option)
-            raise UsageError(f"{word} is needed with this --config: its run was given an object in Python")
+            raise UsageError(f"{word} is needed with this --config: its run got a Python object")
         kept[name] = _tuple(value)
     return kept
 
@@ -76,7 +76,7 @@ def _stored(path: Path) -> dict[str, dict[str, Any]]:
         return stored_sections(found, strict=True)
     except ValueError as error:
         hint = "pass the report.json of a run that learned"
-        raise DataError(f"these are no settings: {error}", where=str(path), hint=hint) from error
+        raise DataError(f"this is not a settings file: {error}", where=str(path), hint=hint) from error
 
 
 def _require_named(given: Mapping[str, Any], where: str, names: Iterable[str] = tuple(_NEEDED)) -> None:
@@ -86,7 +86,7 @@ def _require_named(given: Mapping[str, Any], where: str, names: Iterable[str] = 
 
 
 def _require_permission(stored: Mapping[str, Mapping[str, Any]], chosen: Mapping[str, Any]) -> None:
-    """Pass if the user, and not the file, permits the code that MODEL and settings run."""
+    """Raise unless the user, not the file, permits the code that MODEL and settings run."""
     if chosen.get("trust_remote_code"):
         return
     model, kept = stored["model"], {name: value for one in stored.values() for name, value in one.items()}
@@ -99,7 +99,7 @@ def _require_permission(stored: Mapping[str, Mapping[str, Any]], chosen: Mapping
         code.insert(0, str(model.get("model")))
     if code:
         raise DispfxError(
-            "the run of this file executes code that comes with the model, or that a setting names",
+            "this file asks to run code that comes with the model, or that a setting names",
             where=", ".join(code),
             hint="read that code, then allow it with --trust-remote-code",
         )
@@ -109,7 +109,7 @@ def _is_function(model: Any) -> bool:
     try:
         return isinstance(model, str) and origin_of(model) == "function"
     except DispfxError:
-        return False  # whatever it is, the run will say so
+        return False  # the run itself reports the error
 
 
 def _tuple(value: Any) -> Any:

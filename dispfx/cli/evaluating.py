@@ -28,7 +28,7 @@ def evaluate(settings: EvalSettings, screen: Screen) -> None:
         if settings.text.eval_data:
             measured = api.evaluate(settings, observer=observer)
         if measured is not None and asked.dense is not None:
-            # The same windows, so that both figures are of the same positions.
+            # The same windows, so that both figures cover the same positions.
             same = {"context": measured.protocol["context"], "eval_windows": measured.protocol["windows"]}
             alike = api.agree(settings, **same)
         for one in (model, asked.dense) if asked.task_names else ():
@@ -55,7 +55,7 @@ def _check(settings: EvalSettings) -> None:
         origin_of(asked.dense)
     check_texts(settings.text.eval_data or [])
     if asked.task_folder is not None and not asked.task_folder.expanduser().is_dir():
-        raise DataError("--task-folder is a folder, and there is none", where=str(asked.task_folder))
+        raise DataError("the --task-folder does not exist", where=str(asked.task_folder))
 
 
 def _show(screen: Screen, found: "Evaluation") -> None:

@@ -1,4 +1,4 @@
-"""Examples of every verb, which end its help; each parses as it stands."""
+"""Examples of every verb, shown at the end of its help; every example parses as written."""
 
 from collections.abc import Mapping
 

@@ -3,10 +3,10 @@
 | what happens | exit code |
 |---|---|
 | a `DispfxError` | its own: 2 the input's fault, 1 ours |
-| a path that the system does not take, such as one that is too long | 2 |
-| a full disk under what the command prints | 2 |
-| Ctrl-C | 130, with the way to go on |
-| memory that runs out | 2, with the stage and the way to go on |
+| a path that the system rejects, such as one that is too long | 2 |
+| a full disk where the output is redirected to | 2 |
+| Ctrl-C | 130, with how to resume |
+| out of memory | 2, with the stage and how to resume |
 | anything else | 1, and how to see the traceback |
 | wrong arguments | 2 |
 
@@ -40,21 +40,21 @@ from dispfx.errors import (
 from dispfx.settings.sections import state_place
 from dispfx.words.chosen_device import check_device, local_device
 
-# Too long a name, a loop of links, a place that may not be read, a file where a folder should be, and the
-# other way round.
+# A name that is too long, a loop of links, no permission, a file instead of a folder, and a folder instead of
+# a file.
 _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR, errno.EISDIR)
-# Of what is printed, which has no path.
+# Errors of stdout, which has no path.
 _OF_PRINTING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What pathlib says of `~name` where nobody is called so.
+# pathlib's message for `~name` if there is no such user.
 _NO_HOME = "Could not determine home directory"
 
 
 @contextmanager
 def ends_with_message(screen: Screen, given: Mapping[str, Any], *, resumable: bool = False) -> Iterator[None]:
-    """Let a verb end in a message and an exit code, never in a traceback.
+    """Turn errors of a verb into a message and an exit code, without a traceback.
 
     Args:
-        given: what the verb was given, by the names of settings.
+        given: the arguments of the verb, by setting name.
         resumable: whether the verb has `--resume`.
 
     Raises:
@@ -79,7 +79,7 @@ def ends_with_message(screen: Screen, given: Mapping[str, Any], *, resumable: bo
 
 @dataclass(frozen=True)
 class Fault:
-    """What ended a command, as its JSON tells it."""
+    """Why a command failed, as printed with --json."""
 
     kind: str
     message: str
@@ -89,21 +89,21 @@ class Fault:
 
 
 def print_fault(fault: Fault, document: dict[str, Any] | None = None) -> None:
-    """Print a fault as JSON, with what the command had found before."""
+    """Print a fault as JSON, with the results so far."""
     Screen(json=True, quiet=True).print_json({**(document or {}), "error": asdict(fault)})
 
 
 def refused(error: DispfxError, words: Sequence[str]) -> SystemExit:
-    """Tell an error from before a verb runs, and return what ends the process with its exit code.
+    """Print an error from before a verb runs, and return the SystemExit with its exit code.
 
     Args:
-        words: of the command line, which may ask for JSON.
+        words: the command line, which may contain --json.
     """
     return _ended(*_fault_of(error, None), Screen(json="--json" in words))
 
 
 def _fault_of(error: Exception, way_on: str | None) -> tuple[Fault, str]:
-    """Return what ended a command, and how people are told."""
+    """Return the fault of a command, and the message for people."""
     told = _out_of_memory(error, way_on) or _refused_path(error)
     if told is None and not isinstance(error, DispfxError):
         hint = "run again with --debug to see where"
@@ -118,16 +118,16 @@ def _fault_of(error: Exception, way_on: str | None) -> tuple[Fault, str]:
 
 
 def _ended(fault: Fault, message: str, screen: Screen, document: dict[str, Any] | None = None) -> SystemExit:
-    """Tell what ended a command, and return what ends the process with its exit code."""
+    """Print why a command failed, and return the SystemExit with its exit code."""
     _say(message, screen.debug)
-    # Of several processes, the leading one alone prints results.
+    # With several processes, only the leader prints results.
     if screen.json and os.environ.get("RANK", "0") == "0":
         print_fault(fault, document)
     return SystemExit(fault.exit_code)
 
 
 def _out_of_memory(error: Exception, way_on: str | None) -> MemoryShortage | None:
-    """Return the error for memory that ran out, with the way to go on, or None."""
+    """Return the error for an out-of-memory condition, with how to resume, or None."""
     told = memory_shortage(error)
     if told is None:
         return None
@@ -139,29 +139,29 @@ def _out_of_memory(error: Exception, way_on: str | None) -> MemoryShortage | Non
 
 
 def _refused_path(error: Exception) -> DispfxError | None:
-    """Return the error for a path that the system does not take, a full one among them, or None."""
+    """Return the error for a path that the system rejects, or for a full disk, or None."""
     if isinstance(error, RuntimeError) and _NO_HOME in str(error):
         return DispfxError("a path begins with ~ and a name, and there is no user of that name")
     if isinstance(error, OSError) and error.errno in _OF_PRINTING and error.filename is None:
         return DispfxError(
-            f"what this command prints cannot be written: {error.strerror}",
-            hint="make room where it goes, or send it elsewhere",
+            f"the output of this command cannot be written: {error.strerror}",
+            hint="free space where it is redirected to, or redirect it elsewhere",
         )
     if not isinstance(error, OSError) or error.errno not in _OF_PATHS or error.filename is None:
         return None
     path = os.fsdecode(error.filename)
-    return DispfxError(f"the system does not take this path: {error.strerror}", where=path[:200])
+    return DispfxError(f"the system rejects this path: {error.strerror}", where=path[:200])
 
 
 def _way_on(out: Path | None) -> str:
-    """Return how to go on; `out` is what a verb that can resume was to write."""
+    """Return how to resume; `out` is the output path of a verb that can resume."""
     if out is None or not out.name:
         return "nothing was written"
     state = state_place(out)
     if not state.is_dir():
         return "no state was saved yet, so run the same command again"
     if "RANK" in os.environ:
-        # How the processes were started is not known here.
+        # It is unknown here how the processes were started.
         return f"run the same command with --resume to go on from {state}"
     words = [word for word in sys.argv[1:] if word != "--resume"]
     return f"the state is in {state}; to go on:\n  {shlex.join(['dispfx', *words, '--resume'])}"
@@ -170,6 +170,6 @@ def _way_on(out: Path | None) -> str:
 def _say(message: str, debug: bool) -> None:
     if debug:
         traceback.print_exc()
-    # Of several processes, each says who it is; nothing here may wait for torch.
+    # With several processes, messages name the rank; nothing here may wait for torch.
     rank = os.environ.get("RANK")
     print(message if rank is None else f"rank {rank}: {message}", file=sys.stderr)

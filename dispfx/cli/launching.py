@@ -1,7 +1,7 @@
-"""Start the processes of one run on this host, and say which one ended it.
+"""Start the processes of one run on this host, and report which one failed.
 
-`--launch N` starts this command N times, as torchrun does; torch.distributed watches the processes, and ends
-all of them within seconds when one fails.  The processes end with the launcher too
+`--launch N` starts this command N times, as torchrun does.  torch.distributed monitors the processes, and
+stops all of them within seconds if one fails.  The processes also end with the launcher
 (`dispfx.distributed.launcher`).
 """
 
@@ -15,16 +15,16 @@ from dispfx.distributed.launcher import LAUNCHER
 from dispfx.errors import DispfxError
 
 _NAME = "--launch"
-# Each imports torch, some 0.4 GB, and more of them than this leave the host no time for anything else.
+# Every process imports torch (about 0.4 GB); more processes would overload the host.
 _MOST_A_CORE = 16
 
 
 def launches(count: int | None) -> bool:
-    """Run this command as so many processes, and return whether it did: not where it is one of them.
+    """Run this command in `count` processes; return False if this process is one of them.
 
     Raises:
-        DispfxError: if there would be too many, or a process was killed, saying which.
-        SystemExit: with the exit code of a process that has said itself what went wrong.
+        DispfxError: if there would be too many processes, or one was killed, with its rank.
+        SystemExit: with the exit code of a process that reported its own error.
         KeyboardInterrupt: if the run was interrupted.
     """
     if count is None or "RANK" in os.environ:
@@ -35,7 +35,7 @@ def launches(count: int | None) -> bool:
 
 
 def check_shard(shard: bool, count: int | None) -> None:
-    """Pass if there are several processes for the parts of the weights, or they are not cut.
+    """Raise if the weights are sharded and there is only one process.
 
     Raises:
         DispfxError: if this is the only process.
@@ -43,7 +43,7 @@ def check_shard(shard: bool, count: int | None) -> None:
     size = int(os.environ.get("WORLD_SIZE", count or 1))
     if shard and size < 2:
         raise DispfxError(
-            "--shard cuts the weights into parts for several processes, and there is one",
+            "--shard splits the weights among processes, but there is only one",
             hint="use --launch N with N of at least 2, or torchrun",
         )
 
@@ -95,7 +95,7 @@ def _run(count: int, arguments: list[str]) -> None:
 
 
 def _raise(failures: dict[int, Any]) -> None:
-    """Say what ended the run: a process that was killed has said nothing itself."""
+    """Report what ended the run: a killed process prints nothing itself."""
     killed = {rank: found for rank, found in failures.items() if found.exitcode < 0}
     ended_for_another = all(found.signal_name() == "SIGTERM" for found in killed.values())
     if ended_for_another and len(killed) < len(failures):
@@ -104,12 +104,12 @@ def _raise(failures: dict[int, Any]) -> None:
     if not killed:
         first = min(failures.values(), key=lambda found: found.timestamp)
         raise SystemExit(first.exitcode)
-    # Those that were told to end for another's sake come last.
+    # Processes that were stopped because another one failed come last.
     rank = min(
         killed, key=lambda number: (killed[number].signal_name() == "SIGTERM", killed[number].timestamp)
     )
     found = killed[rank]
     raise DispfxError(
-        f"rank {rank} (process {found.pid}) was ended by {found.signal_name()}, and the run with it",
+        f"rank {rank} (process {found.pid}) was killed by {found.signal_name()}, which ended the run",
         hint="run the same command with --resume to go on from the last saved state",
     )

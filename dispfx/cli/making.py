@@ -40,7 +40,7 @@ def compile(settings: RunSettings, screen: Screen) -> None:
 
 
 def learn(settings: RunSettings, screen: Screen) -> None:
-    """Learn what to remove and write the plan alone; `dispfx apply` uses it."""
+    """Learn what to remove and write only the plan; `dispfx apply` uses it."""
     _check_to_learn(settings)
     if not settings.output.dry_run and launches(settings.compute.launch):
         return
@@ -78,7 +78,7 @@ def apply(settings: ApplySettings, screen: Screen) -> None:
 
 
 def _check_to_learn(settings: RunSettings) -> None:
-    """Check everything that can be wrong before anything slow is imported."""
+    """Check all arguments before slow imports."""
     budget, compute = settings.budget, settings.compute
     if not settings.text.data and origin_of(settings.model.model) != "demo":
         raise DataError("text to learn from is needed", hint="name a text file with --data")
@@ -96,7 +96,7 @@ def _check(settings: RunSettings | ApplySettings) -> None:
 
 
 def _placed(settings: RunSettings) -> tuple[str, RunSettings]:
-    """Return where masks are learned, and the settings with the device of this process's part."""
+    """Return the device that masks are learned on, and the settings with the device of this rank's shard."""
     learns_on = local_device(settings.model.device) or "cpu"
     return learns_on, settings.changed(shard_on=learns_on) if settings.compute.shard else settings
 

@@ -1,7 +1,7 @@
-"""Where progress and results go: progress to people, results to stdout.
+"""Output of a verb: progress for people, results on stdout.
 
 With --json, stdout carries one JSON document and progress goes to stderr.  With --quiet, only errors
-are shown, and the JSON that was asked for.
+and requested JSON are printed.
 
 Python names settings as `seq_len=512`; what is printed here has their flags instead: --seq-len 512.
 """
@@ -42,10 +42,10 @@ class Screen:
 
     @contextmanager
     def observer(self, leads: bool = True) -> Iterator["TerminalObserver"]:
-        """Show progress while the block runs, and the graphs that were asked for.
+        """Show progress and requested graphs while the block runs.
 
         Args:
-            leads: whether this process leads its run; the others show nothing.
+            leads: whether this process leads its run; other processes show nothing.
 
         Raises:
             DispfxError: if a pass to print after does not exist.
@@ -58,13 +58,13 @@ class Screen:
             yield observer
 
     def print_json(self, plain: Any) -> None:
-        """Print the result, if it was asked for as JSON."""
+        """Print the result if --json was given."""
         if self.json:
             escaped = (getattr(sys.stdout, "encoding", None) or "utf-8").lower() != "utf-8"
             print(json.dumps(plain, indent=2, allow_nan=False, ensure_ascii=escaped))
 
     def print_text(self, text: str) -> None:
-        """Print the result as it is, unless JSON or silence was asked for."""
+        """Print the result unless --json or --quiet was given."""
         if not self.json and not self.quiet:
             print(text)
 

@@ -1,4 +1,4 @@
-"""Verbs that show what was done, or what there is: report, compare, passes, doctor."""
+"""Verbs that show results or the installation: report, compare, passes, doctor."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from dispfx.words.preconditions import check_folder
 
 
 def report(settings: VerifySettings, screen: Screen) -> None:
-    """Draw DIR/report.html and DIR/pictures/ from what the folder holds; every compile does so at its end."""
+    """Draw DIR/report.html and DIR/pictures/ from the folder's data, as every compile does at its end."""
     folder = settings.folder.folder
     check_folder(folder, report=True)
     from dispfx.report.page import write_page
@@ -21,7 +21,7 @@ def report(settings: VerifySettings, screen: Screen) -> None:
 
 
 def compare(settings: CompareSettings, screen: Screen) -> None:
-    """Show runs side by side, or what two plans keep alike."""
+    """Show runs side by side, or what two plans have in common."""
     paths, out = settings.paths.paths, settings.paths.out
     if all(path.expanduser().is_file() for path in paths):
         _compare_plans(paths, out, screen)
@@ -29,7 +29,7 @@ def compare(settings: CompareSettings, screen: Screen) -> None:
     for path in paths:
         check_folder(path, report=True)
     if out is not None and (out.suffix != ".html" or not out.expanduser().parent.is_dir()):
-        raise OutputError("--out is an .html file in a folder that exists", where=str(out))
+        raise OutputError("--out must be an .html file in an existing folder", where=str(out))
     _compare_runs(paths, out, screen)
 
 
@@ -49,7 +49,7 @@ def _compare_runs(paths: Sequence[Path], out: Path | None, screen: Screen) -> No
 
 def _compare_plans(paths: Sequence[Path], out: Path | None, screen: Screen) -> None:
     if len(paths) != 2 or out is not None:
-        raise OutputError("two plans are compared at a time, and on the screen", hint="leave out the rest")
+        raise OutputError("plans are compared in pairs, without --out", hint="name two plans")
     from dispfx.plan.plan import Plan
     from dispfx.report.plans import difference_lines, difference_plain, difference_rows, plan_difference
     from dispfx.report.table import print_rows
@@ -75,7 +75,7 @@ def passes(settings: NoSettings, screen: Screen) -> None:
 
 
 def doctor(settings: NoSettings, screen: Screen) -> None:
-    """Show versions, devices, and what is missing; exit code 2 where something needed is."""
+    """Show versions, devices, and what is missing; exit code 2 if something required is missing."""
     from dispfx import api
     from dispfx.report import to_plain
     from dispfx.report.table import print_rows

@@ -1,4 +1,4 @@
-"""Verbs that look at a decoder or use a folder: inspect, verify, export, generate."""
+"""Verbs that inspect a decoder or use a folder: inspect, verify, export, generate."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def inspect(settings: InspectSettings, screen: Screen) -> None:
 
 
 def _is_plan(word: str) -> bool:
-    """Whether the word names a file as plans have; MODEL is never a .safetensors file."""
+    """Whether the argument names a plan file; MODEL is never a .safetensors file."""
     return word.endswith(".safetensors") and Path(word).expanduser().is_file()
 
 
@@ -56,7 +56,7 @@ def _show_plan(word: str, screen: Screen) -> None:
 
 
 def verify(settings: VerifySettings, screen: Screen) -> None:
-    """Compare every form of the decoder in a folder, as written, and say how far they are apart."""
+    """Check a folder: its files, plan and sizes, and the agreement of all its forms of the decoder."""
     folder = settings.folder
     check_folder(folder.folder)
     from dispfx import api
@@ -84,7 +84,7 @@ def verify(settings: VerifySettings, screen: Screen) -> None:
 def export(settings: ExportSettings, screen: Screen) -> None:
     """Write other forms of the decoder in a folder, and verify them."""
     if not (settings.forms.onnx or settings.forms.pt2):
-        raise OutputError("there is nothing to write", hint="say what: --onnx, --pt2, or both")
+        raise OutputError("there is nothing to write", hint="add --onnx, --pt2, or both")
     check_folder(settings.model.model)
     from dispfx import api
 

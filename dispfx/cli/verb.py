@@ -1,8 +1,8 @@
 """A verb of the command line, generated from a tree of settings.
 
 1. Every setting of the tree becomes one option; its help, choices, range and default come from the field.
-2. An option that the user does not give is left out, so that the tree's own default holds.
-3. Settings that most runs need come first; the others follow in groups, one per section.
+2. An option that the user does not give is left out, so that the tree's default applies.
+3. Settings that most runs need come first; all other settings follow in groups, one per section.
 """
 
 import inspect
@@ -33,13 +33,13 @@ class Verb:
     Args:
         run: does the work with the settings and the screen; its docstring is the help.
         tree: class of its settings.
-        name: as it is typed; that of `run` by default.
+        name: as typed on the command line; that of `run` by default.
         positional: settings without an option name, in order, and the placeholder of each.
         required: settings that must be given.
-        without: settings of the tree that the verb has no use for.
-        defaults: values that differ from those of the tree; None for what need not be given.
+        without: settings of the tree that the verb does not use.
+        defaults: values that differ from those of the tree; None for optional ones.
         docs: sentences of help that differ from those of the tree.
-        build: makes the settings from what was given; `tree.of` by default.
+        build: makes the settings from the arguments; `tree.of` by default.
     """
 
     run: Callable[[Any, Screen], None]
@@ -58,7 +58,7 @@ class Verb:
         return self.name or self.run.__name__
 
     def add_to(self, app: App, sort_key: int) -> None:
-        """Add the verb to the command line, at its place among the verbs."""
+        """Add the verb to the command line at its position in the list."""
         name, signature = self.named, self.signature()
 
         def command(*words: Any, **options: Any) -> None:
@@ -117,13 +117,13 @@ class Verb:
             name=one.option,
             help=self._help(one),
             group=group,
-            # A flag that is on by itself has a twin that turns it off.
+            # A flag that is on by default has a negative form.
             negative=None if one.typed is bool and facts.default else (),
             negative_iterable=(),
             show_default=False,
             validator=_in_range(facts),
             allow_leading_hyphen=one.typed in (str, list[str]),
-            # Of an option that is given twice, the last one counts.
+            # If an option is given twice, the last one counts.
             allow_repeating=None if one.facts.repeats else True,
         )
         return inspect.Parameter(
@@ -148,7 +148,7 @@ class Verb:
 
 
 def _in_range(facts: Setting) -> Callable[[Any, Any], None]:
-    """Return what refuses a number outside the range of a setting, or one that is not finite."""
+    """Return a validator that rejects numbers outside the range of a setting, and non-finite ones."""
 
     def check(kind: Any, value: Any) -> None:
         for number in value if isinstance(value, list | tuple) else [value]:

@@ -1,4 +1,4 @@
-"""Decoders with a key-value cache: captured, lowered by the plan of any other capture, run step by step.
+"""Decoders with a KV cache: captured, lowered by a plan of any capture, run step by step.
 
     module → capture with a cache → canonicalize → … → find sites      (capture_cached)
            → lower gates by a plan → gather-add                        (lower_cached)
@@ -45,12 +45,12 @@ def capture_cached(
 
     Args:
         model, skip, select, vocabulary_size: as for `dispfx.compiler.programs.analyse`.
-        experts: `batched` to export, or for a token or two; `grouped` for steps of many tokens, each of which
-            would have its experts' weights gathered.
+        experts: `batched` to export, or for one or two tokens; `grouped` for steps of many tokens, where
+            `batched` would gather the weights of its experts for every token.
 
     Raises:
-        CaptureError: if the decoder takes no cache, or torch.export cannot capture it with one.
-        UnsupportedGraphError: if its cache is not made of keys and values, or nothing can be pruned.
+        CaptureError: if the decoder does not support a cache, or torch.export cannot capture it with one.
+        UnsupportedGraphError: if its cache does not consist of keys and values, or nothing can be pruned.
     """
     context = named_context(getattr(model, "config", None))
     with experts_as(model, experts):
@@ -66,7 +66,7 @@ def lower_cached(
     write: WriteSpelling = "gather-add",
     vocabulary_size: int | None = None,
 ) -> Program:
-    """Return the lowered program, with its cache, of a plan that was made on any capture of the decoder.
+    """Return the lowered program, with its cache, for a plan made on any capture of the decoder.
 
     Raises:
         CaptureError, UnsupportedGraphError: as `capture_cached`.
@@ -78,11 +78,11 @@ def lower_cached(
 
 
 class WholeTexts(nn.Module):
-    """A decoder with a cache on texts that begin anew: token ids (B, T) to logits (B, T, V).
+    """A decoder with a cache, run on new texts: token ids (B, T) to logits (B, T, V).
 
     Args:
         decoder: a graph with a cache, or one with gates (`dispfx.compiler.programs.gate`).
-        program: that it was made from.
+        program: of the graph.
     """
 
     def __init__(self, decoder: nn.Module, program: Program):
@@ -91,7 +91,7 @@ class WholeTexts(nn.Module):
         self._caches = cache_tensors(program.graph)
 
     def forward(self, ids: Tensor, masks: Sequence[Tensor] | None = None) -> Tensor:
-        """Return the logits; a gated decoder takes one mask (N,) a site too."""
+        """Return the logits; a gated decoder also takes one mask (N,) per site."""
         seen = torch.ones_like(ids)
         further = (
             seen,
@@ -102,7 +102,7 @@ class WholeTexts(nn.Module):
 
 
 class CachedDecoder:
-    """Runs a graph with a cache on one piece of text after another and keeps the cache between.
+    """Runs a graph with a cache on consecutive pieces of text, and keeps the cache between calls.
 
         decoder = CachedDecoder(program.graph_module)
         logits = decoder(prompt_ids, attention_mask)     # prefill, (B, T, V)
@@ -119,7 +119,7 @@ class CachedDecoder:
         self._past: tuple[Tensor, ...] = ()
 
     def reset(self) -> None:
-        """Forget the text so far."""
+        """Clear the cache."""
         self._mask, self._past = None, ()
 
     @torch.no_grad()
@@ -128,7 +128,7 @@ class CachedDecoder:
 
         Args:
             ids: (B, T) int64.
-            attention_mask: (B, T), 0 at padding, which must stand on the left; all ones by default.
+            attention_mask: (B, T), 0 at padding, which must be on the left; all ones by default.
         """
         new = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids)
         if self._mask is None:

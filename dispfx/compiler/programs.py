@@ -1,4 +1,4 @@
-"""From a decoder to its program, and from program and plan to modules that run.
+"""From a decoder to its program, and from program and plan to modules.
 
     module → capture → canonicalize → find residual stream → find branches → find sites    (analyse)
            → insert gates                                                                   (gate)
@@ -31,7 +31,7 @@ WriteSpelling = Literal["index-add", "gather-add"]
 
 
 def skipped(skip: Sequence[str] | str) -> tuple[str, ...]:
-    """Return patterns of branches to leave dense; one pattern may be given by itself."""
+    """Return patterns of branches to leave dense; a single pattern is accepted as a string."""
     return (skip,) if isinstance(skip, str) else tuple(skip)
 
 
@@ -49,13 +49,13 @@ def capture(
     Args:
         model: takes token ids (B, T) int64 first and returns logits (B, T, V) or an output with them.
         skip: patterns of branch names to leave dense; one, or several.
-        select: `after-norm`, where every branch reads, and writes, what it likes; or `before-norm`, one
-            selection for the whole residual stream, embedding, norms and head included.
-        vocabulary_size: ids that the capture is checked with stay below it; by default taken from the
-            input embedding.
-        experts: how a mixture of experts is computed where the decoder has a choice: `grouped`, which
-            learning can afford, or `batched`, which can be exported.  Where one cannot be captured, the
-            other is.
+        select: `after-norm`, with separate selections for the reads and writes of every branch; or
+            `before-norm`, one selection for the whole residual stream, including embedding, norms and head.
+        vocabulary_size: token ids that check the capture are below it; by default that of the input
+            embedding.
+        experts: how a mixture of experts is computed if the decoder has a choice: `grouped`, which is fast
+            enough for learning, or `batched`, which can be exported.  If one cannot be captured, the other
+            one is used.
         passes: run after those of the analysis, on a canonical program (`docs/extending.md`).
 
     Raises:
@@ -63,11 +63,11 @@ def capture(
         CaptureError: if torch.export cannot capture the decoder at every batch and length.
         UnsupportedGraphError: if there is no residual stream, or nothing can be pruned.
         DispfxError: if a pass cannot run there.
-        PassError: if one breaks the graph, or claims what it did not do.
+        PassError: if a pass breaks the graph, or makes a wrong claim.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(
-            f"capture takes an nn.Module, and {model!r} was given"[:200],
+            f"capture takes an nn.Module, but {model!r} was given"[:200],
             hint="dispfx.compile(model, ratio, …) also opens names, such as demo, and folders",
         )
     further = further_passes(passes, "canonical", names_of("analyse"))
@@ -89,8 +89,8 @@ def analyse(
     """As `capture`; with a `separator`, the documents of a sequence are kept apart.
 
     Args:
-        longest: tokens that the program is to read at least, if the decoder makes its tables as long as its
-            texts; more by default where the decoder's own context is longer, 2048 at most.
+        longest: minimum number of tokens that the program must read, if the decoder builds tables of its
+            input's length; by default the decoder's context, at most 2048.
 
     Raises:
         CaptureError, UnsupportedGraphError: as `capture`.
@@ -131,7 +131,7 @@ def apart(
 ) -> Program:
     """Return a program of the same decoder in which the documents of a sequence do not see each other.
 
-    A plan that is learned on it is one for `program`.
+    A plan that is learned on it also fits `program`.
 
     Args:
         model: the decoder that `program` was captured from.
@@ -140,13 +140,13 @@ def apart(
 
     Raises:
         CaptureError: if the decoder cannot keep documents apart.
-        UnsupportedGraphError: if other sites are found in it then.
+        UnsupportedGraphError: if its sites differ from those of `program`.
     """
     twin = analyse(model, skip=skip, select=select, separator=separator, longest=longest)
     found, expected = ([(site.name, site_keys(site)) for site in one.sites] for one in (twin, program))
     if found != expected:
         raise UnsupportedGraphError(
-            "documents cannot be kept apart: other dimensions can be pruned then",
+            "documents cannot be kept apart: the sites would differ",
             where=program.model_class,
             hint=f"leave out {option('packing', 'documents')}",
         )
@@ -154,11 +154,11 @@ def apart(
 
 
 def exportable(model: nn.Module, program: Program, plan: Plan) -> Program:
-    """Return a program whose operations every exporter knows: the same, or with experts `batched`.
+    """Return a program that every exporter supports: the same, or one with `batched` experts.
 
     Args:
         model: the decoder that `program` was captured from.
-        plan: of the program; it cuts the other one too, for both read the same parameters.
+        plan: of the program; it also fits the other one, because both read the same parameters.
     """
     if not has_choice_of_experts(model):
         return program
@@ -168,7 +168,7 @@ def exportable(model: nn.Module, program: Program, plan: Plan) -> Program:
 class GatedDecoder(nn.Module):
     """A decoder whose sites are multiplied by masks; its weights are those of the program.
 
-    Gradients reach the masks, and the weights that require them.
+    Gradients flow to the masks, and to weights that require them.
     """
 
     def __init__(self, program: Program):
@@ -177,12 +177,12 @@ class GatedDecoder(nn.Module):
         self.sites = program.sites
 
     def forward(self, ids: Tensor, masks: Sequence[Tensor] | Mapping[str, Tensor], *further: Tensor) -> Any:
-        """Return what the program returns: logits (B, T, V), followed by caches where it has them.
+        """Return the program's outputs: logits (B, T, V), followed by its caches if it has any.
 
         Args:
             ids: (B, T) int64.
-            masks: one (N,) float tensor a site, in the order of the program's sites; or by the names of
-                sites, where a site without a mask keeps everything.  Soft masks multiply features.
+            masks: one (N,) float tensor per site, in the order of the program's sites; or a dict by site
+                name, in which a missing site keeps everything.  Soft masks multiply features.
             further: the program's inputs after the token ids.
         """
         if isinstance(masks, Mapping):
@@ -200,7 +200,7 @@ class GatedDecoder(nn.Module):
 
 
 class HardGatedDecoder(nn.Module):
-    """A decoder gated by a plan: removed features are multiplied by zero, nothing is smaller."""
+    """A decoder gated by a plan: removed features are multiplied by zero, shapes are unchanged."""
 
     def __init__(self, program: Program, kept: Sequence[Tensor]):
         super().__init__()
@@ -209,12 +209,12 @@ class HardGatedDecoder(nn.Module):
         self.masks = list(hard_masks(program.sites, kept, device=program.device).split(sizes))
 
     def forward(self, ids: Tensor, *further: Tensor) -> Any:
-        """Return what the program returns for token ids (B, T) and its further inputs."""
+        """Return the program's outputs for token ids (B, T) and its further inputs."""
         return self.gated(ids, self.masks, *further)
 
 
 def gate(program: Program) -> GatedDecoder:
-    """Return the decoder with a gate at every site; masks of ones change no bit."""
+    """Return the decoder with a gate at every site; with masks of ones it is bit-identical."""
     twin = run_stage("gate", program.clone())
     return GatedDecoder(twin)
 
@@ -238,15 +238,15 @@ def lower(
     """Return the pruned decoder: token ids (B, T) to logits (B, T, V), on sliced weights.
 
     Args:
-        program: of the decoder; it is not changed, and its tensors are not copied where nothing is cut.
+        program: of the decoder; not changed.  Tensors that are not cut are shared.
         plan: what to keep.
-        write: `index-add` is the spelling of the method; `gather-add` the one that is fast on a GPU.
+        write: `index-add` is the form of the paper, `gather-add` the fast one on a GPU.
         passes: run after those of the lowering, on a lowered program (`docs/extending.md`).
 
     Raises:
         PlanMismatchError: if the plan was made for another decoder.
         DispfxError: if a pass cannot run there.
-        PassError: if one breaks the graph, or claims what it did not do.
+        PassError: if a pass breaks the graph, or makes a wrong claim.
     """
     require_same_decoder(program, plan)
     further = further_passes(passes, "lowered", names_of("lower", "gather"))
@@ -259,7 +259,7 @@ def lower_program(
     *,
     write: WriteSpelling = "index-add",
 ) -> Program:
-    """As `lower`, but return the program, and let a decoder pass whose weights are still to come."""
+    """As `lower`, but return the program, and accept a decoder whose weights are not loaded yet."""
     require_choice(get_args(WriteSpelling), write, "write")
     kept = plan.for_sites(program.sites)
     by_name = {site.name: indices for site, indices in zip(program.sites, kept, strict=True)}
@@ -276,7 +276,7 @@ def _selections(program: Program, plan: Plan) -> list[Tensor]:
 
 
 def require_same_decoder(program: Program, plan: Plan) -> None:
-    """Raise PlanMismatchError where the plan was made for another decoder."""
+    """Raise PlanMismatchError if the plan was made for another decoder."""
     if plan.fingerprint != program.fingerprint:
         raise PlanMismatchError(
             f"the plan was made for a decoder with fingerprint {plan.fingerprint[:12]}, this one has "
@@ -287,7 +287,7 @@ def require_same_decoder(program: Program, plan: Plan) -> None:
 
 
 def only_planned(program: Program, plan: Plan) -> Program:
-    """Leave out the sites that the plan's decoder was told to skip."""
+    """Leave out the sites that were skipped when the plan was made."""
     planned = {selection.keys for selection in plan.selections}
     program.sites = tuple(site for site in program.sites if site_keys(site) in planned)
     return program

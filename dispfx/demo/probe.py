@@ -1,4 +1,4 @@
-"""A probe of what a decoder can do, beside perplexity, which hides lost skills.
+"""Probe the skills of a decoder, because perplexity hides lost skills.
 
 Entry point: `skill_probe`.
 

@@ -1,1 +1,1 @@
-"""What leaves the compiler: the checkpoint folder, the exported program, ONNX, generated text."""
+"""The compiler's outputs: checkpoint folder, exported program, ONNX, generated text."""

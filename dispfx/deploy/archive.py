@@ -1,4 +1,4 @@
-"""What a `.pt2` file may contain before torch reads it.
+"""Check the contents of a `.pt2` file before torch reads it.
 
 `torch.export.load` trusts its file (torch 2.11 to 2.14): it unpickles sample inputs and tensor
 subclasses with `weights_only=False`, unpickles script and opaque objects, evaluates symbolic sizes and
@@ -62,10 +62,10 @@ _REFUSED_KEYS = frozenset({"as_operator", "as_custom_obj", "as_graph"})
 
 
 def check_archive(path: Path) -> None:
-    """Pass if torch can read the file without running anything that it brings along.
+    """Raise unless torch can read the file without running code from it.
 
     Raises:
-        DataError: naming the first entry, operator or expression that is not let through.
+        DataError: with the first entry, operator or expression that is not allowed.
     """
     entries = _entries(path)
     for config in (WEIGHTS_CONFIG, _CONSTANTS_CONFIG):
@@ -98,10 +98,10 @@ def _entries(path: Path) -> set[str]:
             names = opened.namelist()
     except (RuntimeError, OSError, ValueError, zipfile.BadZipFile) as error:
         raise DataError(f"the exported program cannot be read: {error}", where=str(path)) from error
-    # torch drops the one folder that all entries lie in.
+    # torch drops the common folder of all entries.
     inner = [name.partition("/")[2] for name in names]
     if len({name.partition("/")[0] for name in names}) != 1 or sorted(inner) != sorted(set(seen)):
-        raise _refused(path, "entries that two readers of it see differently")
+        raise _refused(path, "entries that two readers see differently")
     for name in inner:
         if not _ENTRY.fullmatch(name):
             raise _refused(path, f"the entry {name!r}")
@@ -109,7 +109,7 @@ def _entries(path: Path) -> set[str]:
 
 
 def _reader(path: Path) -> Any:
-    # The reader that torch.export.load uses: another one might see other bytes under the same name.
+    # The reader of torch.export.load: another one might see other bytes under the same name.
     return torch._C.PyTorchFileReader(str(path))
 
 
@@ -124,7 +124,7 @@ def _check_payload(path: Path, payload: Any) -> None:
 
 
 def _walk(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every (key, value) of nested JSON; an explicit stack, since depth is the file's to choose."""
+    """Yield every (key, value) of nested JSON, with an explicit stack: the file controls the depth."""
     stack = [value]
     while stack:
         at = stack.pop()
@@ -136,7 +136,7 @@ def _walk(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _problem(key: str, value: Any) -> str | None:
-    """Return what is wrong with one entry of the graph, or None."""
+    """Return the problem of one entry of the graph, or None."""
     if key in _REFUSED_KEYS and value is not None:
         return f"an argument of kind {key}"
     if key == "target" and isinstance(value, str) and not _is_operator(value):
@@ -153,7 +153,7 @@ def _problem(key: str, value: Any) -> str | None:
 
 
 def _is_operator(target: str) -> bool:
-    """Whether an operator is one of torch, or has a link rule that the user's code registered."""
+    """Whether an operator belongs to torch, or has a link rule registered by the user's code."""
     if target in registered_operators():
         return True
     return bool(_OPERATOR.fullmatch(target)) and not _NEVER.fullmatch(target)
@@ -164,7 +164,7 @@ def _is_guard(text: Any) -> bool:
 
 
 def _is_arithmetic(text: Any, *, guard: bool) -> bool:
-    """Whether an expression is made of numbers, symbols and known functions only."""
+    """Whether an expression consists only of numbers, symbols and known functions."""
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
@@ -194,5 +194,5 @@ def _refused(path: Path, what: str) -> DataError:
     return DataError(
         f"the exported program contains {what}; a program written by dispfx never does",
         where=str(path),
-        hint="load only what dispfx wrote",
+        hint="load only programs that dispfx wrote",
     )

@@ -28,7 +28,7 @@ from dispfx.source.transformers_classes import require_known_class
 
 PLAN_FILE = "plan.safetensors"
 
-# Any other implementation may be fetched code, which a config must not ask for.
+# Other implementations may be downloaded code, which a config must not request.
 _ATTENTION = ("eager", "sdpa")
 _EXPERTS = ("eager", "batched_mm", "grouped_mm")
 
@@ -40,8 +40,8 @@ class StoredDecoder:
     Args:
         parameters: by their names on disk, a tied one once.
         buffers: those that `underived_buffers` names, and the indices.
-        layout: of the decoder's modules; or why it cannot be built from modules. Then the tensors are those
-            of the lowered graph.
+        layout: of the decoder's modules; or the reason why it cannot be built from modules, and the tensors
+            are those of the lowered graph.
     """
 
     parameters: Mapping[str, Tensor]
@@ -61,11 +61,11 @@ def write_checkpoint(
     """Write everything that `skeleton` and `dispfx.deploy.reload.fill` need into `folder`.
 
     Args:
-        folder: an existing, private folder; see `dispfx.deploy.folder`.
+        folder: an existing temporary folder; see `dispfx.deploy.folder`.
         model_files: of the dense decoder.
         stored: the pruned decoder.
-        plan: what the parameters were sliced with.
-        sites: of the decoder, which give the kinds; in the order of the plan's selections.
+        plan: of the sliced parameters.
+        sites: of the decoder, for their kinds, in the order of the plan's selections.
 
     Raises:
         OutputError: if a file cannot be written.
@@ -79,7 +79,7 @@ def write_checkpoint(
 def site_indices(plan: Plan, sites: Sequence[Site]) -> dict[str, Tensor]:
     """Return the kept indices, int32 (K,), of every read and write that the plan cuts, by buffer name.
 
-    A decoder that is a graph alone stores these.
+    A decoder that is only a graph stores these.
 
     Inner sites need none: their weights are smaller on both sides.
     """
@@ -96,14 +96,14 @@ def skeleton(
 ) -> nn.Module:
     """Build the dense decoder of `folder` with zeros for weights, in eval mode.
 
-    On the CPU the zeros cost neither time nor memory until they are written to.  Every parameter has
-    the dtype that its stored counterpart has, since a capture bakes dtypes in.  Buffers hold their
-    right values: the decoder derives them from its config, or they come from the folder.  A decoder that
-    divides weights by statistics of theirs gets noise, because zeros would give no numbers.
+    On the CPU the zeros take neither time nor memory until they are written to.  Every parameter has the
+    dtype of its stored counterpart, because a capture fixes dtypes.  Buffers have their correct values, from
+    the config or from the folder.  A decoder that divides weights by their statistics gets noise, because
+    zeros would give NaN.
 
     Raises:
         DataError: if transformers cannot build a decoder from config.json.
-        OutputError: if the folder is not one of ours.
+        OutputError: if dispfx did not write the folder.
     """
     model = _without_weights(
         own_config(folder, trust_remote_code),
@@ -133,27 +133,27 @@ def implementations(folder: Path) -> dict[str, str]:
 
 
 def require_rebuilt(model: nn.Module, config: Any) -> None:
-    """Pass if the decoder's class can be built from its config, as it was written and read back.
+    """Raise unless the decoder's class can be built from its config, as written and read back.
 
     Raises:
-        DataError: if it cannot, or gives other parameters.
+        DataError: if it cannot be built, or has other parameters.
     """
     with torch.device("meta"):
         twin = _without_weights(copy.deepcopy(config), type(model)._from_config)  # type: ignore[attr-defined]
     own, again = ({name: tuple(one.shape) for name, one in m.named_parameters()} for m in (model, twin))
     if odd := sorted(name for name, _ in own.items() ^ again.items()):
         raise DataError(
-            f"the decoder must be what its class builds from its config: {odd[0]} differs",
+            f"the decoder differs from what its class builds from its config: {odd[0]}",
             where=type(model).__name__,
             hint="bring the config up to date with the module, or delete its `config` to get a graph",
         )
 
 
 def underived_buffers(model: nn.Module, config: Any) -> frozenset[str]:
-    """Name the buffers of `model` that must be stored because its config does not give them back.
+    """Return the names of buffers of `model` that must be stored because its config does not determine them.
 
-    Persistent buffers always belong here.  Others do when their values differ from a freshly built
-    decoder's, as after `model.to(torch.bfloat16)`, which rounds what the decoder keeps in float32.
+    This includes all persistent buffers, and other buffers whose values differ from a newly built decoder's,
+    as after `model.to(torch.bfloat16)`, which rounds buffers that are kept in float32.
     """
     dtype = main_dtype(dict(model.named_parameters()))
     twin = _without_weights(copy.deepcopy(config), type(model)._from_config, dtype=dtype)  # type: ignore[attr-defined]
@@ -181,10 +181,10 @@ def main_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def own_config(folder: Path, trust_remote_code: bool = False) -> Any:
-    """Return the config as the decoder's own class knows it, without our entries.
+    """Return the config of the decoder's own class, without the dispfx entries.
 
     Raises:
-        DataError: if transformers does not know that class, or refuses the config.
+        DataError: if transformers does not know that class, or rejects the config.
     """
     require_known_class(folder, trust_remote_code)
     try:
@@ -192,9 +192,9 @@ def own_config(folder: Path, trust_remote_code: bool = False) -> Any:
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:
-        # transformers and its config classes raise anything here; the config is the cause of all of it.
+        # transformers and its config classes may raise anything here; report it as an error of the config.
         raise DataError(
-            f"transformers refuses this config: {error}", where=str(folder / CONFIG_FILE)
+            f"transformers rejects this config: {error}", where=str(folder / CONFIG_FILE)
         ) from error
     for entry in OUR_ENTRIES:
         if hasattr(config, entry):
@@ -203,19 +203,19 @@ def own_config(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def own_generation_config(folder: Path) -> Any | None:
-    """Return the folder's generation config, or None where there is none."""
+    """Return the folder's generation config, or None."""
     if not (folder / "generation_config.json").is_file():
         return None
     try:
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise DataError(
-            f"transformers refuses this file: {error}", where=str(folder / "generation_config.json")
+            f"transformers rejects this file: {error}", where=str(folder / "generation_config.json")
         ) from error
 
 
 def _without_weights(config: Any, build: Callable[..., Any], **chosen: Any) -> nn.Module:
-    """Build a decoder on the CPU with right buffers and parameters whose memory nobody has touched."""
+    """Build a decoder on the CPU with correct buffers and uninitialised parameters."""
     try:
         with no_init_weights():
             model = build(config, **chosen)
@@ -223,13 +223,13 @@ def _without_weights(config: Any, build: Callable[..., Any], **chosen: Any) -> n
         raise DataError(
             f"transformers cannot build a decoder from this config: {error}", where=type(config).__name__
         ) from error
-    # Tying is part of the initialisation that was left out.
+    # Tying is part of the skipped initialisation.
     model.tie_weights()
     return model
 
 
 def _put_zeros(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Replace every parameter by zeros of its stored dtype; a tied one stays one."""
+    """Replace every parameter by zeros of its stored dtype; tied ones stay tied."""
     own = list(model.named_parameters(remove_duplicate=False))
     stored = {id(parameter): dtypes[name] for name, parameter in own if name in dtypes}
     made: dict[int, nn.Parameter] = {}
@@ -249,12 +249,12 @@ def _put_noise(model: nn.Module) -> None:
 
 
 def _lazy_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return zeros in pages that the system hands out on the first write; `torch.zeros` writes them all."""
+    """Return zeros in lazily allocated pages; `torch.zeros` writes all of them."""
     return torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _put_buffers(model: nn.Module, folder: Path) -> None:
-    """Put stored buffers of full size in; those that the plan cuts are filled in after lowering."""
+    """Insert stored buffers of full size; those that the plan cuts are filled after lowering."""
     headers = read_headers(folder)
     own = dict(model.named_buffers())
     names = [

@@ -1,7 +1,7 @@
-"""Size and SHA-256 of the files that hold a decoder: recorded with a folder, compared when it is verified.
+"""Size and SHA-256 of a decoder's files: recorded when a folder is written, compared when it is verified.
 
-Digests tell that a file is the one that was written, on any machine.  Forms are compared with each other
-besides; a folder with one form alone has nothing else to be compared with.
+Digests show that a file is unchanged, on any machine.  For a folder with only one form of the decoder, they
+are the only check.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from dispfx.deploy import exported, weights
 from dispfx.deploy.section import CONFIG_FILE
 from dispfx.errors import DataError
 
-# Not what describes the decoder to people, nor tokenizers, which users may change.
+# Without documentation and tokenizers, which users may change.
 _ENDINGS = (".safetensors", ".pt2", ".onnx", ".data", ".py")
 _NAMES = ("config.json", "model.safetensors.index.json")
 
@@ -32,7 +32,7 @@ def digests(folder: Path, pattern: str = "*") -> dict[str, str]:
 
 
 def changed(folder: Path, recorded: Mapping[str, str]) -> list[str]:
-    """Return the recorded files that are missing in `folder`, or are not those that were recorded.
+    """Return the recorded files that are missing in `folder`, or have changed.
 
     Raises:
         DataError: if a name leads out of the folder.

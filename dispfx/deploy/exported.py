@@ -21,14 +21,14 @@ PROGRAM_FILE = "program.pt2"
 
 
 def save_program(exported: ExportedProgram, folder: Path) -> None:
-    """Write `program.pt2` into `folder`, whole or not at all; the program itself is not changed.
+    """Write `program.pt2` into `folder` atomically; the program is not changed.
 
-    Left out are the sample inputs, which torch would pickle, and the stack traces of the nodes, which
-    hold the paths of this machine.
+    Sample inputs, which torch would pickle, and stack traces, which contain paths of this machine, are left
+    out.
 
     Raises:
         OutputError: if it cannot be written.
-        DataError: if the program needs something that `load_program` does not let in.
+        DataError: if the program needs something that `load_program` does not allow.
     """
     # torch refuses names that do not end in .pt2.
     partial = folder / f".program-{secrets.token_hex(4)}.pt2"
@@ -47,16 +47,16 @@ def save_program(exported: ExportedProgram, folder: Path) -> None:
         raise OutputError(
             f"the program cannot be written: {first_line(error)}",
             where=str(folder),
-            hint="an operation that torch.export cannot store is named above; write it in another way",
+            hint="rewrite the operation named above, which torch.export cannot store",
         ) from error
     finally:
         partial.unlink(missing_ok=True)
 
 
 class _Writer(io.FileIO):
-    """A file for torch, whose archive ends the process (its destructor throws) where a write fails.
+    """A file for torch, whose archive aborts the process (its destructor throws) if a write fails.
 
-    The first failure is kept in `error`, and what comes after it is dropped.
+    The first failure is kept in `error`, and later writes are dropped.
     """
 
     error: OSError | None = None
@@ -73,7 +73,7 @@ class _Writer(io.FileIO):
 
 @contextmanager
 def _bare(exported: ExportedProgram) -> Iterator[None]:
-    """Take sample inputs and stack traces off the program, and put them back after."""
+    """Remove sample inputs and stack traces from the program inside the block."""
     inputs, exported._example_inputs = exported._example_inputs, None
     traced = [node for node in exported.graph.nodes if "stack_trace" in node.meta]
     traces = [node.meta.pop("stack_trace") for node in traced]
@@ -88,7 +88,7 @@ def _bare(exported: ExportedProgram) -> Iterator[None]:
 def load_program(folder: Path) -> nn.Module:
     """Return the module in `program.pt2`: forward(input_ids (B, T) int64) -> logits (B, T, V).
 
-    The archive is checked first, because torch would run code that it finds in one.
+    The archive is checked first, because torch would run code that it contains.
 
     Raises:
         DataError: if the file is missing or damaged, or holds more than tensors and a graph.
@@ -101,10 +101,10 @@ def load_program(folder: Path) -> nn.Module:
         with warnings.catch_warnings():
             # torch 2.11 maps the weights read-only and warns that they can be written to.
             warnings.simplefilter("ignore")
-            # Guards of a trace are about strides, mostly; the range of lengths is checked without them.
+            # Guards of a trace are mostly about strides; the range of lengths is checked separately.
             return torch.export.load(path).module(check_guards=False)
     except Exception as error:
-        # The archive passed the check and torch fails on it in ways of its own; the file is the cause.
+        # The archive passed the check, but torch may still raise anything; report it as an error of the file.
         raise DataError(f"torch cannot read the exported program: {error}", where=str(path)) from error
 
 

@@ -5,8 +5,8 @@
     # only now does `out` exist
 
 The work happens in a sibling, `<out>.partial-<process>-<random>`, so that the last step is one rename on
-one file system.  Whatever goes wrong before it, an interrupt included, removes the sibling.  A killed
-process leaves it behind; the next one that writes the same folder removes it.
+one file system.  Any error before it, also an interrupt, removes the sibling.  A killed process leaves the
+sibling; the next process that writes the same folder removes it.
 """
 
 import os
@@ -24,10 +24,10 @@ from dispfx.words.option_names import option
 
 
 def refuse_existing(out: str | os.PathLike[str]) -> Path:
-    """Return `out` as a path if nothing is there yet and it can be made; to be called before any work.
+    """Return `out` as a path if it does not exist and can be created; call this before any work.
 
     Raises:
-        OutputError: if a file, a folder or a dangling link has that name, or no folder can be made there.
+        OutputError: if a file, a folder or a dangling link has that name, or a folder cannot be created.
     """
     path = Path(out)
     _refuse_name(path)
@@ -45,9 +45,9 @@ def _refuse_name(path: Path) -> None:
 
 
 def _other_place(path: Path) -> str:
-    """Return what to do about a name that is taken; what dispfx did not write is not to be removed."""
+    """Return the hint for a taken name; it never suggests removing data that dispfx did not write."""
     if _is_written_by_us(path.parent):
-        return "move it elsewhere to write it anew"
+        return "move it elsewhere to write it again"
     return f"name another folder with {option('out')}" + (
         ", or remove this one" if _is_written_by_us(path) else ""
     )
@@ -58,7 +58,7 @@ def _is_written_by_us(folder: Path) -> bool:
 
 
 def _require_room(path: Path) -> None:
-    """Make a folder where `path` is to be, and remove it: no other way says whether it can be done."""
+    """Check that a folder can be created at `path`, by creating and removing it."""
     above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
     try:
         os.rmdir(tempfile.mkdtemp(prefix=f".{path.name}.", dir=above))
@@ -70,7 +70,7 @@ def _require_room(path: Path) -> None:
 def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield an empty folder that becomes `out` when the block ends without an error.
 
-    Everything in it reaches the disk before it gets its name.
+    Everything in it is synced before the rename.
 
     Raises:
         OutputError: if `out` exists or cannot be written.
@@ -89,12 +89,12 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
             yield partial
             _publish(partial, path)
     finally:
-        # After the rename there is nothing left under this name.
+        # After the rename this name does not exist.
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove what processes that are no more left of this folder; it can be as large as the folder itself."""
+    """Remove temporary copies of this folder from dead processes, which can be as large as the folder."""
     for sibling in path.parent.iterdir():
         name = re.fullmatch(re.escape(path.name) + r"\.partial-(\d+)-[0-9a-f]{8}", sibling.name)
         if name and not _is_running(int(name[1])):
@@ -107,7 +107,7 @@ def _is_running(process: int) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:
-        return True  # somebody else's
+        return True  # a process of another user
     return True
 
 

@@ -1,8 +1,7 @@
-"""Continue token ids with any decoder: a torch module, or an ONNX session behind a callable.
+"""Continue token ids with any decoder: a torch module, or a callable that wraps an ONNX session.
 
-The whole sequence is computed again for each new token.  That is slow beside a key-value cache, and it
-asks nothing of the decoder but token ids in and logits out, so that every form of a decoder that the
-compiler writes can be tried with the same few lines.
+The whole sequence is computed again for every new token.  This is slower than a KV cache, but needs only a
+decoder from token ids to logits, so that every form that the compiler writes can be used.
 
 Shape legend: B batch, T tokens so far, N new tokens, V vocabulary.
 """

@@ -1,14 +1,14 @@
-"""Put the stored weights of an output folder into a graph that was lowered with the folder's plan.
+"""Load the stored weights of an output folder into a graph that was lowered with the folder's plan.
 
-The steps from a folder to a graph, of which the middle one is the compiler's own:
+The steps from a folder to a graph:
 
     skeleton = checkpoint.skeleton(folder)          # full size, zeros for weights
     lowered = lower(capture(skeleton), plan)        # sliced shapes
     reload.fill(lowered, folder)                    # the stored values
 
-Index buffers in the weight files are the truth; a folder whose plan says otherwise is refused.  What is
-stored are the tensors of the pruned modules, which may hold more than the graph needs (see
-`dispfx.huggingface.widths`); `convert` takes the rest off.
+Index buffers in the weight files are authoritative; a folder with a different plan is rejected.  The files
+hold the tensors of the pruned modules, which may be larger than those of the graph (see
+`dispfx.huggingface.widths`); `convert` removes the rest.
 """
 
 import re

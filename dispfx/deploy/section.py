@@ -54,8 +54,8 @@ class ModelFiles:
     """A decoder's own files next to its weights, as transformers writes them.
 
     Args:
-        config: its transformers config; writing does not change it.
-        architecture: name of its class, where the config does not say it.
+        config: its transformers config; not changed.
+        architecture: name of its class, if the config does not contain it.
         generation_config: its transformers generation config, or None.
         tokenizer: its transformers tokenizer, or None.
     """

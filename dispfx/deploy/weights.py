@@ -143,7 +143,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the weight files of `folder`, in the order of their names.
 
     Raises:
-        DataError: if there is none, or the index names what is no plain file name.
+        DataError: if there are no weight files, or the index has an invalid file name.
     """
     weight_map = _weight_map(folder)
     names = [WEIGHTS_FILE] if weight_map is None else sorted(set(weight_map.values()))

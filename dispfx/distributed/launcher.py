@@ -43,8 +43,8 @@ def _watch(parent: int) -> None:
     rank = os.environ.get("RANK")
     with suppress(OSError, ValueError):  # what it would be printed to may have ended too
         # Where a library is kept quiet, sys.stderr leads elsewhere.
-        told = f"rank {rank}: the process that started this run has ended, so this one ends"
-        print(told, file=sys.__stderr__)
+        message = f"rank {rank}: the process that started this run has ended, so this one ends"
+        print(message, file=sys.__stderr__)
     signal.setitimer(signal.ITIMER_REAL, _GRACE_SECONDS)
     # A process in the background of a shell ignores SIGINT.
     heard = callable(signal.getsignal(signal.SIGINT))

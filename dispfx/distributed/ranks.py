@@ -1,4 +1,4 @@
-"""The processes of one run of learning: rank 0 leads, the others compute with it.
+"""The processes of one run of learning: rank 0 leads, and all other ranks follow.
 
     torchrun --nproc-per-node N -m dispfx compile …      or      dispfx compile … --launch N
 
@@ -94,7 +94,7 @@ class Ranks:
             raise
 
     def send(self, tensor: Tensor) -> Tensor:
-        """Return the leading rank's tensor on every rank; the others' is overwritten."""
+        """Broadcast the leader's tensor; on other ranks it is overwritten."""
         if self.size > 1:
             with _lost_ranks():
                 dist.broadcast(tensor, 0)

@@ -76,10 +76,10 @@ class Comparison:
         return max(HALF_GRADIENT_TOLERANCE, gradient), HALF_DIRECTION
 
     def __str__(self) -> str:
-        said = f"loss {self.loss:.1e}, gradient {self.gradient:.1e}, smallest cosine {self.direction:.3f}"
+        figures = f"loss {self.loss:.1e}, gradient {self.gradient:.1e}, smallest cosine {self.direction:.3f}"
         if self.rounding is None:
-            return said
-        return f"{said}; by rounding alone {self.rounding.gradient:.1e} and {self.rounding.direction:.3f}"
+            return figures
+        return f"{figures}; by rounding alone {self.rounding.gradient:.1e} and {self.rounding.direction:.3f}"
 
 
 def is_exact(dtype: torch.dtype) -> bool:

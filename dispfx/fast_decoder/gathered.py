@@ -40,7 +40,7 @@ class GatheredDecoder(MaskedLosses):
 
 
 class _Gathering(fx.Interpreter):
-    """Runs a graph once; values are freed behind their last use."""
+    """Runs a graph once; values are freed after their last use."""
 
     def __init__(self, program: Program, shards: Shards):
         super().__init__(program.graph_module, garbage_collect_values=True)

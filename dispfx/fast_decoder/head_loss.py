@@ -38,7 +38,7 @@ def chunked_loss(
 
     Args:
         head: (1, R, D) -> (1, R, V), each row by itself, with frozen weights.
-        targets_BT: token ids, NO_TARGET where there is none.
+        targets_BT: token ids, or NO_TARGET.
         rows: R.
         chunk_loss: `loss_and_gradient`, or the same compiled.
     """

@@ -246,7 +246,7 @@ class _Preparation:
             self._say(f"layers are not compiled: compiled ones differ from plain ones ({found})")
 
     def _refuse_if_asked(self, error: Exception) -> None:
-        # Where one rank stopped in the middle of a layer, the others wait for it.
+        # If one rank stopped in the middle of a layer, all other ranks wait for it.
         if self.compute.compile == "on" or self.sharding is not None:
             raise DispfxError(
                 f"the layers cannot be compiled: {first_line(error)}",
@@ -270,7 +270,7 @@ class _Preparation:
     def _holds(
         self, found: Comparison | None, reference: Loss, ids_BT: Tensor, masks: Tensor
     ) -> tuple[bool, Comparison | None]:
-        """Whether a comparison holds on every rank, if need be beside what rounding alone does."""
+        """Whether a comparison holds on every rank, if needed relative to the effect of rounding alone."""
         if self.agree(found is not None and found.holds):
             return True, found
         if is_exact(self.plain.dtype):

@@ -2,10 +2,10 @@
 
     shards = Shards(layered, sharding)      the weights lie in parts from now on
 
-A layer's weights are gathered when it computes, forward and backward, and let go behind it; those of the next
-are on their way meanwhile (FSDP2, `torch.distributed.fsdp.fully_shard`).  The weights are frozen, so no
-gradient is reduced.  What comes before and behind the layers is gathered by `PartModule.lend` while it
-computes, the head once for all chunks of a batch.
+A layer's weights are gathered when it computes, forward and backward, and freed afterwards; those of the next
+layer are prefetched (FSDP2, `torch.distributed.fsdp.fully_shard`).  The weights are frozen, so no gradient is
+reduced.  `PartModule.lend` gathers the weights before and after the layers while they are used, those of the
+head once for all chunks of a batch.
 
 Rules:
 1. A rank reads its own rows of every weight and no other: `fetch` is asked for nothing else.
@@ -80,7 +80,7 @@ class Shards:
                     part.lend = self._lent[-1].window  # type: ignore[assignment]
 
     def keep_ends(self) -> None:
-        """Gather what is before and behind the layers for good."""
+        """Gather the weights before and after the layers permanently."""
         for lent in self._lent:
             lent.window().__enter__()
 

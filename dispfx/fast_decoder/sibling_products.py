@@ -1,7 +1,7 @@
 """Products of one value with several frozen weights, whose gradient is summed where it is written.
 
     y_i = x · W_iᵀ + b_i                    forward: each product for itself
-    ∂/∂x = Σ ∂/∂y_i · W_i                   backward: the first product is written, the others add to it
+    ∂/∂x = Σ ∂/∂y_i · W_i                   backward: the first product is written, later ones add to it
 
 Left to autograd, each product of the backward pass is written for itself, and whatever reads the sum reads
 all of them: three values as large as the stream where the projections of attention begin, two in a gated MLP.
@@ -43,8 +43,8 @@ def sibling_products(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> 
         weights: (O_i, D) each, of the dtype of `x`.
         biases: (O_i,) each, or none at all.
     """
-    each = biases or [None] * len(weights)
-    return [F.linear(x, weight, bias) for weight, bias in zip(weights, each, strict=True)]
+    bias_list = biases or [None] * len(weights)
+    return [F.linear(x, weight, bias) for weight, bias in zip(weights, bias_list, strict=True)]
 
 
 @sibling_products.register_fake

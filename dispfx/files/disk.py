@@ -1,7 +1,7 @@
-"""Files that appear whole or not at all, and what goes wrong with the disk as a message for people.
+"""Write files atomically, and turn disk errors into messages with the path and a remedy.
 
-The libraries that write for us say the same in different ways: Python as an OSError, safetensors in the words
-"I/O error: … (os error 28)", torch's archives without a number.
+Libraries report them differently: Python as an OSError, safetensors as the text "I/O error: … (os error 28)",
+and torch's archives without a number.
 """
 
 import errno
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from dispfx.errors import OutputError
 
-# Of all the errors that work may meet, these concern the disk under it.
+# Errors of the disk, among all errors of the system.
 _NUMBERS = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM,
 )  # fmt: skip
@@ -24,7 +24,7 @@ _ARCHIVE = "PytorchStreamWriter failed writing"
 
 
 def disk_fault(error: BaseException) -> str | None:
-    """Return what is wrong with the disk, or None where the error is about something else."""
+    """Return the description of a disk error, or None for other errors."""
     if isinstance(error, OSError):
         return error.strerror if error.errno in _NUMBERS else None
     if isinstance(error, SafetensorError) and (number := _NUMBERED.search(str(error))):
@@ -36,10 +36,10 @@ def disk_fault(error: BaseException) -> str | None:
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what the disk does to a block that writes `path` into an error for people.
+    """Convert disk errors of a block that writes `path`.
 
     Raises:
-        OutputError: if the disk is full, read-only or broken, or forbids it.
+        OutputError: if the disk is full, read-only or broken, or permission is denied.
     """
     try:
         yield
@@ -60,19 +60,19 @@ def cannot_write(path: str | os.PathLike[str], fault: str) -> OutputError:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a name beside `path` to write to; it takes the place of `path` when the block succeeds.
+    """Yield a temporary path in the same folder; it replaces `path` if the block succeeds.
 
-    The bytes reach the disk before they get their name, else a power cut could leave the name on an
-    empty file.  The file is as readable as the user's umask says, whoever wrote it.
+    The bytes are synced before the rename, otherwise a power failure could leave an empty file under the
+    final name.  The file's mode follows the user's umask.
 
     Raises:
-        OutputError: if the disk is full, read-only or broken, or forbids it.
+        OutputError: if the disk is full, read-only or broken, or permission is denied.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial{target.suffix}")
     try:
         with writing(target):
-            # A link of this name, in a folder from elsewhere, would let the bytes go where it points.
+            # A symbolic link of this name in an untrusted folder could redirect the output.
             partial.unlink(missing_ok=True)
             yield partial
             with partial.open("rb") as file:
@@ -84,7 +84,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def share(path: Path) -> None:
-    """Give a file the mode that the user's umask gives new files; safetensors makes them private."""
+    """Set the mode that the user's umask gives new files, because safetensors makes them private."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)

@@ -1,8 +1,8 @@
-"""JSON from files that others may have written.
+"""Read JSON from untrusted files.
 
-Python's reader fails in three ways: on text that is no UTF-8, on text that is no JSON, and on lists in lists
-beyond Python's depth of calls.  Here all of them are a ValueError, and so are whole numbers that no float
-can hold, on which arithmetic would fail later.
+Python's reader raises different errors for text that is not UTF-8, text that is not JSON, and nesting beyond
+the recursion limit.  Here all of them are a ValueError, and so are integers too large for a float, which
+would fail later.
 """
 
 import json
@@ -17,9 +17,9 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: if it is not UTF-8, no JSON, nests deeper than Python follows, or holds a whole number
-            beyond all floats.
-        TypeError: if it is no text, as an entry of a file can be.
+        ValueError: if it is not UTF-8 or not JSON, is nested too deeply, or holds an integer too large for a
+            float.
+        TypeError: if it is not text.
     """
     try:
         return json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, parse_int=_whole_number)
@@ -28,10 +28,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def json_value_at(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at `start`, and where it ends.
+    """Return the JSON value that begins at `start`, and its end.
 
     Raises:
-        ValueError: as `parse_json`, also where the text stops before the value does.
+        ValueError: as `parse_json`, also if the text ends inside the value.
     """
     try:
         return _DECODER.raw_decode(text, start)

@@ -1,8 +1,8 @@
 """From a layout to a model whose modules have the pruned shapes.
 
 `shape_modules` changes a model that may be on the meta device: `from_pretrained` then reads the weights
-straight into the small shapes, and dense weights never exist.  `pruned_twin` makes a model with values
-beside a dense one, which it shares every uncut tensor with.
+straight into the small shapes, and dense weights never exist.  `pruned_twin` makes a model with values from
+a dense one, and shares all uncut tensors with it.
 """
 
 import copy
@@ -60,7 +60,7 @@ def own_path(model: nn.Module, path: str) -> str:
 
 
 def pruned_twin(model: nn.Module, layout: Layout, values: Mapping[str, Tensor]) -> nn.Module:
-    """Return the pruned decoder beside the dense one; uncut tensors are shared, `model` is not changed."""
+    """Return the pruned decoder for a dense one; uncut tensors are shared, and `model` is not changed."""
     tensors = chain(model.parameters(), model.buffers())
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     shape_modules(twin, layout, values)
@@ -112,7 +112,9 @@ def _shape(
     for name, shape in layout.shapes.items():
         old = module._parameters.get(name)
         if old is None:
-            raise PlanMismatchError("the layout names a parameter that is none", where=f"{path}.{name}")
+            raise PlanMismatchError(
+                "the layout names a parameter that does not exist", where=f"{path}.{name}"
+            )
         if values is not None and f"{path}.{name}" not in values:
             continue  # a tied weight, which the module that it is kept under has
         value = _empty(old, shape) if values is None else values[f"{path}.{name}"]
@@ -124,7 +126,7 @@ def _shape(
         elif isinstance(held, int):
             setattr(module, name, size)
         else:
-            raise PlanMismatchError("the layout names a size that the module has not", where=f"{path}.{name}")
+            raise PlanMismatchError("the layout names a size that does not exist", where=f"{path}.{name}")
     device = next(chain(module.parameters(), model.parameters())).device
     indices = {
         name: empty_index(features if name == WRITE else kept, device)

@@ -1,4 +1,4 @@
-"""Ordinary folders of transformers, which nothing needs dispfx for.
+"""Ordinary transformers folders, which need no dispfx.
 
 One is the full-size checkpoint with zeros in the pruned places: for comparison, and for tools that need the
 original shapes.  `dispfx.huggingface.ordinary` makes the other kind, a smaller decoder.
@@ -21,7 +21,7 @@ from dispfx.source.quiet import quiet
 
 
 def zeroed_twin(model: nn.Module, zeroed: Mapping[str, Tensor]) -> PreTrainedModel:
-    """Return a decoder with some of its tensors replaced; it is not changed, and the others are shared.
+    """Return a decoder with some tensors replaced; `model` is not changed, and other tensors are shared.
 
     Args:
         model: the dense transformers decoder.

@@ -1,17 +1,16 @@
-"""The two entries of config.json that are ours, and why there are two.
+"""The two dispfx entries of config.json, and why there are two.
 
 1. `quantization_config`, the dispfx section: what was pruned, to what widths, and the layout of the modules.
-   Programs that keep several weight formats apart look here first, and stop at a method that they do not
-   know.
-2. `transformers_weights`, which transformers reads as the name of the weight file.  A sentence stands there,
-   no file name, so transformers without dispfx raises it as an error, whatever the other options.  Without
-   that entry it warns of the unknown method and stops at the first mismatched shape, except with
+   Programs that support several weight formats read it first, and fail for an unknown method.
+2. `transformers_weights`, which transformers reads as the name of the weight file.  It holds a sentence
+   instead, so that transformers without dispfx raises it as an error, with any options.  Without this entry
+   it warns of the unknown method and fails at the first mismatched shape, except with
    `ignore_mismatched_sizes=True`: then it runs with random weights.
 
-Who hands transformers a config made by hand takes both entries away.  Shapes then mismatch, and with
-`ignore_mismatched_sizes=True` it makes weights up, as it was told to; its report names every one of them, and
-names dispfx, for the file always holds a tensor whose name says so: an index, or the mark of a decoder
-without indices.
+A hand-made config lacks both entries.  Shapes then mismatch, and with `ignore_mismatched_sizes=True`
+transformers initialises weights randomly, as requested.  Its report lists all of them and names dispfx,
+because the file always holds a tensor with dispfx in its name: an index, or the mark of a decoder without
+indices.
 
 Nothing here imports transformers.
 """
@@ -28,19 +27,19 @@ REFUSAL = "this decoder was pruned by dispfx; install dispfx and `import dispfx`
 
 
 def checked_section(section: Any, where: str | None) -> dict[str, Any]:
-    """Return `section` if it is a dispfx section of this version.
+    """Return `section` if it is a dispfx section of a supported version.
 
     Raises:
-        OutputError: if it is another format's, or of another version.
+        OutputError: if it belongs to another format or version.
     """
     if not isinstance(section, dict) or section.get("quant_method") != METHOD:
         raise OutputError(
-            "a folder written by dispfx was expected; its config has no dispfx section", where=where
+            "a folder written by dispfx was expected, but its config has no dispfx section", where=where
         )
     if section.get("schema_version") not in READABLE_VERSIONS:
         known = " and ".join(str(version) for version in READABLE_VERSIONS)
         raise OutputError(
-            f"the folder has format {section.get('schema_version')}, this program reads {known}",
+            f"the folder has format {section.get('schema_version')}, but this version reads {known}",
             where=where,
             hint="use the version of dispfx that wrote it",
         )

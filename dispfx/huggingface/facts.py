@@ -135,7 +135,7 @@ def owner_of(parameter: str) -> str:
 
 
 def _factors(product: fx.Node) -> list[str]:
-    """Return the paths of the weights that a product multiplies with; a bias is none."""
+    """Return the paths of the weights that a product multiplies with, without biases."""
     paths = [ops.weight_of(value) for value in ops.operands(product) if value is not _bias_of(product)]
     return [path for path in paths if path is not None]
 

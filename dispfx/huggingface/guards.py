@@ -1,10 +1,10 @@
-"""Two places of transformers where a pruned decoder would lose what it is without a word.
+"""Two guards in transformers against silently losing the pruning.
 
-1. A config alone cannot give the pruned decoder; building a model from it is refused.
-2. A config that is saved gets its lock again, which transformers takes off; `dispfx.huggingface.entries`
-   says what it is for.  The plan goes with it, without which commands of dispfx cannot open the folder.
+1. A config alone cannot give the pruned decoder, so building a model from it is an error.
+2. A saved config gets its lock back, which transformers removes; `dispfx.huggingface.entries` has the
+   purpose. The plan is copied too, because commands of dispfx need it to open the folder.
 
-Importing this module puts the guards up.
+Importing this module installs the guards.
 """
 
 import json
@@ -37,13 +37,13 @@ def is_unlocked(config: Any) -> bool:
 
 
 def _guard_building() -> None:
-    """A config alone cannot give the pruned decoder, and must not give the dense one without a word."""
+    """A config alone cannot give the pruned decoder, and must not silently give the dense one."""
     build = PreTrainedModel._from_config.__func__  # type: ignore[attr-defined]
 
     def guarded(cls: type, config: Any, **kwargs: Any) -> Any:
         if is_pruned(config) and not is_unlocked(config):
             raise OutputError(
-                "this config describes a pruned decoder, whose kept indices lie with its weights",
+                "this config describes a pruned decoder, whose kept indices are stored with its weights",
                 where=str(getattr(config, "name_or_path", "") or type(config).__name__),
                 hint="use from_pretrained(folder); for the dense decoder, delete config.quantization_config",
             )

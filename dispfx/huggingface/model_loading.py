@@ -35,6 +35,6 @@ def load_model(
     except DispfxError:
         raise
     except Exception as error:
-        # transformers raises anything here, and the folder is the cause of all of it.
+        # transformers may raise anything here; report it as an error of the folder.
         raise DataError(f"transformers cannot load this folder: {error}", where=str(folder)) from error
     return model.to(device).eval()

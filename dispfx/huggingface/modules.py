@@ -1,13 +1,13 @@
-"""What the modules of a pruned decoder do besides being smaller: they gather their input or their output.
+"""The modules of a pruned decoder are smaller, and gather their input or output.
 
     x → x[…, read] → module → pad with a zero → [write]        x → norm → [select]
 
-1. A module keeps its class, its path and the names of its tensors, so every loader and every tool finds it
-   as in the dense decoder.  Forward hooks gather, by index buffers of the module.
-2. What replaces a module at its path, such as an adapter or a quantised layer, gets the hooks, for the rest
-   of the decoder still has the full width.  What stood there before loses them: it may be inside.
-3. The zero that pruned features point at is part of the computation and not of the weight: zero rows in a
-   weight would learn with the first optimizer step.
+1. A module keeps its class, its path and the names of its tensors, so loaders and tools find it as in the
+   dense decoder.  Forward hooks gather with index buffers of the module.
+2. A replacement of a module, such as an adapter or a quantised layer, gets the hooks, because the rest of the
+   decoder still has the full width.  The old module, which may be inside the new one, loses them.
+3. The zero for pruned features is part of the computation, not of the weight: the first optimizer step would
+   change zero rows of a weight.
 """
 
 import inspect

@@ -1,9 +1,9 @@
-"""A smaller decoder that is an ordinary one: its own class, a config with smaller numbers, nothing of dispfx.
+"""A smaller ordinary decoder: its own class with a smaller config, without dispfx.
 
-There is one where one selection holds for the whole stream and all layers have equal inner widths, so that
-a config can say how wide everything is.  Whether the class can be built like that is found by building it
-(`dispfx.huggingface.widths_of_config`), and whether it computes the same by comparing it with the lowered
-graph: a class may derive a number, such as the scale of its embedding, from a width that has changed.
+It exists if one selection holds for the whole stream and all layers have equal inner widths, so that a
+config can describe the widths.  The class is built to find out whether it supports them
+(`dispfx.huggingface.widths_of_config`), and compared with the lowered graph, because a class may derive a
+number, such as the scale of its embedding, from a changed width.
 """
 
 import copy
@@ -27,7 +27,7 @@ from dispfx.ir.program import Program
 def build_ordinary(
     model: nn.Module, program: Program, kept: Mapping[str, Tensor]
 ) -> PreTrainedModel | Mismatch:
-    """Return the decoder that keeps what `kept` says as one of its own class, or why there is none.
+    """Return the decoder with the features `kept`, as its own class, or the reason why this is not possible.
 
     Args:
         model: the dense decoder of transformers, which is not changed; uncut tensors are shared.
@@ -35,7 +35,7 @@ def build_ordinary(
         kept: sorted kept indices by site.
     """
     if not isinstance(model, PreTrainedModel):
-        return Mismatch("its module is not one of transformers")
+        return Mismatch("its module is not from transformers")
     cuts = site_cuts(program.sites, kept)
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     dense = {path: tuple(tensor.shape) for path, tensor in own.items()}

@@ -165,7 +165,7 @@ class _Planner:
             if piece.parameter in self.ties and site.kind != "stream":
                 return f"{site.name}: {piece.parameter} is tied to another weight"
             if owner not in owners and site.kind == "write" and self.facts.adds(piece.parameter):
-                return f"{site.name}: {piece.parameter} is added behind it and would fill pruned features"
+                return f"{site.name}: {piece.parameter} is added after it and would fill pruned features"
         return None
 
     def plan(self, narrow: bool) -> Planned | Mismatch:

@@ -90,7 +90,7 @@ class DispfxQuantizer(HfQuantizer):
         return model
 
     def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
-        """Called since transformers 5.20, twice; there are no tensors beside the weights to plan for."""
+        """Called twice since transformers 5.20; there are no extra tensors to plan for."""
 
 
 def install() -> None:

@@ -1,8 +1,8 @@
-"""When transformers learns of pruned folders: at `import dispfx`, or as soon as transformers is imported.
+"""Register pruned folders with transformers at `import dispfx`, or as soon as transformers is imported.
 
-`import dispfx` must cost nothing and transformers need not be there.  So what registers is imported right
-after the module of transformers that it belongs to: the table of weight formats, which lm_eval asks before
-it loads anything, and the base of all models.
+`import dispfx` must be fast, and transformers may not be installed.  So the registering modules are imported
+right after the module of transformers that they extend: the table of weight formats, which lm_eval reads
+before it loads anything, and the base class of all models.
 
 Programs whose code cannot be edited (lm_eval, accelerate) get the same from `DISPFX_AUTOLOAD=1`, see
 `dispfx_autoload`.

@@ -45,9 +45,9 @@ def build_pruned(
     underived: Collection[str],
     agrees: Callable[[nn.Module], str | None],
 ) -> PrunedModel | Mismatch:
-    """Prune the modules of a decoder beside it; it is not changed, and uncut tensors are shared.
+    """Return a pruned copy of a decoder; `model` is not changed, and uncut tensors are shared.
 
-    Where code between modules turns out to depend on a width, every module keeps its outer widths.
+    If code between modules depends on a width, every module keeps its outer widths.
 
     Args:
         program: of the decoder.

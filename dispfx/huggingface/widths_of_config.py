@@ -48,7 +48,7 @@ def resized(
     wanted: Shapes,
     build: Build = AutoModelForCausalLM.from_config,
 ) -> Resized | Mismatch:
-    """Return a config whose decoder has the wanted shapes, or why there is none.
+    """Return a config whose decoder has the wanted shapes, or the reason why there is no such config.
 
     Args:
         config: of the dense decoder; it is not changed.
@@ -113,20 +113,20 @@ def _neighbours(
 
 
 def _try(config: PreTrainedConfig, wanted: Shapes, build: Build, numbers: dict[_Place, int]) -> _Try:
-    said = ", ".join(f"{'.'.join(place)}={value}" for place, value in numbers.items()) or "its own numbers"
+    changes = ", ".join(f"{'.'.join(place)}={value}" for place, value in numbers.items()) or "its own numbers"
     try:
         with no_init_weights(), torch.device("meta"):
             model = build(_with_numbers(config, numbers))
     except Exception as error:
         # The decoder's own code, given numbers that it may not like.
-        return _Try(numbers, len(wanted) + 1, f"with {said} it cannot be built: {first_line(error)}")
+        return _Try(numbers, len(wanted) + 1, f"with {changes} it cannot be built: {first_line(error)}")
     found = {path: tuple(tensor.shape) for path, tensor in model.named_parameters()}
     found |= {path: tuple(tensor.shape) for path, tensor in model.named_buffers()}
     wrong = [path for path, shape in wanted.items() if found.get(path) != shape]
     reason = ""
     if wrong:
         path = wrong[0]
-        reason = f"{path} would have to be {wanted[path]}, and with {said} it is {found.get(path)}"
+        reason = f"{path} would have to be {wanted[path]}, and with {changes} it is {found.get(path)}"
     return _Try(numbers, len(wrong), reason)
 
 

@@ -1,6 +1,6 @@
-"""Means and norms that see the kept features alone, in a graph where nothing is smaller yet.
+"""Means and norms over the kept features only, in a graph with full shapes.
 
-With a mask m over H features, of which K = Σ m are kept, a gated graph computes what the lowered one does
+With a mask m over H features that keeps K = Σ m of them, a gated graph computes the same as the lowered one
 over K features:
 
     mean(x)             H/K · mean(m·x)
@@ -75,7 +75,7 @@ def corrected(name: str) -> str:
 
 @dataclass
 class _Builder:
-    """Puts operations on masks before, and corrections behind, one mean or norm."""
+    """Inserts operations on masks before, and corrections after, one mean or norm."""
 
     graph: fx.Graph
     user: fx.Node
@@ -90,7 +90,7 @@ class _Builder:
         self.ratio = self.call(aten.div.Tensor, self.call(aten.full_like.default, kept, self.features), kept)
 
     def call(self, target: Any, *args: Any, like: fx.Node | None = None, name: str | None = None) -> fx.Node:
-        """Put an operation before the user, or behind it; its value is like that of `like`."""
+        """Insert an operation before or after the user; its value is like that of `like`."""
         graph, last = self.graph, self._last
         with graph.inserting_before(self.user) if last is None else graph.inserting_after(last):
             node = graph.create_node("call_function", target, args, name=name)

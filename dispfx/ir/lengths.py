@@ -121,6 +121,6 @@ def hold_to(module: nn.Module, lengths: Lengths, index: int = 0) -> None:
 
 
 def held_to(module: nn.Module) -> Lengths:
-    """Return the range of lengths outside of which a module raises."""
+    """Return the range of lengths that a module accepts."""
     checks = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, LengthCheck))
     return next((check.lengths for check in checks), Lengths())

@@ -104,7 +104,7 @@ def is_product(node: fx.Node) -> bool:
 
 
 def _is_of_a_library(node: fx.Node) -> bool:
-    """Whether a library's own operation takes a matrix of parameters beside an activation."""
+    """Whether a custom operation takes a matrix of parameters and an activation."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in _OWN_NAMESPACES:
         return False
     values = operands(node)

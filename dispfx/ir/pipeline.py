@@ -1,7 +1,7 @@
 """Passes and the pipeline that runs them.
 
-A pass has a name, says what it needs and what it promises, and changes one `Program`.  The pipeline
-times it, checks its claim to have changed something, and verifies the graph after it.
+A pass has a name, declares the stages that it requires and ensures, and changes one `Program`.  The
+pipeline times it, checks its claim to have changed something, and verifies the graph after it.
 """
 
 import time
@@ -19,10 +19,10 @@ from dispfx.ir.spec import verify_program
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass did.
+    """The result of a pass.
 
     Args:
-        changed: whether the graph or a fact is different now.
+        changed: whether the graph or a fact has changed.
         note: one line for people.
     """
 
@@ -37,7 +37,7 @@ class Pass(Protocol):
     Attributes:
         name: as on the command line.
         requires: stage that the program must have reached.
-        ensures: stage that it has after.
+        ensures: stage of the program after the pass.
     """
 
     name: str
@@ -60,12 +60,12 @@ class Ran:
 
 @dataclass(frozen=True)
 class Printer:
-    """Prints graphs after the passes of some names.
+    """Prints graphs after named passes.
 
     Args:
         names: of the passes.
         show: receives the name and the printed graph.
-        printed: of each name that ran, the graphs that were printed; an equal one is not printed again.
+        printed: for each name that ran, the graphs that were printed; equal graphs are printed once.
     """
 
     names: Sequence[str]
@@ -73,7 +73,7 @@ class Printer:
     printed: dict[str, set[str]] = field(default_factory=dict)
 
     def ran(self, name: str, program: Program) -> None:
-        """Print the program if its last pass has one of the names."""
+        """Print the program if its last pass is one of the named ones."""
         if name not in self.names:
             return
         text, before = print_program(program), self.printed.setdefault(name, set())
@@ -83,25 +83,25 @@ class Printer:
 
 
 def further_passes(passes: Sequence[Pass], stage: str, taken: Sequence[str] = ()) -> list[Pass]:
-    """Return a user's passes, after checking that they can run after those of a stage.
+    """Return the user's passes, after checking that they can run after those of a stage.
 
     Args:
-        stage: of the program that they get, and must leave it at.
+        stage: of the program, which the passes must keep.
         taken: names of the passes that ran before.
 
     Raises:
-        DispfxError: if one is no pass, has a name that is taken, or is for another stage.
+        DispfxError: if one is not a pass, has a taken name, or is for another stage.
     """
     names = list(taken)
     for step in passes:
         if not isinstance(step, Pass) or isinstance(step, type):
             given = step.__name__ if isinstance(step, type) else type(step).__name__
             raise DispfxError(
-                f"a pass is an object with name, requires, ensures and run, and {given} was given",
+                f"a pass is an object with name, requires, ensures and run, but {given} was given",
                 hint="docs/contributing.md has a complete pass",
             )
         if step.name in names:
-            raise DispfxError(f"the names of passes differ, and {step.name!r} is taken")
+            raise DispfxError(f"pass names must be unique, and {step.name!r} is taken")
         if (step.requires, step.ensures) != (stage, stage):
             raise DispfxError(
                 f"pass {step.name} must require and ensure a {stage} program, and it says {step.requires}, "
@@ -111,7 +111,7 @@ def further_passes(passes: Sequence[Pass], stage: str, taken: Sequence[str] = ()
     return list(passes)
 
 
-# A command runs pipelines in many places; what it prints of them is its own, and of no pipeline.
+# A command runs pipelines in many places, so printing belongs to the command and not to a pipeline.
 _PRINTER: ContextVar[Printer | None] = ContextVar("printer", default=None)
 
 
@@ -132,7 +132,7 @@ class Pipeline:
 
     Args:
         passes: what to run.
-        verify: check the graph's validity, and the claim of each pass, after each pass.
+        verify: check the validity of the graph and the claims of the pass after every pass.
     """
 
     passes: Sequence[Pass]
@@ -143,7 +143,7 @@ class Pipeline:
         """Run every pass on `program` and return it.
 
         Raises:
-            PassError: if a pass is out of place, breaks the graph, or claims what it did not do.
+            PassError: if a pass runs at a wrong stage, breaks the graph, or makes a wrong claim.
         """
         for step in self.passes:
             self._run_one(step, program)
@@ -181,7 +181,7 @@ class Pipeline:
         return PassError(
             f"pass {step.name}: {problem}",
             where=f"passes that ran before: {before}",
-            hint="this is a fault of dispfx; please report it with the model's class"
+            hint="this is a bug in dispfx; please report it with the model's class"
             if ours
             else f"this pass is not part of dispfx: see {type(step).__module__}.{type(step).__qualname__}",
         )

@@ -112,7 +112,7 @@ class Program:
         return self.graph_module.graph
 
     def node(self, name: str) -> fx.Node:
-        """Return the node of that name; KeyError if there is none."""
+        """Return the node of that name; KeyError if it does not exist."""
         for node in self.graph.nodes:
             if node.name == name:
                 return node
@@ -203,7 +203,7 @@ class Program:
         return {path: tensor for path, tensor in self.tensors() if path.startswith(f"{DENSE_PREFIX}.")}
 
     def site(self, name: str) -> Site:
-        """Return the site of that name; KeyError if there is none."""
+        """Return the site of that name; KeyError if it does not exist."""
         for site in self.sites:
             if site.name == name:
                 return site
@@ -265,11 +265,11 @@ def own_tensor(module: nn.Module, path: str, tensor: Tensor) -> tuple[nn.Module,
 
 
 def unread_parts(unread: Mapping[str, int], read: Iterable[str], outputs: int) -> tuple[Refusal, ...]:
-    """Return the largest modules of which no parameter is read, and how large each is.
+    """Return the largest modules without any read parameter, with their sizes.
 
     Args:
         unread: size of each parameter that the logits do not depend on, by path.
-        read: paths of the others.
+        read: paths of the parameters that they depend on.
         outputs: how many tensors of the logits' shape the decoder returns.
     """
     in_use = {prefix for path in read for prefix in _prefixes(path)}

@@ -43,7 +43,7 @@ def plan_text(plan: Any) -> str:
     """Return what a plan removes and its first sites, in at most 25 lines."""
     title = (
         f"Plan for a decoder {plan.fingerprint[:12]}: {plan.achieved:.2%} of {plan.budget.of} removed "
-        f"({plan.budget.ratio:.2%} asked), {len(plan.selections)} sites"
+        f"({plan.budget.ratio:.2%} requested), {len(plan.selections)} sites"
     )
     rows = [(one.site, one.symbol, f"{len(one.kept):,} of {one.size:,}") for one in plan.selections]
     return "\n".join([title, *_columns(rows, "sites")])
@@ -82,5 +82,5 @@ def plan_html(plan: Any) -> str:
         (one.site, one.symbol, f"{len(one.kept):,} of {one.size:,}", f"{len(one.kept) / one.size:.1%}")
         for one in plan.selections
     ]
-    title = f"Plan: {plan.achieved:.2%} of {plan.budget.of} removed ({plan.budget.ratio:.2%} asked)"
+    title = f"Plan: {plan.achieved:.2%} of {plan.budget.of} removed ({plan.budget.ratio:.2%} requested)"
     return html_table(title, ("site", "", "kept", "share"), rows)

@@ -91,9 +91,9 @@ class GatePoint:
 
 @dataclass(frozen=True)
 class Site:
-    """A dimension of `size` features of which a selection may be kept.
+    """A dimension of `size` features that can be pruned to a selection.
 
-    Where experts are stacked, a site may have features of its own for each of them: feature `e · each + i` is
+    If experts are stacked, a site may have separate features for each of them: feature `e · each + i` is
     feature i of expert e.  Every expert then keeps equally many, so that the stack stays one tensor.
 
     Args:

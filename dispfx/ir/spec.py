@@ -1,8 +1,8 @@
-"""What a valid program is at each stage.
+"""The specification of a valid program at each stage.
 
 captured   the named inputs (token ids first) and outputs (logits first), every tensor read exists
-canonical  and: no in-place operation, one read a tensor, every fact names a value that exists
-gated      and: one mask input a site after the others, every gate multiplies an activation by one
+canonical  and: no in-place operation, one read per tensor, every fact names a value that exists
+gated      and: one mask input per site at the end, every gate multiplies an activation by one
 lowered    canonical again, no gate left, all index tensors inside their dimension
 static     and: keys and values are written into the caches that the program takes, in place
 

@@ -61,7 +61,7 @@ def reference(
 
 
 def _as_laid_out(result: Tensor) -> Tensor:
-    """Return (B, H, T, D) with the heads of a token side by side, as the projection behind it reads them."""
+    """Return (B, H, T, D) with the heads of a token adjacent in memory, for the output projection."""
     return result.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -161,7 +161,7 @@ def _kernels() -> tuple[Any, Any]:
             mixed = mixed * faded[:, None] + tl.dot(shares.to(v.dtype), v)
             highest = higher
 
-        # A part behind the last place in use has seen nothing: its weight is zero.
+        # A part after the last used place has seen nothing: its weight is zero.
         mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
         is_value = is_row[:, None] & is_feature[None, :]
         row = sequence * heads + head

@@ -1,21 +1,21 @@
 """Sample hard masks from logits, and pass a gradient through the sample.
 
-All features are independent bits, so each estimator is one formula for the *slope*: the number by
-which the gradient at a bit is multiplied to give the gradient at its logit.  One flat vector of
-logits goes in; nothing here knows sites.
+All features are independent bits, so an estimator is one formula for the *slope* (surrogate gradient): the
+factor between the gradient of a bit and the gradient of its logit.  The input is one flat vector of logits;
+nothing here knows sites.
 
 Names: θ logit, τ temperature, p = sigmoid(θ), u uniform in (0, 1), D the sampled bit.  Antithetic samples
-come in pairs from u and 1 - u (antithetic variates; Hammersley and Morton 1956): each is drawn as it would be
-alone, and what they have in common is lost from the mean of their gradients.
+come in pairs from u and 1 - u (antithetic variates; Hammersley and Morton 1956): each has the usual
+distribution, and part of the noise cancels in the mean of their gradients.
 
-An estimator of a user's own, `mine.py:draw` or a Python function, is called in every step with
+A custom estimator, `mine.py:draw` or a Python function, is called in every step with
 
     logits       (N,) or (S, N) float32, with gradients
     temperature  the setting
-    generator    of the run, on the logits' device; draw from it, so that a run can be repeated and resumed
+    generator    of the run, on the logits' device; draw from it to make runs repeatable and resumable
 
 and returns masks of the shape of `logits`, in [0, 1], differentiable in the logits; this gradient is the
-slope.  The mask of a feature depends on its own logit alone.
+slope.  The mask of a feature must depend only on its own logit.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +34,11 @@ _ROUNDING = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A sampled mask and how its gradient reaches the logits.
+    """A sampled mask and its surrogate gradient.
 
     Args:
         mask: (N,) or (S, N) zeros and ones, of the logits' type.
-        slope: of the same shape, what the estimator takes for ∂mask/∂logit.
+        slope: of the same shape, the estimator's surrogate for ∂mask/∂logit.
     """
 
     mask: Tensor
@@ -51,7 +51,7 @@ class Estimator(Protocol):
     def sample(self, logits: Tensor, generator: torch.Generator) -> Sample:
         """Sample masks for logits (N,), or S of them for logits repeated to (S, N).
 
-        The generator lives on the logits' device.
+        The generator is on the logits' device.
         """
         ...
 
@@ -88,7 +88,7 @@ class ReinMax:
 
 @dataclass(frozen=True)
 class StraightThrough:
-    """First-order estimator: the bit is taken for its probability (arXiv 1308.3432).
+    """First-order estimator: straight-through (arXiv 1308.3432).
 
         D ~ Bernoulli(p),   π = sigmoid(θ/τ),   slope = π (1 − π) / τ
 
@@ -123,7 +123,7 @@ class GumbelSigmoid:
     def sample(self, logits: Tensor, generator: torch.Generator) -> Sample:
         """Sample masks (N,) for flat logits (N,)."""
         finfo = torch.finfo(logits.dtype)
-        # Numbers of which both logarithms are finite.
+        # Numbers u with finite ln u and ln(1 - u).
         uniform = _uniform(logits, generator, self.antithetic).clamp(finfo.tiny, 1.0 - finfo.eps / 2)
         noisy = logits + torch.logit(uniform)
         soft = torch.sigmoid(noisy / self.temperature)
@@ -132,16 +132,16 @@ class GumbelSigmoid:
 
 @dataclass(frozen=True)
 class OwnEstimator:
-    """An estimator of a user's own; what it returns is checked in every step, except for its values."""
+    """A custom estimator; type, shape and gradient of its masks are checked in every step."""
 
     draw: OwnFunction
     temperature: float
 
     def sample(self, logits: Tensor, generator: torch.Generator) -> Sample:
-        """Sample masks for logits (N,) or (S, N), and take their gradient for the slope.
+        """Sample masks for logits (N,) or (S, N); their gradient is the slope.
 
         Raises:
-            DispfxError: if there is no mask of this shape with a gradient.
+            DispfxError: if the result is not a mask of this shape with a gradient.
             SourceError: if the function raises.
         """
         with torch.enable_grad():
@@ -159,7 +159,7 @@ class OwnEstimator:
         return Sample(mask.detach().to(logits.dtype), slope)
 
     def check(self, logits: Tensor) -> None:
-        """Draw once, from random numbers of its own, and check the values.
+        """Draw once, with a separate generator, and check the values.
 
         Raises:
             DispfxError: if a mask is outside of [0, 1], or a slope is not finite.
@@ -187,11 +187,11 @@ ESTIMATORS: dict[str, Callable[[float, bool], Estimator]] = {
 
 
 def estimator(name: EstimatorName, temperature: float, *, antithetic: bool = False) -> Estimator:
-    """Return the estimator of that name, or a user's own, which does not draw in pairs.
+    """Return the estimator of that name, or a custom one, which does not draw in pairs.
 
     Raises:
-        DispfxError: if there is none.
-        SourceError: if a user's function cannot be loaded.
+        DispfxError: if the name is unknown.
+        SourceError: if a custom function cannot be loaded.
     """
     found = own_or_choice(ESTIMATORS, name, "estimator")
     return (

@@ -1,7 +1,7 @@
-"""A rank that computes with the one that leads: masks come in, gradients go out.
+"""A rank that follows the leader: it receives masks and sends gradients.
 
-What the leading rank does with the decoder in `dispfx.learning.trainer`, this one does at the same time and
-in the same order, since a decoder may lie in parts on all ranks.
+It runs the decoder at the same times and in the same order as the leader in `dispfx.learning.trainer`,
+because the decoder may be sharded over all ranks.
 """
 
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from dispfx.learning.scores import starting_logits
 from dispfx.learning.text import Ahead
 
 HELD_OUT_BATCHES = 8
-# The step that a run starts at which resumes nothing, and that of a run which does not start.
+# Encoded first steps of a run that resumes nothing, and of a run that does not start.
 NEW_RUN, NO_RUN = -1, -2
 
 
 def follow(problem: Problem) -> None:
-    """Compute every step of the run with the leading rank, until it says that there are no more.
+    """Compute every step of the run with the leader, until the leader ends the run.
 
     Raises:
         PassError, DispfxError: if a gate does not act on this rank.
-        RankLost: if another rank ended.
+        RankLost: if another rank died.
     """
     begin = receive_start(problem)
     if begin is None:
@@ -50,32 +50,32 @@ def follow(problem: Problem) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: its first step, and whether it resumes nothing."""
+    """The first step of a run, and whether it starts without a state."""
 
     step: int
     is_new: bool
 
 
 def send_start(problem: Problem, start: Start | None) -> None:
-    """Tell the other ranks where the run begins, or that it does not."""
+    """Broadcast the first step to the other ranks, or that the run does not start."""
     number = NO_RUN if start is None else NEW_RUN if start.is_new else start.step
     problem.ranks.send(torch.tensor(number, device=problem.device))
 
 
 def receive_start(problem: Problem) -> Start | None:
-    """Return where the leading rank says that the run begins, if it does."""
+    """Return the first step broadcast by the leader, or None if the run does not start."""
     number = int(problem.ranks.send(torch.tensor(0, device=problem.device)))
     return None if number == NO_RUN else Start(max(number, 0), number == NEW_RUN)
 
 
 def send_stop(problem: Problem, step: int, *, measured: int) -> None:
-    """Tell the other ranks, wherever they wait for masks, that there are no further ones.
+    """End the run on the other ranks, which are waiting for masks.
 
-    No mask holds a NaN, so one says so.
+    A NaN, which no mask contains, is the end marker.
 
     Args:
         step: steps done.
-        measured: step behind which the held-out loss was last measured, or would have been.
+        measured: step after which the held-out loss was last measured, or would have been.
     """
     if step > measured and measures(problem, step):
         problem.ranks.send(torch.full((problem.features,), torch.nan, device=problem.device))
@@ -84,19 +84,19 @@ def send_stop(problem: Problem, step: int, *, measured: int) -> None:
 
 
 def says_stop(masks: Tensor) -> bool:
-    """Whether masks say that there are no further steps."""
+    """Whether the masks are the end marker."""
     return bool(masks.flatten()[0].isnan())
 
 
 def measures(problem: Problem, step: int) -> bool:
-    """Whether the held-out loss is measured behind so many steps."""
+    """Whether the held-out loss is measured after this number of steps."""
     every = problem.settings.held_out_every
     return every > 0 and step % every == 0 and bool(problem.text.held_out_batches(1))
 
 
 @torch.no_grad()
 def held_out_loss(problem: Problem, masks_N: Tensor) -> float | None:
-    """Return the loss on the start of the held-out text under the leading rank's masks, if it sent any."""
+    """Return the loss on the start of the held-out text under the leader's masks, if it sent any."""
     if says_stop(problem.ranks.send(masks_N)):
         return None
     batches = problem.text.held_out_batches(HELD_OUT_BATCHES)

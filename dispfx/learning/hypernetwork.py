@@ -1,17 +1,17 @@
-"""From a fixed random input to one logit a feature (arXiv 2410.11988, table of the hypernetwork).
+"""From a fixed random input to one logit per feature (arXiv 2410.11988, table of the hypernetwork).
 
 `build_hypernetwork` returns one of three modules; each takes nothing and returns flat logits over
 all groups of sites, in order:
 
-    full     fixed z_G32 → bidirectional GRU(32, 64) → LayerNorm → GELU → one linear a group, no bias
-    linear   fixed z_G32 → one linear a group, no bias
-    none     the logits themselves are the parameters
+    full     fixed z_G32 → bidirectional GRU(32, 64) → LayerNorm → GELU → one linear per group, no bias
+    linear   fixed z_G32 → one linear per group, no bias
+    none     the logits are the parameters
 
 Learning starts with nearly everything kept: heads begin small against the bias (3.0, so that
 sigmoid(3) = 0.95 of all features are kept), and single logits begin at the bias.
 
-A head's gradient is an outer product, (C, W) by (C, F), as large as the heads; it is not written but known by
-its factors (`Hypernetwork.outer_gradients`), and autograd does not see the heads' weights.
+A head's gradient is an outer product, (C, W) by (C, F), as large as the heads.  Only its factors are stored
+(`Hypernetwork.outer_gradients`), and autograd does not see the heads' weights.
 
 Legend: G groups, C groups of one width class, W their width, F inputs of a head, N features.
 """
@@ -28,7 +28,7 @@ from dispfx.words.choices import choice
 
 @dataclass(frozen=True, eq=False)
 class OuterProduct:
-    """Matrices left · rightᵀ (C, W, F), known by their two factors.
+    """Matrices left · rightᵀ (C, W, F), stored as two factors.
 
     Args:
         left_CW: contiguous.
@@ -57,17 +57,17 @@ RECURRENT_WIDTH = 64
 def build_hypernetwork(
     kind: HypernetworkName, sizes: Sequence[int], *, bias: float, seed: int, start_N: Tensor | None = None
 ) -> "Hypernetwork":
-    """Return a module without inputs whose output is one logit a feature, flat, (N,) float32.
+    """Return a module without inputs whose output is one logit per feature, flat, (N,) float32.
 
-    The module depends on `seed` alone; the caller's random state is left as it was.
+    The module depends only on `seed`; the global random state does not change.
 
     Args:
         sizes: number of features of every group.
         bias: added to every logit.
-        start_N: also added, one number a feature: what is known before learning.
+        start_N: also added, one number per feature: the initial logits.
 
     Raises:
-        DispfxError: if there is no hypernetwork of that kind.
+        DispfxError: if the kind is unknown.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(seed, "hypernetwork"))
@@ -78,25 +78,25 @@ def build_hypernetwork(
 def hypernetwork_parameters(kind: HypernetworkName, sizes: Sequence[int]) -> int:
     """Return the number of parameters of `build_hypernetwork(kind, sizes, …)` without building it.
 
-    A direction of the GRU has three gates, each with weights for its input and its state and two biases.
+    Each direction of the GRU has three gates with input weights, state weights and two biases.
     """
     made = choice(HYPERNETWORKS, kind, "hypernetwork")
     return made.shared_parameters + made.parameters_per_feature * sum(sizes)
 
 
 class Hypernetwork(nn.Module):
-    """A module without inputs that returns one logit a feature."""
+    """A module without inputs that returns one logit per feature."""
 
     def outer_gradients(self, of_logits_N: Tensor) -> OuterProducts:
-        """Return the gradients of the heads for the logits last returned, given the gradient of these.
+        """Return the gradients of the heads, given the gradient of the last returned logits.
 
-        The other parameters have theirs from autograd.
+        Autograd computes those of all other parameters.
         """
         return {}
 
 
 class RecurrentHypernetwork(Hypernetwork):
-    """The paper's hypernetwork: groups exchange what they know through a recurrent network."""
+    """The paper's hypernetwork: groups interact through a recurrent network."""
 
     z_G32: Tensor
 
@@ -120,7 +120,7 @@ class RecurrentHypernetwork(Hypernetwork):
 
 
 class LinearHypernetwork(Hypernetwork):
-    """The ablation without a recurrent network: a fixed input a group and a linear."""
+    """The ablation without a recurrent network: a fixed input per group and a linear."""
 
     z_G32: Tensor
 
@@ -176,7 +176,7 @@ HYPERNETWORKS = {
 
 
 class FromStart(Hypernetwork):
-    """A hypernetwork that says how logits differ from those to start with."""
+    """A hypernetwork whose output is added to initial logits."""
 
     start_N: Tensor
 
@@ -195,12 +195,12 @@ class FromStart(Hypernetwork):
 
 
 class GroupHeads(nn.Module):
-    """One linear without bias a group, all of a width as one parameter and one batched product.
+    """One linear without bias per group; all of one width are one parameter and one batched product.
 
-    The values are differentiable in the inputs; the weights have their gradient from `outer_gradients`.
+    The values are differentiable in the inputs; `outer_gradients` gives the gradient of the weights.
 
-    A parameter a group costs a kernel a group in every pass; gathering, padding or slicing one
-    common parameter costs its whole size again in the backward pass.  Neither happens here.
+    One parameter per group would cost one kernel per group in every pass.  Gathering, padding or slicing
+    one common parameter would cost its whole size again in the backward pass.
     """
 
     _by_class_G: Tensor
@@ -227,7 +227,7 @@ class GroupHeads(nn.Module):
         self._inputs: list[Tensor] = []
 
     def forward(self, inputs_GF: Tensor) -> Tensor:
-        """Return flat values (N,), the groups in order."""
+        """Return flat values (N,), in the order of the groups."""
         classes = inputs_GF[self._by_class_G].split(self._class_sizes)
         if torch.is_grad_enabled():
             self._inputs = [inputs_CF.detach() for inputs_CF in classes]
@@ -238,7 +238,7 @@ class GroupHeads(nn.Module):
         return _Permuted.apply(torch.cat(values), self._to_class_N, self._from_class_N)
 
     def outer_gradients(self, of_values_N: Tensor) -> OuterProducts:
-        """Return the gradients of the weights for the values last returned with gradient."""
+        """Return the gradients of the weights, given the gradient of the last returned values."""
         sizes = [weight_CWF.shape[:2].numel() for weight_CWF in self.weights]
         parts = of_values_N.detach()[self._from_class_N].split(sizes)
         return {
@@ -248,7 +248,7 @@ class GroupHeads(nn.Module):
 
 
 class _Permuted(torch.autograd.Function):
-    """Reorder a vector; the gradient is reordered back, which costs a gather and not a scatter."""
+    """Reorder a vector; the backward pass is a gather instead of a scatter."""
 
     @staticmethod
     def forward(ctx, values_N: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Hold back Ctrl-C and a request to end for the few lines that must happen together."""
+"""Defer Ctrl-C and termination signals during a critical section."""
 
 import signal
 import threading
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 
-# A terminal that is closed sends SIGHUP, where there is one.
+# Closing a terminal sends SIGHUP, on systems that have it.
 _REQUESTS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 _SIGNALS = (signal.SIGINT, *_REQUESTS)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Deliver SIGINT, SIGTERM and SIGHUP that arrive inside the block when the block is done.
+    """Deliver SIGINT, SIGTERM and SIGHUP that arrive inside the block after the block.
 
-    Outside the main thread nothing is to be done: Python handles signals in the main thread.
+    Does nothing outside the main thread: Python handles signals in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -38,9 +38,9 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def ending_as_interrupt() -> Iterator[None]:
-    """Let a request to end (SIGTERM, SIGHUP) raise KeyboardInterrupt inside the block, as Ctrl-C does.
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt inside the block, as Ctrl-C does.
 
-    Who handles one of them already, or ignores it, goes on doing so.
+    Existing handlers stay in place, and ignored signals stay ignored.
     """
     with ExitStack() as stack:
         main = threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""One step of learning, and everything that a step changes.
+"""One step of learning, and its state.
 
     logits = sharpness · hypernetwork()                      (N,)
     masks, slopes = estimator.sample(logits)                 (S, N) each; the masks are a leaf
@@ -7,11 +7,11 @@
 
     R = mean over S of budget_loss(count(mask)),             or budget_loss(count(sigmoid(logits))); eased
 
-Since the masks are a leaf, several forward passes may add to their gradient, and the hypernetwork's
-backward pass runs once a step.  N is the number of features of all groups of sites.
+The masks are a leaf, so several forward passes may accumulate their gradient, and the hypernetwork's
+backward pass runs once per step.  N is the number of features of all groups of sites.
 
-With S > 1 samples, runs of B / S sequences of a batch have a mask of their own: the same work, and S
-draws of the masks instead of one to estimate the gradient from.
+With S > 1 samples, every B / S consecutive sequences of a batch have their own mask: the gradient is
+estimated from S draws instead of one, at the same cost.
 """
 
 import math
@@ -36,9 +36,9 @@ from dispfx.plan.hardening import Groups, ParameterCount
 from dispfx.settings.learning_settings import LearnSettings, seed_for
 from dispfx.words.option_names import option
 
-# Kernels round otherwise for a batch than for one sequence, bfloat16 ones by about 1e-2 of a logit.
+# Kernels round differently for a batch than for one sequence, in bfloat16 by about 1e-2 of a logit.
 _SAMPLE_TOLERANCE = 2e-3
-# Gradients of one site, from the same kernels: 1 but for rounding, and far less behind a sort.
+# Cosine of the gradients of one site from the same kernels: 1 up to rounding, far less after a sort.
 _SAMPLE_AGREEMENT = 0.8
 _NOTICED = 1e-3
 
@@ -47,7 +47,7 @@ Gated = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 @runtime_checkable
 class WithLoss(Protocol):
-    """A decoder that knows a better way to its losses than through all logits."""
+    """A decoder that computes its losses without materialising all logits."""
 
     def loss(self, ids_BT: Tensor, masks: Tensor) -> Tensor:
         """Return what is learned from a batch under masks (N,) or (S, N) of all sites."""
@@ -60,17 +60,17 @@ class WithLoss(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What does not change while masks are learned.
+    """The constants of learning.
 
     Args:
         gated: (ids_BT, masks of every site, (size,) or (S, size)) -> logits_BTV.
         sites: in the order of the masks.
         groups: which sites share a selection.
-        count: the parameters left, for the same sites.
-        target: parameters that should be left.
-        text: what to learn from.
+        count: the number of remaining parameters, for the same sites.
+        target: number of parameters that should remain.
+        text: batches to learn from.
         settings: of the run.
-        device: of the decoder and everything else.
+        device: of the decoder and all tensors.
         ranks: the processes that share every batch.
     """
 
@@ -86,12 +86,12 @@ class Problem:
 
     @property
     def features(self) -> int:
-        """Features of all sites, those of one group counted once a site."""
+        """Features of all sites; those of a group are counted once per site."""
         return sum(site.size for site in self.sites)
 
     @property
     def mask_shape(self) -> tuple[int, ...]:
-        """Shape of the masks that a step draws for all groups: (G,), or (S, G) of S > 1 samples."""
+        """Shape of the masks that a step draws for all groups: (G,), or (S, G) with S > 1 samples."""
         samples, features = self.settings.samples, self.groups.features
         return (features,) if samples == 1 else (samples, features)
 
@@ -128,7 +128,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Numbers of one step; `finite` says whether it changed anything."""
+    """Numbers of one step; a step that is not `finite` changed nothing."""
 
     loss: float
     budget_loss: float
@@ -137,12 +137,12 @@ class StepOutcome:
 
 
 class Learner:
-    """The hypernetwork, its optimizer, the sampler's random numbers, and the position in the run.
+    """The hypernetwork, its optimizer, the sampler's generator, and the position in the run.
 
     Args:
-        problem: what stays the same.
-        start_N: logits of all groups to start from.
-        note: told what a GPU could not do its fastest way, and why.
+        problem: the constants of learning.
+        start_N: initial logits of all groups.
+        note: called if a GPU optimisation is unavailable, with the reason.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Learner:
         if isinstance(self._estimator, OwnEstimator):
             self._estimator.check(self.logits().expand(self._shape))
         self._generator = torch.Generator(device).manual_seed(seed_for(settings.seed, "masks"))
-        # As of the last whole step: a step that is interrupted or bad leaves no trace.
+        # As of the last complete step: an interrupted or bad step leaves no trace.
         self._generator_state = self._generator.get_state()
 
     def logits(self) -> Tensor:
@@ -185,11 +185,11 @@ class Learner:
             return self._hypernetwork()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that the next step depends on, by flat names."""
+        """Return all tensors of the state, by flat names."""
         return run_tensors(self._hypernetwork, self._optimizer, self._generator_state)
 
     def restore(self, position: Position, tensors: dict[str, Tensor]) -> None:
-        """Continue where `tensors` were taken."""
+        """Restore the state from `tensors`."""
         restore_run(self._hypernetwork, self._optimizer, self._generator, position, tensors)
         self._generator_state = self._generator.get_state()
         self.position = position
@@ -197,8 +197,8 @@ class Learner:
     def advance(self) -> StepOutcome:
         """Do one step.
 
-        A step whose loss or gradient is not finite changes neither parameters nor optimizer nor
-        random numbers; it is counted and the text moves on.
+        A step whose loss or gradient is not finite does not change parameters, optimizer or generator; it is
+        counted, and the next step reads the next batch.
 
         Raises:
             DispfxError: after `max_bad_steps` such steps in a row.
@@ -218,13 +218,13 @@ class Learner:
         )
         on_device = self._update.gradients(loss, of_masks, counted)
         with uninterrupted():
-            # A GPU gets the optimizer's work before the host knows the numbers, so that it never waits.
+            # The optimizer's work is queued before the host reads the numbers, so that the GPU never waits.
             read = reading(on_device)
             self._optimize(on_device)
             numbers = read()
             finite = all(math.isfinite(number) for number in numbers)
             self._move_on(finite)
-        # As large as the hypernetwork, and not needed while the decoder computes.
+        # As large as the hypernetwork, and not needed while the decoder runs.
         self._optimizer.zero_grad(set_to_none=True)
         if self.position.bad_in_a_row >= settings.max_bad_steps:
             raise _diverged(self.position, numbers[0])
@@ -234,7 +234,7 @@ class Learner:
         return self.problem.count.count(self.problem.groups.expand(masks))
 
     def _optimize(self, numbers: Tensor) -> None:
-        """Step the optimizer, which changes nothing where one of the numbers is not finite."""
+        """Step the optimizer; nothing changes if one of the numbers is not finite."""
         for group in self._optimizer.param_groups:
             group["lr"] = self.problem.settings.learning_rate(self.position.step)
         for parameter, product in self._update.outer.items():
@@ -253,7 +253,7 @@ class Learner:
 
 
 def _probabilities(logits_N: Tensor, sharpness: float) -> Slopes:
-    """Return how likely each feature is kept, and the slope of that for the logit before it was sharpened."""
+    """Return the probability that each feature is kept, and its slope for the unsharpened logit."""
     keep_N = torch.sigmoid(logits_N)
     return Slopes(keep_N, keep_N * (1 - keep_N) * sharpness)
 
@@ -272,10 +272,10 @@ def backward_decoder(problem: Problem, batches: Ahead, sampled: Tensor, step: in
 
 
 def check_gates(problem: Problem) -> None:
-    """Check that every gate acts: with everything kept, each site's mask gets a gradient.
+    """Check that every gate acts: with everything kept, every mask gets a gradient.
 
     Raises:
-        PassError: naming the sites whose gradient is exactly zero everywhere.
+        PassError: with the sites whose gradient is zero everywhere.
         DispfxError: if the loss of the dense decoder is not finite.
     """
     sizes = [site.size for site in problem.sites]
@@ -287,7 +287,7 @@ def check_gates(problem: Problem) -> None:
         raise PassError("the logits depend on no gate, so there is nothing to learn", where=where)
     if not math.isfinite(loss.item()):
         raise DispfxError(
-            f"the decoder's loss with everything kept is {loss.item()}, before anything was learned",
+            f"the decoder's loss with everything kept is {loss.item()} at the start",
             hint=f"use {option('dtype', 'float32')} or bfloat16, "
             "and check that the tokenizer belongs to the decoder",
         )
@@ -300,21 +300,21 @@ def check_gates(problem: Problem) -> None:
     ]
     if dead:
         raise PassError(
-            f"every gate must act on the loss, and {len(dead)} of {len(sizes)} get a gradient of zero",
+            f"every gate must act on the loss, but {len(dead)} of {len(sizes)} get a gradient of zero",
             where=", ".join(dead[:5]) + (" …" if len(dead) > 5 else ""),
             hint=f"leave these branches dense with {option('skip')}",
         )
 
 
 def check_samples(problem: Problem) -> None:
-    """Check that sequences of one batch keep to their own masks.
+    """Check that every sequence of a batch uses its own mask.
 
-    The loss of a batch is the mean of its sequences' losses, and so is its gradient for each mask.  Where a
-    gate takes the mask of another sequence, as behind a sort of tokens, the loss may hardly differ; the
-    gradient does.
+    The loss of a batch is the mean of its sequences' losses, and so is its gradient for each mask.  If a gate
+    uses the mask of another sequence, as after a sort of tokens, the loss may hardly differ, but the gradient
+    does.
 
     Raises:
-        DispfxError: if a gate stands where a batch is not S runs of rows (see `dispfx.ir.gate`).
+        DispfxError: if a gate is at a place where a batch is not S runs of rows (see `dispfx.ir.gate`).
     """
     samples = problem.settings.samples
     if samples == 1:
@@ -328,7 +328,7 @@ def check_samples(problem: Problem) -> None:
     runs = ids_BT.split(len(ids_BT) // samples)
     try:
         together, gradient = _loss_of(problem, ids_BT, masks)
-        # Alone: the sequence and its mask in every place, so that shapes are those of a step.
+        # Alone: the same sequence and mask in every row, to keep the shapes of a step.
         alone = [
             _loss_of(problem, run_BT.repeat(samples, 1), mask_N.expand(samples, -1).contiguous())
             for run_BT, mask_N in zip(runs, masks, strict=True)
@@ -338,18 +338,18 @@ def check_samples(problem: Problem) -> None:
     expected = sum(loss for loss, _ in alone) / samples
     difference = abs(together - expected)
     if not difference <= _SAMPLE_TOLERANCE * abs(expected):
-        raise _no_samples(samples, f"the loss differs by {difference:.2e} from that of each alone")
+        raise _no_samples(samples, f"the loss differs by {difference:.2e} from that of single sequences")
     of_each = torch.stack([of_masks.sum(0) / samples for _, of_masks in alone])
     agreement = _agreement(problem, gradient, of_each)
     if not agreement >= _SAMPLE_AGREEMENT:
         raise _no_samples(
-            samples, f"gradients of the masks agree by {agreement:.2f} with those of each alone"
+            samples, f"the masks' gradients have cosine {agreement:.2f} with those of single sequences"
         )
 
 
 def _loss_of(problem: Problem, ids_BT: Tensor, masks: Tensor) -> tuple[float, Tensor]:
     """Return the loss and its gradient for masks (S, N)."""
-    # With gradients, as in a step: a decoder may be compiled for that alone.
+    # With gradients, as in a step: a compiled decoder may support only that.
     leaf = masks.clone().requires_grad_()
     loss = problem.loss(ids_BT, leaf)
     loss.backward()
@@ -358,7 +358,7 @@ def _loss_of(problem: Problem, ids_BT: Tensor, masks: Tensor) -> tuple[float, Te
 
 
 def _agreement(problem: Problem, found: Tensor, expected: Tensor) -> float:
-    """Return the smallest cosine between two gradients (S, N) of the sites that have a part in them."""
+    """Return the smallest cosine, over sites with a gradient, between two gradients (S, N)."""
     sizes = [site.size for site in problem.sites]
     cosines = [
         float((a * b).sum() / (a.norm() * b.norm()).clamp_min(1e-300))
@@ -369,13 +369,13 @@ def _agreement(problem: Problem, found: Tensor, expected: Tensor) -> float:
 
 
 def _as_drawn(mask_N: Tensor, settings: LearnSettings) -> Tensor:
-    """Repeat a mask in the shape in which a step draws them: (N,), or (S, N) with S > 1 samples."""
+    """Repeat a mask in the shape that a step draws: (N,), or (S, N) with S > 1 samples."""
     return mask_N if settings.samples == 1 else mask_N.repeat(settings.samples, 1)
 
 
 def _no_samples(samples: int, reason: str) -> DispfxError:
     return DispfxError(
-        f"{samples} samples of the masks a batch were asked, and this decoder mixes its sequences: {reason}",
+        f"{option('samples', samples)} is not possible, because this decoder mixes its sequences: {reason}",
         hint=f"use {option('samples', 1)}",
     )
 
@@ -385,17 +385,17 @@ def _diverged(position: Position, loss: float) -> DispfxError:
         f"learning was stopped at step {position.step}: the loss ({loss}) or its gradient was not finite "
         f"{position.bad_in_a_row} times in a row",
         hint=f"use a smaller {option('lr')}, or {option('dtype', 'float32')} or bfloat16; "
-        f"the state before is kept for {option('resume')}",
+        f"the last good state is kept for {option('resume')}",
     )
 
 
 def reading(numbers: Tensor) -> Callable[[], list[float]]:
-    """Begin to copy numbers to the host, and return what waits for them and gives them.
+    """Start copying numbers to the host, and return a function that waits for them and returns them.
 
-    On a GPU the wait is for what was asked of it before, not for what was asked between the two calls.
+    On a GPU it waits only for work queued before this call, not for work queued between the two calls.
 
     Args:
-        numbers: (n,); may be overwritten by what the device does next.
+        numbers: (n,); later work may overwrite them.
     """
     if numbers.device.type != "cuda":
         found = numbers.tolist()

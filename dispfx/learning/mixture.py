@@ -1,9 +1,9 @@
-"""Several texts, each with its share of the sequences that are learned from.
+"""Several texts, each with a share of the sequences to learn from.
 
-Which text a sequence is from follows from its number alone, so that a resumed run reads exactly what the
-uninterrupted run would have read: a pattern of texts is repeated without end.  Weights 2 and 1 give the
-pattern a b a: text b has every third sequence.  Within its text a sequence is drawn as `TokenBatches` draws
-it, so every window of a text is read once before one is read twice.
+The index of a sequence determines its text, so that a resumed run reads the same sequences as an
+uninterrupted run.  A pattern of texts repeats: weights 2 and 1 give the pattern a b a, so text b has every
+third sequence.  Within a text, `TokenBatches` draws the sequence, so every window is read once before one is
+read twice.
 
 Legend: B batch, T tokens of a sequence.
 """
@@ -27,7 +27,7 @@ _LONGEST_PATTERN = 10_000
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a sequence is: of which text, and how many of that text come before it."""
+    """The position of a sequence: its text, and the number of earlier sequences of that text."""
 
     part: int
     number: int
@@ -38,8 +38,8 @@ class Mixture:
     """Batches of several texts.
 
     Args:
-        parts: one sequence a batch, each with its own held-out text, possibly none.
-        weights: one a part; only their ratios count.
+        parts: batches of one sequence, each part with its own held-out text, which may be empty.
+        weights: one per part; only their ratios count.
         batch_size: B.
     """
 
@@ -50,11 +50,11 @@ class Mixture:
     _pattern: list[Place] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Lay the parts out.
+        """Lay out the parts.
 
         Raises:
-            DataError: if there is not one positive weight a part, a share is below one in a thousand, or
-                the parts are not cut alike.
+            DataError: if there is not one positive weight per part, a share is below 1 in 1,000, or the parts
+                have different sequence lengths.
         """
         if len({part.seq_len for part in self.parts}) != 1 or any(p.batch_size != 1 for p in self.parts):
             raise DataError("the parts of a mixture must be cut into single sequences of one length")
@@ -111,9 +111,9 @@ class Mixture:
         return torch.cat([self.parts[place.part].batch(place.number) for place in places])
 
     def held_out_batches(self, most: int) -> list[Tensor]:
-        """Return up to `most` batches (1, T) of held-out text, in the shares that are learned from.
+        """Return up to `most` batches (1, T) of held-out text, in the shares of the texts.
 
-        Where one text has none left, the others go on.
+        If one text has none left, the remaining texts continue.
         """
         found = [part.held_out_batches(most) for part in self.parts]
         chosen: list[Tensor] = []
@@ -126,17 +126,17 @@ class Mixture:
 
 
 def quotas(weights: Sequence[float], parts: int) -> list[int]:
-    """Return how many sequences of a repeated pattern each text gets.
+    """Return the number of sequences of each text in a pattern.
 
-    The shares are exact where their common denominator is at most 10,000, and else within 1 in 10,000.
+    The shares are exact if their common denominator is at most 10,000, otherwise within 1 in 10,000.
 
     Raises:
-        DataError: if there is not one positive weight a text, or a share is below one in a thousand.
+        DataError: if there is not one positive weight per text, or a share is below 1 in 1,000.
     """
     if len(weights) != parts:
-        raise DataError(f"one weight a text is needed, and there are {len(weights)} for {parts}")
+        raise DataError(f"one weight per text is needed, but there are {len(weights)} for {parts}")
     if not all(0.0 < weight < math.inf for weight in weights):
-        raise DataError(f"a weight must be a positive number, found {', '.join(map(str, weights))}")
+        raise DataError(f"weights must be positive numbers, found {', '.join(map(str, weights))}")
     exact = [Fraction(weight).limit_denominator(10**6) for weight in weights]
     total = sum(exact)
     shares = [weight / total if total else Fraction(0) for weight in exact]
@@ -151,7 +151,7 @@ def quotas(weights: Sequence[float], parts: int) -> list[int]:
 
 
 def _rounded(wanted: Sequence[Fraction], total: int) -> list[int]:
-    """Return whole numbers near `wanted` of that total; the largest rests are rounded up."""
+    """Round `wanted` to integers with that total, by the largest remainder method."""
     found = [math.floor(number) for number in wanted]
     by_rest = sorted(range(len(wanted)), key=lambda index: (found[index] - wanted[index], index))
     for index in by_rest[: total - sum(found)]:
@@ -160,7 +160,7 @@ def _rounded(wanted: Sequence[Fraction], total: int) -> list[int]:
 
 
 def _spread(quota: Sequence[int]) -> list[Place]:
-    """Return the pattern: after any number of sequences, each text is as near to its share as can be."""
+    """Return the pattern: every prefix of it is as close as possible to the shares."""
     total = sum(quota)
     given = [0] * len(quota)
     pattern = []

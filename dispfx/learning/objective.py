@@ -1,4 +1,4 @@
-"""What learning minimises: loss of the predictions + λ · budget loss.
+"""The objective of learning: loss of the predictions + λ · budget loss.
 
     loss of the predictions = a · cross entropy with the next token + b · KL(dense decoder ‖ under masks)
 
@@ -102,9 +102,9 @@ def _of_dense(objective: Objective, logits: Callable[[bool], Tensor], shift: int
 
 
 def next_tokens(ids_BT: Tensor, separator: int | None = None) -> Tensor:
-    """Return for every token the one behind it, and NO_TARGET for the last of a sequence.
+    """Return the next token for every token, and NO_TARGET for the last one of a sequence.
 
-    With a `separator`, which ends a document, the first token of the next one is no target either.
+    With a `separator`, which ends a document, the first token of the next document is not a target.
     """
     targets_BT = torch.full_like(ids_BT, NO_TARGET)
     targets_BT[:, :-1] = ids_BT[:, 1:]
@@ -112,9 +112,9 @@ def next_tokens(ids_BT: Tensor, separator: int | None = None) -> Tensor:
 
 
 def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor, separator: int | None = None) -> Tensor:
-    """Return the mean cross entropy of every token given those before it, in nats, as float32.
+    """Return the mean cross entropy of every token given the tokens before it, in nats, as float32.
 
-    With a `separator`, which ends a document, only tokens of the same document are meant.
+    With a `separator`, which ends a document, only tokens of the same document count.
     """
     if separator is None:
         return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), ids_BT[:, 1:].flatten())
@@ -131,24 +131,24 @@ def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor, separator: int | None = 
 def budget_loss(left: Tensor, target: float) -> Tensor:
     """Return R = log(max(T(s), keep · T) / min(T(s), keep · T)) (arXiv 2410.11988, section 3.3).
 
-    Zero exactly when the budget is met, and of one scale above and below it.
+    Zero exactly when the budget is met, with the same scale above and below it.
 
     Args:
         left: T(s), of any shape.
-        target: keep · T, the parameters that should be left.
+        target: keep · T, the number of parameters that should remain.
     """
     left = left.clamp_min(1.0)  # every bit of a sample can be zero
-    # The logarithm of each, not of the ratio: float64 holds both, and the gradient is ±1 / T(s).
+    # Difference of logarithms: exact in float64, and the gradient is ±1 / T(s).
     # Filled on the device: a CUDA graph cannot hold a copy from the host.
     bound = torch.full_like(left, target)
     return torch.log(torch.maximum(left, bound)) - torch.log(torch.minimum(left, bound))
 
 
 def eased(loss: Tensor, width: float) -> Tensor:
-    """Return a budget loss whose corner at zero is a parabola of that width (Huber 1964).
+    """Return a budget loss that is quadratic below `width` (Huber 1964).
 
-    R² / (2 · width) where R is below the width, and R − width / 2 above: a pull that grows with the distance
-    from the budget and has one strength far from it.  The loss itself for a width of zero.
+    R² / (2 · width) if R is below the width, otherwise R − width / 2: the gradient grows with the distance
+    from the budget and is constant far from it.  Unchanged if the width is zero.
 
     Args:
         loss: R, of any shape.

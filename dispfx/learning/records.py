@@ -1,4 +1,4 @@
-"""What is known after each step: one record for the screen and one line in metrics.jsonl."""
+"""The record of a step, for the screen and as a line of metrics.jsonl."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from dispfx.files.json_text import parse_json
 from dispfx.learning.tensorboard import TensorBoardLog
 
 METRICS_FILE = "metrics.jsonl"
-# So many that a step which saves or measures the held-out loss hardly shows.
+# Enough to hide a step that saves or measures the held-out loss.
 _PACE_STEPS = 100
 # They compile, and fill caches.
 _SLOW_STEPS = 2
@@ -48,7 +48,7 @@ class StepRecord:
 
 
 class Pace:
-    """Measures speed over the last steps, without the slow first ones as soon as there are others."""
+    """Measures speed over the last steps, ignoring the slow first ones once others exist."""
 
     def __init__(self, tokens_per_step: int):
         self._tokens_per_step = tokens_per_step
@@ -56,7 +56,7 @@ class Pace:
         self._slow_left = _SLOW_STEPS
 
     def tick(self, steps_left: int) -> tuple[float, float]:
-        """Note the end of a step; return tokens a second and seconds left."""
+        """Record the end of a step; return tokens per second and seconds left."""
         self._ends.append(perf_counter())
         if len(self._ends) == _SLOW_STEPS + 2:
             while self._slow_left:
@@ -67,14 +67,14 @@ class Pace:
 
 
 class MetricsLog:
-    """Appends records to metrics.jsonl, one JSON object a line, and shows them to TensorBoard.
+    """Appends records to metrics.jsonl, one JSON object per line, and to TensorBoard.
 
-    Lines after `first_step` belong to steps that a resumed run does again, and are removed.  Without a
-    folder nothing is written.
+    Lines after `first_step` are removed, because a resumed run repeats their steps.  Without a folder nothing
+    is written.
 
     Raises:
-        DataError: if the earlier lines are no text.
-        OutputError: if the disk is full, here and in every line.
+        DataError: if the earlier lines are not text.
+        OutputError: if the disk is full, here or when a line is written.
     """
 
     def __init__(self, folder: Path | None, first_step: int):
@@ -88,7 +88,7 @@ class MetricsLog:
             self._board = TensorBoardLog(folder, kept)
 
     def append(self, record: StepRecord) -> None:
-        """Write one line; a number that is not finite becomes null, which JSON has a word for."""
+        """Write one line; a number that is not finite becomes null."""
         if self._file is None:
             return
         values = asdict(record)
@@ -114,10 +114,10 @@ class MetricsLog:
 
 
 def _keep_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Remove the lines of later steps and return the records of the others.
+    """Remove the lines of later steps and return the remaining records.
 
     Raises:
-        DataError: if the file is no text.
+        DataError: if the file is not text.
     """
     if not path.exists():
         return []

@@ -1,22 +1,22 @@
 """Scores of features that need no learning: methods to compare with, on the same sites and lowering.
 
-    magnitude   ‖W_j‖                    size of the weights that read feature j, or that write it
-    wanda       ‖x_j‖₂ · ‖W_j‖           what feature j adds to its readers (arXiv 2306.11695)
-    flap        var(x_j) · ‖W_j‖²        what is lost when it is replaced by its mean (arXiv 2312.11983)
+    magnitude   ‖W_j‖                    norm of the weights that read feature j, or that write it
+    wanda       ‖x_j‖₂ · ‖W_j‖           contribution of feature j to its readers (arXiv 2306.11695)
+    flap        var(x_j) · ‖W_j‖²        loss from replacing it by its mean (arXiv 2312.11983)
     fisher      E[(∂loss/∂m_j)²] / c_j   Fisher information of its gate m_j (arXiv 1801.05787) per parameter
     random      a normal number
 
 The names `activation`, `fluctuation` and `sensitivity` are aliases of `wanda`, `flap` and `fisher`.
 
-x_j is feature j where its gate stands, W_j the weights that read it there (a write is read by nobody:
-its ‖W_j‖ is one), and c_j the parameters that feature j costs.  The first three have another scale at
-every site; they are standardised within a site, as FLAP does, so that one threshold serves all.  Where
-experts have features of their own, x_j is zero for the tokens that other experts get, and its variance is
-counted by the share of the tokens that reach its expert.
+x_j is feature j at its gate, W_j the weights that read it there (no weight reads a write, so its ‖W_j‖ is
+one), and c_j the number of parameters of feature j.  The scale of the first three differs between sites, so
+they are standardised within a site, as in FLAP, to allow one threshold for all sites.  If experts have their
+own features, x_j is zero for tokens of other experts, and its variance is weighted by the share of the tokens
+that reach its expert.
 
-A score of a user's own, `mine.py:score` or a Python function, takes a `Scored` and returns for every site, by
-name, what its features are worth, (size,) numbers; those with the smallest are removed first, and numbers of
-all sites are compared with each other.  The plan does not depend on their scale.
+A custom score, `mine.py:score` or a Python function, takes a `Scored` and returns a dict from site name to
+the scores of its features, (size,).  Features with the smallest scores are removed first.  Scores are
+compared across sites, and the plan does not depend on their scale.
 
 Entry point: `select_by_score`.  Legend: T tokens, N features of all groups of sites.
 """
@@ -42,7 +42,7 @@ from dispfx.words.own_function import OwnFunction, own_or_choice, shown
 
 SEQUENCES = 64
 _SMALLEST = 1e-30
-# Beside the bias of 3, logits from -1 to 7.
+# With the bias of 3, logits from -1 to 7.
 _FARTHEST = 4.0
 
 
@@ -54,12 +54,12 @@ def select_by_score(
     Args:
         problem: the decoder's sites, count and text.
         graph_module: the gated graph, with weights; its gates are named as `InsertGates` does.
-        budget: of the same count.
-        sequences: of the text that the scores are measured on.
+        budget: for the same count.
+        sequences: number of sequences to measure the scores on.
 
     Raises:
         BudgetError: if no widths meet the budget.
-        DispfxError: if a score is not finite, as where the decoder's values are not on some text.
+        DispfxError: if a score is not finite, for example because the decoder's values are not.
     """
     scores_N = score(problem, graph_module, problem.settings.method, sequences)
     _require_finite(scores_N, problem)
@@ -69,12 +69,12 @@ def select_by_score(
 def score(
     problem: Problem, graph_module: fx.GraphModule, method: Method, sequences: int = SEQUENCES
 ) -> Tensor:
-    """Return what every feature of every group of sites is worth, flat, (N,) float32 on the CPU.
+    """Return the score of every feature of every group of sites, flat, (N,) float32 on the CPU.
 
     The arguments are those of `select_by_score`; `method` is any but `learned`.
 
     Raises:
-        DispfxError: if there is no such score.
+        DispfxError: if the score is unknown.
     """
     found = own_or_choice(SCORES, METHOD_ALIASES.get(str(method), method), "method")
     if isinstance(found, OwnFunction):
@@ -84,12 +84,12 @@ def score(
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """What a score of a user's own may look at.
+    """The inputs of a custom score.
 
     Args:
         problem: sites, count, settings and device of the run.
         graph_module: the gated decoder, forward(ids_BT, one (size,) mask per site) -> logits_BTV.
-        sequences: of the text that scores are measured on.
+        sequences: number of sequences to measure scores on.
     """
 
     problem: Problem
@@ -98,7 +98,7 @@ class Scored:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The sites, each with `name`, `kind`, `size` and the `slices` of the parameters that follow it."""
+        """The sites, each with `name`, `kind`, `size`, and the `slices` of its parameters."""
         return self.problem.sites
 
     @property
@@ -121,7 +121,7 @@ class Scored:
         return self.problem.next_token_loss(ids_BT, torch.cat([masks[site.name] for site in self.sites]))
 
     def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return by site the mean and the mean square of its features where they are gated, (size,) each."""
+        """Return by site the mean and the mean square of its features at their gates, (size,) each."""
         found = _moments(self.problem, self.graph_module, self.sequences)
         return {
             site.name: (own.total / own.seen.clamp_min(1), own.squares / own.seen.clamp_min(1))
@@ -135,10 +135,10 @@ class Scored:
 
 
 def _by_own(function: OwnFunction, scored: Scored) -> Tensor:
-    """Return what a user's score says, after checking it.
+    """Return the result of a custom score, after checking it.
 
     Raises:
-        SourceError: if the function raises.
+        SourceError: if the function raises an error.
         PlanMismatchError: if a site has no scores, scores have no site, or do not fit their site.
     """
     values = torch.cat(site_scores(scored.sites, function(scored))).float()
@@ -206,8 +206,8 @@ def magnitudes(graph_module: fx.GraphModule, sites: Sequence[Site]) -> Tensor:
 def starting_logits(problem: Problem) -> Tensor:
     """Return what to add to the first logits so that the loss-sensitive features are kept longest, (N,).
 
-    The sensitivity of `score`, with the middle feature at zero and what is far from it cut off, so that
-    every feature can still be sampled either way.
+    The Fisher score, centred at its median and clipped, so that every feature can still be sampled either
+    way.
     """
     sensitivity_N = _sensitivity(problem, SEQUENCES)
     return (sensitivity_N - sensitivity_N.median()).clamp(-_FARTHEST, _FARTHEST)
@@ -216,8 +216,8 @@ def starting_logits(problem: Problem) -> Tensor:
 def logits_of_plan(problem: Problem, kept: Sequence[Tensor]) -> Tensor:
     """Return what to add to the first logits so that learning starts from a plan, (N,).
 
-    Features that the plan keeps have the logit that all features have without one, `bias`, and the others
-    its negative: nearly all of them are removed at first, and each can still be sampled either way.
+    Features that the plan keeps start with the usual logit, `bias`, and removed ones with its negative:
+    nearly all of these are removed at first, but every feature can still be sampled either way.
     """
     removed = _by_group(1.0 - hard_masks(problem.sites, kept, device=problem.device), problem.groups)
     shared = _by_group(torch.ones(problem.features, device=problem.device), problem.groups)
@@ -225,7 +225,7 @@ def logits_of_plan(problem: Problem, kept: Sequence[Tensor]) -> Tensor:
 
 
 def _sensitivity(problem: Problem, sequences: int) -> Tensor:
-    """Return the logarithm of every feature's Fisher information a parameter, (N,)."""
+    """Return the logarithm of every feature's Fisher information per parameter, (N,)."""
     costs_N = problem.count.feature_costs(problem.groups)
     return (_fisher(problem, sequences) / costs_N).clamp_min(_SMALLEST).log()
 
@@ -233,7 +233,7 @@ def _sensitivity(problem: Problem, sequences: int) -> Tensor:
 def _fisher(problem: Problem, sequences: int) -> Tensor:
     """Return the mean square of every gate's gradient over sequences, with everything kept, (N,).
 
-    A sequence whose gradient is not finite counts as little as such a step of learning does.
+    Sequences whose gradient is not finite are ignored, as such steps are in learning.
     """
     total_N = torch.zeros(problem.groups.features, device=problem.device)
     counted = torch.zeros((), device=problem.device)
@@ -246,10 +246,10 @@ def _fisher(problem: Problem, sequences: int) -> Tensor:
 
 
 def _gradients(problem: Problem, sequences: int) -> Iterator[Tensor]:
-    """Yield the gates' gradient of every sequence, with everything kept: (1, N), or (S, N) of S sequences.
+    """Yield the gates' gradient for every sequence, with everything kept: (1, N) or (S, N).
 
-    The square of a mean is not the mean of squares, so every sequence is a batch of its own, or has a
-    mask of its own where a step draws as many.
+    The square of a mean is not the mean of squares, so every sequence is a separate batch, or has its own
+    mask if a step draws that many.
     """
     samples, batch_size = problem.settings.samples, problem.settings.batch_size
     if not (samples == batch_size > 1 and problem.ranks.size == 1):
@@ -261,12 +261,12 @@ def _gradients(problem: Problem, sequences: int) -> Iterator[Tensor]:
     for index in range(-(-sequences // batch_size)):
         masks_SN = torch.ones(samples, problem.groups.features, device=problem.device, requires_grad=True)
         loss = problem.next_token_loss(problem.text.batch(index), problem.groups.expand(masks_SN))
-        # The loss is the mean over sequences, each of which has a share of 1 / S in it.
+        # The loss is the mean over sequences, so each one contributes 1 / S.
         yield torch.autograd.grad(loss, masks_SN)[0] * samples
 
 
 def _by_group(values: Tensor, groups: Groups) -> Tensor:
-    """Add up what the sites of a group say of the feature that they share."""
+    """Sum the scores of the sites of a group, which share their features."""
     groups = groups.to(values.device)
     group_of = groups.expand(torch.arange(groups.features))
     return values.new_zeros(groups.features).index_add(0, group_of, values)
@@ -279,11 +279,11 @@ def _sequences(problem: Problem, count: int) -> list[Tensor]:
 
 @dataclass
 class _Moments:
-    """Sums over everything that was seen of one site's features, (size,) float64.
+    """Sums over all seen values of one site's features, (size,) float64.
 
     Args:
-        count: positions that were seen, those of all experts together.
-        seen: of them, how many had the feature.
+        count: number of positions, of all experts together.
+        seen: number of these positions that had the feature.
         total, squares: sums of the feature and of its square.
     """
 
@@ -300,7 +300,7 @@ class _Moments:
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a gated graph and adds up the moments of what arrives at its gates."""
+    """Runs a gated graph and accumulates the moments of the values at its gates."""
 
     def __init__(self, graph_module: fx.GraphModule, sites: Sequence[Site]):
         super().__init__(graph_module)
@@ -325,7 +325,7 @@ class _Recorder(fx.Interpreter):
         moments, each = self.moments[index], self._each[index]
         rows = value.movedim(point.dim, -1).double()
         number = len(moments.total) // each
-        # A site without features by expert is one expert, who has every row.
+        # A site without features per expert counts as one expert that has every row.
         expert = torch.zeros_like(rows[..., 0], dtype=torch.int64)
         if experts is not None:
             expert += experts.clamp(max=number - 1).view(-1, *[1] * (expert.dim() - 1))
@@ -338,7 +338,7 @@ class _Recorder(fx.Interpreter):
 
 
 def by_feature(values: Tensor, labels: tuple[int, ...] | None, size: int) -> Tensor:
-    """Add up what positions say of the feature that they follow, (size,)."""
+    """Sum over the positions that follow each feature, (size,)."""
     if labels is None:
         return values
     followed = torch.tensor(labels)
@@ -356,10 +356,10 @@ def _moments(problem: Problem, graph_module: fx.GraphModule, sequences: int) -> 
 
 
 def _weight_norms(graph_module: fx.GraphModule, sites: Sequence[Site], *, writers: bool) -> list[Tensor]:
-    """Return for every site the norm of the weights that read a feature where it is gated, (size,) float64.
+    """Return for every site the norm of the weights that read a feature at its gate, (size,) float64.
 
-    Where no weight reads it, as at a write, it is that of the weights that produce it with `writers`,
-    and one without.
+    If no weight reads it, as at a write, it is the norm of the weights that produce it with `writers`, and
+    one otherwise.
     """
     nodes = {node.name: node for node in graph_module.graph.nodes}
     tensors = dict(graph_module.named_parameters(remove_duplicate=False))
@@ -376,7 +376,7 @@ def _weight_norms(graph_module: fx.GraphModule, sites: Sequence[Site], *, writer
 
 
 def _readers(gate: fx.Node) -> set[str]:
-    """Return the paths of the weights of the products that a gated value reaches through its shape."""
+    """Return the paths of the weights of the products that a gated value reaches through views."""
     found: set[str] = set()
     values = [gate]
     while values:
@@ -394,7 +394,7 @@ def _norm(slices: Sequence[Slice], tensors: Mapping[str, Tensor], site: Site) ->
     total = torch.zeros(site.size, dtype=torch.float64)
     for cut in slices:
         tensor = tensors[cut.parameter].detach()
-        # A stack holds one matrix for each expert, with the same labels.
+        # A stack has one matrix per expert, with the same labels.
         matrices = [(own, cut.axis - 1) for own in tensor] if cut.by_expert else [(tensor, cut.axis)]
         sums = [_squares(matrix, axis).double().cpu() for matrix, axis in matrices]
         total += torch.cat([by_feature(own, cut.labels, site.size // len(sums)) for own in sums])
@@ -407,6 +407,6 @@ def _squares(matrix: Tensor, axis: int) -> Tensor:
 
 
 def _standardised(values: Tensor) -> Tensor:
-    """Return values of mean zero and spread one, float32; a site of one feature gives zero."""
+    """Standardise values to mean zero and standard deviation one, float32; one feature gives zero."""
     spread = values.std(correction=0).clamp_min(_SMALLEST)
     return ((values - values.mean()) / spread).float()

@@ -1,7 +1,7 @@
-"""The resumable state of a run: one safetensors file with a JSON header, replaced in one move.
+"""The resumable state of a run: one safetensors file with a JSON header, replaced atomically.
 
-The header holds where the run is and what it is (`identity`: decoder, sites, budget, settings,
-text).  A state is only taken up by a run with the same identity.
+The header holds the position and the `identity` of the run (decoder, sites, budget, settings, text).  Only a
+run with the same identity can resume a state.
 """
 
 import json
@@ -24,7 +24,7 @@ from dispfx.words.own_function import identity_of
 
 STATE_FILE = "learning.safetensors"
 STATE_VERSION = 1
-# Settings that change what a run writes or when it gives up, not what it learns.
+# Settings that change what a run writes or when it stops, not what it learns.
 _FREE_SETTINGS = {"save_every", "log_every", "max_bad_steps", "held_out_every", "adaptable"}
 
 Identity = Mapping[str, Any]
@@ -32,11 +32,11 @@ Identity = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is.
+    """The position in a run.
 
     Args:
         step: steps done; the position in the text follows from it.
-        bad_steps: of them, those that changed nothing.
+        bad_steps: steps so far that changed nothing.
         bad_in_a_row: bad steps since the last good one.
     """
 
@@ -46,16 +46,16 @@ class Position:
 
 
 def settings_identity(settings: LearnSettings) -> dict[str, Any]:
-    """Return the settings that a resumed run must share; of a user's function, its name and digest.
+    """Return the settings that a resumed run must share; for a custom function, its name and digest.
 
-    Where no step depends on how many there are, their number is not one of them: a run can be made longer.
+    The number of steps is not included if no step depends on it, so that a run can be extended.
     """
     free = _FREE_SETTINGS | (set() if settings.depends_on_steps else {"steps"})
     return {name: identity_of(value) for name, value in asdict(settings).items() if name not in free}
 
 
 def saved_step(folder: Path) -> int | None:
-    """Return the step at which the state in `folder` goes on, or None where there is no state.
+    """Return the step at which the state in `folder` resumes, or None if there is no state.
 
     Raises:
         DataError: if the file is damaged.
@@ -65,7 +65,7 @@ def saved_step(folder: Path) -> int | None:
 
 
 def save_state(folder: Path, identity: Identity, position: Position, tensors: Mapping[str, Tensor]) -> None:
-    """Write the state; a reader finds the old one or the new one, whole."""
+    """Write the state atomically."""
     header = {"version": STATE_VERSION, "identity": identity, "position": asdict(position)}
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replacing(folder / STATE_FILE) as partial:
@@ -73,7 +73,7 @@ def save_state(folder: Path, identity: Identity, position: Position, tensors: Ma
 
 
 def load_state(folder: Path, identity: Identity) -> tuple[Position, dict[str, Tensor]] | None:
-    """Return the state in `folder`, or None where there is none.
+    """Return the state in `folder`, or None if there is no state.
 
     Raises:
         PlanMismatchError: if it was made for another decoder.
@@ -108,13 +108,13 @@ def restore_run(
     position: Position,
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Put tensors from `run_tensors` back where they came from.
+    """Restore tensors from `run_tensors`.
 
     Args:
-        position: where the run was then.
+        position: of the run at that time.
 
     Raises:
-        ValueError: if they are not those of such a run; nothing is changed then.
+        ValueError: if they do not belong to such a run; nothing is changed then.
     """
     _check_tensors(_expected(hypernetwork, generator, position, tensors), tensors)
     prefix = "hypernetwork."
@@ -134,7 +134,7 @@ def restore_run(
 def _expected(
     hypernetwork: nn.Module, generator: torch.Generator, position: Position, found: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return a tensor like every one that a state of this run has, by the names of `run_tensors`."""
+    """Return a template for every tensor of this run's state, by the names of `run_tensors`."""
     expected = {f"hypernetwork.{name}": tensor for name, tensor in hypernetwork.state_dict().items()}
     expected["generator"] = generator.get_state()
     # Before the first good step the optimizer may have no state yet.
@@ -146,11 +146,11 @@ def _expected(
 
 
 def _check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Pass if all are there in their shapes and dtypes; AdamW's kernels do not ask, and read past an end."""
+    """Raise if a tensor is missing or has another shape or dtype: AdamW would read out of bounds."""
     for name in sorted({*expected, *found}):
-        here, right = (_form(each.get(name)) for each in (found, expected))
+        here, right = (_form(tensors.get(name)) for tensors in (found, expected))
         if here != right:
-            raise ValueError(f"{name} is {here}, and this run has {right}")
+            raise ValueError(f"{name} is {here}, but this run has {right}")
 
 
 def _form(tensor: Tensor | None) -> str:
@@ -192,7 +192,7 @@ def _checked_position(entries: Any) -> dict[str, int]:
 def _check_tables(identity: Any) -> None:
     for part in ("settings", "budget"):
         if not isinstance(identity[part], dict):
-            raise ValueError(f"its {part} are no table")
+            raise ValueError(f"its {part} are not a JSON object")
 
 
 def _check_identity(saved: dict[str, Any], asked: dict[str, Any], path: Path) -> None:

@@ -1,8 +1,7 @@
-"""The figures of metrics.jsonl for TensorBoard, where that is installed.
+"""The figures of metrics.jsonl for TensorBoard, if installed.
 
-metrics.jsonl is the truth and TensorBoard's files are a view of it: a resumed run writes them anew from
-the lines that it keeps, so no step is there twice or missing, whatever the killed run had not yet written.
-A view that cannot be written ends, and the run goes on.
+TensorBoard's files are derived from metrics.jsonl: a resumed run writes them again from the lines that it
+keeps, so no step is duplicated or missing.  If they cannot be written, the run continues without them.
 """
 
 import shutil
@@ -25,7 +24,7 @@ _FLUSH_SECONDS = 10.0
 class TensorBoardLog:
     """Writes records as scalars to FOLDER in the state's folder; does nothing without TensorBoard.
 
-    TensorBoard's own writer has a thread, which would tell of a full disk in a traceback.
+    TensorBoard's own writer has a thread that would print a traceback on a full disk.
 
     Args:
         folder: of the state.
@@ -40,7 +39,7 @@ class TensorBoardLog:
         if find_spec("tensorboard") is None:
             return
         with warnings.catch_warnings():
-            # Those of its own imports are no concern of the user.
+            # Warnings of its imports do not concern the user.
             warnings.simplefilter("ignore")
             try:
                 self._event = import_module("tensorboard.compat.proto.event_pb2")
@@ -55,13 +54,13 @@ class TensorBoardLog:
             return
         self._writer = writer(self._file)
         self._write(file_version=_FORMAT)
-        # A TensorBoard that watches the folder drops what it saw of the steps that are written again.
+        # A running TensorBoard drops the old values of steps that are written again.
         self._write(step=0, session_log=self._event.SessionLog(status=self._event.SessionLog.START))
         for values in earlier:
             self.append(values)
 
     def append(self, values: Mapping[str, Any]) -> None:
-        """Write one record; what is null in metrics.jsonl gets no point."""
+        """Write one record; null values are left out."""
         if self._file is None:
             return
         points = [
@@ -72,7 +71,7 @@ class TensorBoardLog:
         self._write(step=values["step"], summary=self._summary(value=points))
 
     def close(self) -> None:
-        """Write what is still held."""
+        """Write buffered records."""
         if self._file is not None:
             self._end()
 

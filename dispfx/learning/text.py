@@ -1,10 +1,10 @@
-"""Token ids → batches that depend on the seed and the step alone.
+"""Token ids → batches that depend only on the seed and the step.
 
-Since a batch is a pure function of (seed, step), the position in the text is the step number, and
-a resumed run reads exactly what the uninterrupted run would have read.
+A batch is a pure function of (seed, step), so the position in the text is the step number, and a resumed run
+reads the same batches as an uninterrupted run.
 
-A sequence of T tokens begins with the beginning-of-sequence token, where there is one, and so does every
-document in it that is kept apart from the others:
+A sequence of T tokens begins with the beginning-of-sequence token, if there is one, and so does every
+document in it if documents are kept apart:
 
     text        a b c ⟂ d e f g h …              ⟂ ends a document
     sequences   ∧ a b c ⟂ ∧ d                    T = 7; what does not fit is left out
@@ -32,7 +32,7 @@ _DIGEST_CHUNK = 1 << 16
 
 
 class Batches(Protocol):
-    """What masks are learned from: one text (`TokenBatches`), or several (`dispfx.learning.mixture`)."""
+    """Batches to learn from: one text (`TokenBatches`), or several (`dispfx.learning.mixture`)."""
 
     @property
     def seq_len(self) -> int:
@@ -46,7 +46,7 @@ class Batches(Protocol):
 
     @property
     def digest(self) -> str:
-        """Identify everything that the batches depend on but T, B and the seed."""
+        """Identify everything that the batches depend on, except T, B and the seed."""
         ...
 
     def batch(self, index: int) -> Tensor:
@@ -60,9 +60,9 @@ class Batches(Protocol):
 
 @dataclass(eq=False)
 class TokenBatches:
-    """Shuffled windows of one long text, every window once an epoch.
+    """Shuffled windows of one long text, every window once per epoch.
 
-    The text is cut into windows of T tokens side by side; what is left over at its end is not used.
+    The text is cut into adjacent windows of T tokens; the remainder at the end is not used.
     An epoch is a permutation of the windows drawn from (seed, epoch); batches run through the
     epochs without a gap, so every batch is full.
 
@@ -71,9 +71,9 @@ class TokenBatches:
         seq_len: T.
         batch_size: B.
         seed: the same seed gives the same batches.
-        held_out: tokens that are never learned from, possibly none.
-        bos: tokens that every sequence begins with; they are part of its T.
-        separator: token that ends a document, where each document begins with `bos` too.
+        held_out: tokens that are never learned from; may be empty.
+        bos: tokens that every sequence begins with, included in T.
+        separator: token that ends a document, if every document also begins with `bos`.
     """
 
     tokens: Tensor | np.ndarray
@@ -89,7 +89,7 @@ class TokenBatches:
         """Check the tokens.
 
         Raises:
-            DataError: if they are not a vector of integers, or shorter than one sequence.
+            DataError: if they are not a vector of integers, or are shorter than one sequence.
         """
         if len(self.tokens.shape) != 1 or not _holds_integers(self.tokens):
             raise DataError(
@@ -104,7 +104,7 @@ class TokenBatches:
             )
         if self.windows < 1:
             held_out = 0 if self.held_out is None else len(self.held_out)
-            aside = f" beside {held_out:,} held out" if held_out else ""
+            aside = f" without the {held_out:,} held-out ones" if held_out else ""
             raise DataError(
                 f"one sequence needs {self._stride:,} tokens, and the text to learn from has "
                 f"{len(self.tokens):,}{aside}",
@@ -120,7 +120,7 @@ class TokenBatches:
         seed: int = 0,
         held_out_share: float = HELD_OUT_SHARE,
     ) -> "TokenBatches":
-        """Return batches of all but the last share of a text; that share is held out.
+        """Return batches of a text whose last share is held out.
 
         Raises:
             DataError: as for `TokenBatches`.
@@ -141,7 +141,7 @@ class TokenBatches:
 
     @property
     def digest(self) -> str:
-        """Identify the text, by its length and a sample of at most 4 MiB, and what sequences begin with."""
+        """Identify the text by its length, a sample of at most 4 MiB, and the tokens that begin sequences."""
         summary = hashlib.sha256(str(len(self.tokens)).encode())
         stride = max(_DIGEST_CHUNK, len(self.tokens) // 8)
         for start in range(0, len(self.tokens), stride):
@@ -158,7 +158,7 @@ class TokenBatches:
         return torch.stack([self._window(index * self.batch_size + row) for row in range(self.batch_size)])
 
     def held_out_batches(self, most: int) -> list[Tensor]:
-        """Return up to `most` batches (1, T) from the start of the held-out text, none if it is short."""
+        """Return up to `most` batches (1, T) from the start of the held-out text."""
         if self.held_out is None:
             return []
         count = min(most, len(self.held_out) // self._stride)
@@ -184,27 +184,27 @@ class TokenBatches:
 
 
 def token_vector(data: object, vocabulary_size: int) -> Tensor | np.ndarray:
-    """Return token ids (N,) as a caller of the API has them: a tensor, an array, or a list.
+    """Return token ids (N,) from a tensor, an array, or a list.
 
     Raises:
-        DataError: if they are text, no vector of integers, or ids that the decoder does not have.
+        DataError: if they are text, not a vector of integers, or not in the decoder's vocabulary.
     """
     first = data[0] if isinstance(data, list | tuple) and data else data
     if isinstance(first, str | bytes | PathLike):
         raise DataError(
-            f"learning takes token ids, and a {type(first).__name__} was given",
+            f"learning takes token ids, but a {type(first).__name__} was given",
             hint="give tokenizer.encode(text), or let dispfx.compile read the text: data=FILE",
         )
     try:
         tokens = data if isinstance(data, Tensor | np.ndarray) else torch.as_tensor(data)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"a vector of token ids was expected, and no array was given: {error}") from error
+        raise DataError(f"a vector of token ids was expected, but this is not an array: {error}") from error
     if len(tokens.shape) != 1 or not _holds_integers(tokens):
         raise DataError(
             f"a vector of token ids was expected, found shape {tuple(tokens.shape)} of {tokens.dtype}",
             hint="give one long text: join the sequences of a batch with .flatten()",
         )
-    # numpy is several times as fast at this, and knows unsigned integers.
+    # numpy is several times faster here, and supports unsigned integers.
     ids = tokens.cpu().numpy() if isinstance(tokens, Tensor) else tokens
     for found in map(int, (ids.min(), ids.max()) if len(ids) else ()):
         if not 0 <= found < vocabulary_size:
@@ -221,19 +221,19 @@ def _holds_integers(tokens: Tensor | np.ndarray) -> bool:
 def _ids(tokens: Tensor | np.ndarray) -> Tensor:
     if isinstance(tokens, Tensor):
         return tokens.to("cpu", torch.int64, copy=True)
-    # A copy in both cases: a read-only memory map must not become a writable tensor.
+    # Always a copy: a read-only memory map must not become a writable tensor.
     return torch.from_numpy(tokens.astype("int64"))
 
 
 class Ahead:
-    """Batches by number, on a device; the one behind the last is made by a thread meanwhile.
+    """Batches by index, on a device; a thread prepares the next batch in the meantime.
 
-    On a GPU batches wait in pinned memory, so that copying them does not stop the computation.  On a CPU,
-    where there is nothing to overlap with, they are made when they are asked for.
+    On a GPU, batches wait in pinned memory, so that copies do not block the computation.  On a CPU there is
+    nothing to overlap, so batches are made on demand.
 
     Args:
-        batch: makes batch `index`, on the CPU; called from one thread at a time.
-        device: where batches are wanted.
+        batch: makes batch `index` on the CPU; called from one thread at a time.
+        device: of the returned batches.
     """
 
     def __init__(self, batch: Callable[[int], Tensor], device: torch.device):
@@ -243,7 +243,7 @@ class Ahead:
         self._thread = ThreadPoolExecutor(1, "batches") if device.type == "cuda" else None
 
     def get(self, index: int) -> Tensor:
-        """Return batch `index` on the device; what making it raised is raised here."""
+        """Return batch `index` on the device; re-raises errors of the thread."""
         if self._thread is None:
             return self._batch(index).to(self._device)
         ready = self._next if self._next is not None and self._next[0] == index else None

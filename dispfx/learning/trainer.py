@@ -32,17 +32,17 @@ from dispfx.words.option_names import option
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """What a run found.
+    """The result of a run.
 
     Args:
         kept: sorted int32 indices that every site keeps, on the CPU.
-        achieved: share of the counted parameters that is removed.
+        achieved: share of the counted parameters that was removed.
         logits: flat over all sites in order, float32 on the CPU.
         records: of this process, oldest first.
-        first_step: where this process began; 0 without a state to resume from.
-        steps: steps done by all processes of the run.
-        bad_steps: of them, those without a finite loss and gradient.
-        seconds: this process took, hardening included.
+        first_step: where this process started; 0 without a state to resume.
+        steps: steps done in all processes of the run.
+        bad_steps: steps without a finite loss and gradient.
+        seconds: duration of this process, with hardening.
     """
 
     kept: list[Tensor]
@@ -57,19 +57,19 @@ class Learned:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LearningTask:
-    """What is learned, from what, and by which processes.
+    """The task of a run: decoder, sites, text, settings and processes.
 
     Args:
-        gated: (ids_BT int64, one 1-D float mask a site) -> logits_BTV, with frozen weights.
+        gated: (ids_BT int64, one 1-D float mask per site) -> logits_BTV, with frozen weights.
         sites: in the order of the masks.
         shapes: of every parameter by path; tied ones once.
-        text: batches to learn from, cut as `settings` say.
-        budget: what may stay.
+        text: batches to learn from, with the sizes in `settings`.
+        budget: of the plan.
         settings: of the run.
-        device: where the decoder lives.
+        device: of the decoder.
         ranks: the processes of the run.
-        fingerprint: of the decoder; a state of another one is refused.
-        start_from: what every site keeps in a plan that learning starts from.
+        fingerprint: of the decoder; a state of another decoder is rejected.
+        start_from: kept indices of the plan that learning starts from.
     """
 
     gated: Gated
@@ -84,10 +84,10 @@ class LearningTask:
     start_from: Sequence[Tensor] | None = None
 
     def problem(self) -> Problem:
-        """Return what stays the same while masks are learned, on the device.
+        """Return the constants of learning, on the device.
 
         Raises:
-            DataError: if the text is cut otherwise than the settings say.
+            DataError: if the batches do not have the sizes in the settings.
             DispfxError: if the ranks cannot share a batch.
             BudgetError: if the sites cannot meet the budget.
         """
@@ -116,13 +116,13 @@ class LearningTask:
 
 @dataclass(frozen=True, eq=False)
 class Watch:
-    """Where the state of a run is kept, and who is told what happens.
+    """Where the state of a run is kept, and callbacks for progress.
 
     Args:
-        state_dir: where the state and metrics.jsonl are written; nothing is written without it.
-        resume: continue from the state in `state_dir`, where there is one.
+        state_dir: folder of the state and metrics.jsonl; without it nothing is written.
+        resume: continue from the state in `state_dir`, if it exists.
         on_step: called with the record of every `log_every`-th step and of the last.
-        note: told in words how the decoder is run.
+        note: called with notes on how the decoder is run.
     """
 
     state_dir: Path | None = None
@@ -135,13 +135,13 @@ def learn(task: LearningTask, watch: Watch | None = None) -> Learned:
     """Learn masks and return the selections that meet the budget.
 
     Args:
-        task: what is learned; this process leads its ranks, the others call `follow_run`.
+        task: of the run; this process leads its ranks, and all other ranks call `follow_run`.
 
     Raises:
-        BudgetError: if the sites cannot meet the budget; before anything is learned where possible.
+        BudgetError: if the sites cannot meet the budget; before learning if possible.
         PassError: if a gate does not act.
         DataError, PlanMismatchError: if the state to resume from belongs to another run.
-        DispfxError: if the loss stays not finite, or the logits become so.
+        DispfxError: if the loss stays non-finite, or the logits become non-finite.
         KeyboardInterrupt, RankLost: after the state was saved.
     """
     began, watch = perf_counter(), watch or Watch()
@@ -173,11 +173,11 @@ def learn(task: LearningTask, watch: Watch | None = None) -> Learned:
 
 
 def follow_run(task: LearningTask) -> None:
-    """Compute with the rank that calls `learn` with the same task, until its run ends.
+    """Follow the rank that calls `learn` with the same task, until its run ends.
 
     Raises:
         BudgetError, PassError, DataError: as `learn`.
-        RankLost: if another rank ended.
+        RankLost: if another rank died.
     """
     follow(task.problem())
 
@@ -204,7 +204,7 @@ def _learner(
     start_N: Tensor | None,
     note: Callable[[str], None],
 ) -> Learner:
-    """Return a learner at its start, or where the state in `state_dir` goes on."""
+    """Return a learner at its start, or restored from the state in `state_dir`."""
     try:
         resumed = None if state_dir is None else _resumed(problem, state_dir, identity, start_N, note)
     except DispfxError:
@@ -232,7 +232,7 @@ def _resumed(
     found = load_state(state_dir, identity)
     if found is None:
         return None
-    # The start is part of the state: what it was measured on need not be there any more.
+    # The initial logits are part of the state: the data that they were measured on may be gone.
     if problem.settings.start == "sensitivity":
         start_N = torch.zeros(problem.groups.features, device=problem.device)
     learner = Learner(problem, start_N, note)
@@ -244,7 +244,7 @@ def _restore(learner: Learner, position: Position, tensors: dict[str, Tensor], *
     steps = learner.problem.settings.steps
     if position.step > steps:
         raise DataError(
-            f"the state to resume from is at step {position.step}, and {steps} steps were asked",
+            f"the state to resume from is at step {position.step}, but only {steps} steps were requested",
             where=where,
             hint=f"ask for at least as many steps, or start again without {option('resume')}",
         )
@@ -271,7 +271,7 @@ def _run(
     records, measured = [], first_step
 
     def save() -> None:
-        # A second request to end, as for a rank that was lost, must not cut the first one's state off.
+        # A second termination signal, as for a lost rank, must not interrupt saving the state.
         with uninterrupted():
             if state_dir is not None:
                 save_state(state_dir, identity, learner.position, learner.tensors())
@@ -320,14 +320,14 @@ def _record(learner: Learner, outcome: StepOutcome, pace: Pace, budget: Budget) 
 
 
 def _held_out_loss(learner: Learner, budget: Budget) -> float | None:
-    """Return the held-out loss of the plan that these logits would give."""
+    """Return the held-out loss of the plan for these logits."""
     problem = learner.problem
     kept = _hardened(learner, learner.logits(), budget)
     return held_out_loss(problem, hard_masks(problem.sites, kept, device=problem.device))
 
 
 def _hardened(learner: Learner, logits: Tensor, budget: Budget) -> list[Tensor]:
-    """Return what every site keeps by the logits.
+    """Return the kept indices of every site for the logits.
 
     Raises:
         DispfxError: if they are not finite.
@@ -335,7 +335,7 @@ def _hardened(learner: Learner, logits: Tensor, budget: Budget) -> list[Tensor]:
     problem = learner.problem
     if not bool(logits.isfinite().all()):
         raise DispfxError(
-            f"behind step {learner.position.step} the logits are not finite, so that they choose no features",
+            f"the logits are not finite after step {learner.position.step}, so no plan can be made",
             hint=f"start again with a smaller {option('lr')}",
         )
     return harden(logits, problem.sites, problem.count, budget, groups=problem.groups)

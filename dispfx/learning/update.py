@@ -5,10 +5,10 @@
     ∂/∂logits = Σ over S of ∂loss/∂masks · slope + λ ∂R/∂counted · slope of counted,
     then back through the hypernetwork
 
-What is counted are the masks themselves, or the one vector of probabilities that they were drawn with.
+`counted` is the masks, or the vector of probabilities that they were drawn with.
 
-`Update` does it operation by operation.  `ReplayedUpdate` does the same as two CUDA graphs: a hundred small
-kernels, each of which takes longer to start than to run.
+`Update` runs it operation by operation.  `ReplayedUpdate` runs it as two CUDA graphs, because it consists of
+a hundred small kernels that take longer to launch than to run.
 
 Legend: N features of all groups of sites, S samples of the masks.
 """
@@ -41,14 +41,14 @@ class Slopes:
 
 
 class Update:
-    """From parameters to logits, and from the gradient of the masks to that of the parameters.
+    """From parameters to logits, and from the gradient of the masks to the gradient of the parameters.
 
     Args:
         hypernetwork: without inputs, gives logits (N,).
-        count: masks (N,) or (S, N) -> parameters left, one number a sample.
-        target: parameters that should be left.
+        count: masks (N,) or (S, N) -> remaining parameters, one number per sample.
+        target: number of parameters that should remain.
         weight: λ, of the budget loss.
-        width: of the budget loss where it is eased.
+        width: of the quadratic part of the budget loss.
 
     Attributes:
         outer: gradients of the parameters that have them as outer products, of the last call of `gradients`.
@@ -63,21 +63,21 @@ class Update:
         self._logits_N: Tensor | None = None
 
     def logits(self) -> Tensor:
-        """Return logits (N,) without gradient, and remember how they came about."""
+        """Return logits (N,) without gradient, and keep their autograd graph."""
         self._logits_N = self.hypernetwork()
         assert self._logits_N is not None
         return self._logits_N.detach()
 
     def gradients(self, loss: Tensor, of_masks: Slopes, counted: Slopes) -> Tensor:
-        """Set the gradients of the parameters, or `outer`, for the logits last returned.
+        """Set the gradients of the parameters, or `outer`, for the last returned logits.
 
         Args:
             loss: of the decoder, a scalar.
-            of_masks: gradient of the loss for the masks, and the slopes of these (see `Sample`).
-            counted: what the budget loss counts.
+            of_masks: gradient of the loss for the masks, and their slopes (see `Sample`).
+            counted: input of the budget loss.
 
         Returns:
-            (4,) float64: loss, budget loss, parameters left, norm of the gradients.
+            (4,) float64: loss, budget loss, remaining parameters, norm of the gradients.
         """
         assert self._logits_N is not None
         found = self._back(self._logits_N, loss, of_masks, counted)
@@ -109,7 +109,7 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class _Gradients:
-    """What a step found: gradients of the parameters, written or as outer products, and its numbers (4,)."""
+    """The result of a step: gradients, dense or as outer products, and its numbers (4,)."""
 
     written: Mapping[nn.Parameter, Tensor]
     outer: OuterProducts
@@ -125,9 +125,9 @@ class ReplayedUpdate(Update):
     """The same as two CUDA graphs.
 
     Args:
-        update: what to do; its parameters must stay where they are.
+        update: to replay; the memory of its parameters must not move.
         shape: of the masks, (N,) or (S, N).
-        counted: shape of what the budget loss counts.
+        counted: shape of the input of the budget loss.
     """
 
     def __init__(self, update: Update, shape: Shape, counted: Shape):
@@ -144,16 +144,16 @@ class ReplayedUpdate(Update):
             logits_N = self.hypernetwork()
         with recording(self._behind, device, self._before.pool()):
             self._found = self._once(logits_N)
-        # Only the memory is needed from now on, not what autograd knows about it.
+        # From now on only the memory is needed, not its autograd graph.
         self._given_N = logits_N.detach()
 
     def logits(self) -> Tensor:
-        """Return logits (N,); they are overwritten by the next call."""
+        """Return logits (N,), which the next call overwrites."""
         self._before.replay()
         return self._given_N
 
     def gradients(self, loss: Tensor, of_masks: Slopes, counted: Slopes) -> Tensor:
-        """As `Update.gradients`; the gradients are overwritten by the next call."""
+        """As `Update.gradients`; the next call overwrites the gradients."""
         self._loss.copy_(loss.detach())
         for place, given in ((self._of_masks, of_masks), (self._counted, counted)):
             place.values.copy_(given.values.detach())
@@ -172,18 +172,18 @@ def fastest_update(
     device: torch.device,
     note: Callable[[str], None] = lambda text: None,
 ) -> Update:
-    """Return a replayed update where a GPU can and gets the same numbers, and `update` otherwise.
+    """Return a replayed update if a GPU supports it and the numbers agree, otherwise `update`.
 
     Args:
         shape, counted: as `ReplayedUpdate`.
-        note: told why a GPU replays nothing.
+        note: called with the reason if a GPU does not replay.
     """
     if device.type != "cuda":
         return update
     try:
         replayed = ReplayedUpdate(update, shape, counted)
-        obstacle = None if _agree(replayed, update, shape, counted, device) else "its numbers are others"
-    except Exception as error:  # an operation that cannot be captured; the plain update is there
+        obstacle = None if _agree(replayed, update, shape, counted, device) else "its numbers differ"
+    except Exception as error:  # an operation that cannot be captured; use the plain update
         replayed, obstacle = update, first_line(error)
     update.hypernetwork.zero_grad(set_to_none=True)
     if obstacle is None:
@@ -207,7 +207,7 @@ def _agree(replayed: Update, update: Update, shape: Shape, counted: Shape, devic
         gradients = [parameter.grad for parameter in update.hypernetwork.parameters()]
         factors = [(product.left_CW, product.right_CF) for product in way.outer.values()]
         parts = [part for part in [*gradients, *chain.from_iterable(factors)] if part is not None]
-        # Sums tell a wrong replay from a right one.
+        # Sums are enough to detect a wrong replay.
         sums = torch.stack([part.double().abs().sum() for part in parts])
         results.append((logits_N.double(), numbers, sums))
     return all(torch.allclose(a, b, rtol=_TOLERANCE) for a, b in zip(*results, strict=True))

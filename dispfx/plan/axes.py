@@ -1,4 +1,4 @@
-"""What the length of a parameter's axis depends on, read from the slices of all sites.
+"""The length of every parameter axis as a function of the kept features, from the slices of all sites.
 
 `axis_sizes` turns labels into an `AxisSize` for every cut axis; `Features.atoms` finds the sets of
 features that all axes count alike.  Both run once per decoder, before anything is counted.
@@ -22,9 +22,9 @@ class AxisSize:
 
     Args:
         untouched: positions that are always kept.
-        weights: (site index, how many positions follow each feature of the site) for positions that
-            follow one feature; one int where every feature of the site has equally many.  Where experts have
-            features of their own, positions are those of all matrices of the stack together.
+        weights: (site index, number of positions per feature of the site) for positions that follow one
+            feature; a single int if the number is the same for all features.  If experts have their own
+            features, positions are those of all matrices of the stack together.
         joint: for positions that follow several features, those features.
     """
 
@@ -38,7 +38,7 @@ class Atoms:
     """Features that every axis counts alike, as ranges of a reordered feature vector.
 
     Args:
-        order: features with those of an atom side by side, or None where they already are.
+        order: permutation that makes the features of an atom adjacent, or None if they already are.
         bounds: (A + 1,) first position of every atom, and the end.
         of_site: for every site its atoms as (atom, a feature of it counted within the site).
     """
@@ -72,7 +72,7 @@ class Atoms:
 
 @dataclass(frozen=True)
 class Features:
-    """Where every site's features lie in the flat vector over all sites."""
+    """The position of every site's features in the flat vector over all sites."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -136,7 +136,7 @@ def axis_sizes(
 
 
 def expert_axes(sites: Sequence[Site]) -> dict[str, int]:
-    """Return for every stack of which an axis differs by expert the axis of the experts.
+    """Return the axis that differs by expert, for every stack that has one.
 
     Raises:
         PassError: if two axes of one stack do.
@@ -153,25 +153,25 @@ def _check(site: Site, cut: Slice, shapes: Mapping[str, tuple[int, ...]]) -> Non
     shape = shapes.get(cut.parameter)
     if shape is None or not 0 <= cut.axis < len(shape):
         raise PassError(
-            f"a slice needs an existing axis, and axis {cut.axis} of {cut.parameter} is none (shape {shape})",
+            f"a slice needs an existing axis, but {cut.parameter} (shape {shape}) has no axis {cut.axis}",
             where=site.name,
         )
     length = shape[cut.axis]
-    each = site.each if cut.by_expert else site.size
+    features_each = site.each if cut.by_expert else site.size
     if cut.by_expert and (cut.axis == 0 or shape[0] != site.experts):
         raise PassError(
             f"axis 0 of {cut.parameter} (shape {shape}) must hold the {site.experts} experts of its site",
             where=site.name,
         )
-    labelled = each if cut.labels is None else len(cut.labels)
+    labelled = features_each if cut.labels is None else len(cut.labels)
     if labelled != length:
         raise PassError(
-            f"axis {cut.axis} of {cut.parameter} has {length} positions, and {labelled} are labelled",
+            f"axis {cut.axis} of {cut.parameter} has {length} positions, but {labelled} are labelled",
             where=site.name,
         )
-    if cut.labels and not (min(cut.labels) >= UNTOUCHED and max(cut.labels) < each):
+    if cut.labels and not (min(cut.labels) >= UNTOUCHED and max(cut.labels) < features_each):
         raise PassError(
-            f"labels must lie in [{UNTOUCHED}, {each}), and those of {cut.parameter} lie in "
+            f"labels must be in [{UNTOUCHED}, {features_each}), but those of {cut.parameter} are in "
             f"[{min(cut.labels)}, {max(cut.labels)}]",
             where=site.name,
         )
@@ -204,8 +204,8 @@ def _axis_size_of_one(site: int, cut: Slice, features: Features) -> AxisSize:
         return AxisSize(0, ((site, 1),), ())
     experts = features.experts[site] if cut.by_expert else 1
     positions = Counter(cut.labels)
-    each = [positions[feature] for feature in range(features.sizes[site] // experts)]
-    return AxisSize(positions[UNTOUCHED] * experts, ((site, _shortest(each * experts)),), ())
+    per_feature = [positions[feature] for feature in range(features.sizes[site] // experts)]
+    return AxisSize(positions[UNTOUCHED] * experts, ((site, _shortest(per_feature * experts)),), ())
 
 
 def _shortest(weights: Sequence[int]) -> int | tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The budget of a plan: how much may stay, and what is counted."""
+"""The budget of a plan: the ratio to remove, and the counted parameters."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,13 +11,13 @@ BudgetOf = Literal["blocks", "total"]
 
 @dataclass(frozen=True)
 class Budget:
-    """How much may stay.
+    """The budget of a plan.
 
     Args:
         ratio: share of the counted parameters to remove, in [0, 1).
         of: `blocks` counts parameters that some site cuts; `total` counts all of them.
         align: widths become multiples of this, or the full width.
-        costs: times on the target device; a branch that cutting would make slower is left dense.
+        costs: latency table of the target device; branches that would be slower when cut stay dense.
     """
 
     ratio: float
@@ -26,7 +26,7 @@ class Budget:
     costs: CostTable | None = None
 
     def __post_init__(self) -> None:
-        """Check what is counted.
+        """Check `of`.
 
         Raises:
             DispfxError: if `of` is neither.

@@ -1,8 +1,8 @@
-"""Orders of features and widths of groups, the two things that hardening moves.
+"""Order of features and widths of groups, for hardening.
 
-Within a group the features with the largest logits are kept, so a plan is fully given by one width
-a group.  In a group whose features belong to several experts, the width is that of each expert: all keep
-equally many, each its own best.  Everything here is one tensor operation over all groups at a time.
+Within a group the features with the largest logits are kept, so one width per group determines a plan.  In a
+group whose features belong to several experts, the width is per expert: all experts keep equally many
+features, each its own best.  Everything here is a tensor operation over all groups.
 
 Shapes: G groups, N features of all groups, side by side.
 """
@@ -16,10 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Widths:
-    """The widths a group may have: multiples of `align` up to its size, and its size.
+    """The allowed widths of groups: multiples of `align` up to the size, and the size.
 
     Args:
-        sizes: number of features of every group, of one expert where there are several.
+        sizes: number of features of every group; per expert if there are several.
         align: a group with fewer features than this keeps all of them.
     """
 
@@ -33,7 +33,7 @@ class Widths:
 
     @property
     def step(self) -> int:
-        """The alignment; one that is larger than every width means the same as the largest width."""
+        """The alignment, at most the largest size."""
         return min(self.align, max(self.sizes, default=1))
 
     @property
@@ -53,7 +53,7 @@ class Widths:
         return torch.minimum((widths_G // self.step + 1) * self.step, self.full)
 
     def below(self, widths_G: Tensor) -> Tensor:
-        """Return the next smaller allowed widths; a group at its least stays."""
+        """Return the next smaller allowed widths; a group at its minimum stays."""
         return torch.maximum((widths_G - 1) // self.step * self.step, self.smallest)
 
 
@@ -65,13 +65,13 @@ class Ranking:
 
     Args:
         sizes: number of features of every group.
-        experts_G: how many experts the features of a group belong to.
+        experts_G: number of experts that the features of a group belong to.
         logits: (N,) float64.
         order_N: all features, the largest logit first.
         group_N: the group of every feature.
-        rank_N: how many features of its own group, and of its own expert, come before a feature.
-        by_rank_N: features group by group, each group's best first, those of equal rank side by side.
-        starts_G: where a group begins.
+        rank_N: position of a feature in the order of its group and expert.
+        by_rank_N: features group by group, best first, those of equal rank adjacent.
+        starts_G: start of every group.
     """
 
     sizes: tuple[int, ...]
@@ -85,13 +85,13 @@ class Ranking:
 
     @staticmethod
     def of(logits: Tensor, sizes: Sequence[int], experts: Sequence[int] | None = None) -> "Ranking":
-        """Rank flat logits (N,) of groups of the given sizes, each of one expert or of as many as given."""
+        """Rank flat logits (N,) of groups with the given sizes and numbers of experts (one by default)."""
         sizes_G = torch.tensor(list(sizes))
         experts_G = torch.ones_like(sizes_G) if experts is None else torch.tensor(list(experts))
         group_N = torch.repeat_interleave(torch.arange(len(sizes_G)), sizes_G)
         starts_G = sizes_G.cumsum(0) - sizes_G
         order_N = logits.argsort(descending=True, stable=True)
-        # A run is what one expert has in one group.
+        # A run holds the features of one expert in one group.
         each_R = torch.repeat_interleave(sizes_G // experts_G, experts_G)
         run_N = torch.repeat_interleave(torch.arange(len(each_R)), each_R)
         by_run_N = order_N[run_N[order_N].argsort(stable=True)]
@@ -102,16 +102,16 @@ class Ranking:
         return Ranking(tuple(sizes), experts_G, logits, order_N, group_N, rank_N, by_rank_N, starts_G)
 
     def widths(self, kept: int) -> Tensor:
-        """Return the width of every group when the `kept` best features of all stay, and one a group.
+        """Return the width of every group if the `kept` best features stay, and at least one per group.
 
-        Experts get the nearest whole number to what they keep on average.
+        For experts, the mean number that they keep is rounded.
         """
         groups = self.group_N[self.order_N[:kept]]
         counts_G = torch.bincount(groups, minlength=len(self.sizes))
         return ((counts_G + self.experts_G // 2) // self.experts_G).clamp_min(1)
 
     def threshold(self, kept: int) -> float:
-        """Return the logit halfway between the last feature that stays and the first that goes."""
+        """Return the logit halfway between the last kept and the first removed feature."""
         edge = self.order_N[max(kept - 1, 0) : kept + 1]
         return float(self.logits[edge].mean())
 
@@ -120,7 +120,7 @@ class Ranking:
         return (self.rank_N < widths_G[self.group_N]).to(torch.float64)
 
     def sums_between(self, values_N: Tensor, from_G: Tensor, to_G: Tensor) -> Tensor:
-        """Return for every group the signed sum of values of the features that a change of width moves."""
+        """Return for every group the signed sum of values of the features that a new width affects."""
         zero = values_N.new_zeros(1)
         running = torch.cat((zero, values_N[self.by_rank_N].cumsum(0)))
         to_end_G, from_end_G = (self.starts_G + self.experts_G * width_G for width_G in (to_G, from_G))

@@ -1,12 +1,11 @@
-"""Which sites share one selection.
+"""Groups of sites that share one selection.
 
-Without a constraint every site is a group of its own.  In the paper's constrained variant
-(S1 = S2 = S3 = S5 everywhere, arXiv 2410.11988, table of ablations) all read and write sites are
-one group and the inner sites stay alone.  Logits and samples exist once a group; `expand` repeats
-them for the sites.
+Without a constraint every site is a separate group.  In the paper's constrained variant (S1 = S2 = S3 = S5
+everywhere, arXiv 2410.11988, table of ablations) all read and write sites are one group, and every inner site
+is a separate one.  There is one set of logits and samples per group; `expand` repeats them for the sites.
 
-Where one site holds the whole stream, inner sites of one kind and size keep equally many features, each its
-own: a decoder whose config names one width for all layers can then be built that wide.
+If one site holds the whole stream, inner sites of one kind and size keep equally many features, each site its
+own, so that a config with one width for all layers can describe the decoder.
 """
 
 from collections.abc import Sequence
@@ -26,8 +25,8 @@ class Groups:
     Args:
         of_site: the group of every site.
         sizes: number of features of every group.
-        experts: how many experts have features of their own in every group; 1 in most.
-        names: a name for every group, for messages: that of its first site.
+        experts: number of experts with their own features in every group; usually 1.
+        names: name of every group for messages: that of its first site.
         widths: a number for every group; groups with the same number keep equally many features.
     """
 
@@ -40,10 +39,10 @@ class Groups:
 
     @staticmethod
     def of(sites: Sequence[Site], keys: Sequence[object]) -> "Groups":
-        """Group the sites that have equal keys; groups are numbered by their first site.
+        """Group the sites with equal keys; groups are numbered by their first site.
 
         Raises:
-            PassError: if sites of unlike size would share a selection.
+            PassError: if sites of different sizes would share a selection.
         """
         numbers: dict[object, int] = {}
         of_site = tuple(numbers.setdefault(key, len(numbers)) for key in keys)
@@ -52,7 +51,7 @@ class Groups:
             other = first.setdefault(group, site)
             if (other.size, other.experts) != (site.size, site.experts):
                 raise PassError(
-                    f"sites that share a selection have one size; {other.name} has {other.size} features "
+                    f"sites that share a selection need one size, but {other.name} has {other.size} features "
                     f"and this one {site.size}",
                     where=site.name,
                 )
@@ -67,12 +66,12 @@ class Groups:
 
     @staticmethod
     def alone(sites: Sequence[Site]) -> "Groups":
-        """Give every site a selection of its own."""
+        """Give every site its own selection."""
         return Groups.of(sites, range(len(sites)))
 
     @staticmethod
     def constrained(sites: Sequence[Site]) -> "Groups":
-        """Give all read and write sites of one width one selection, and every inner site its own."""
+        """Give all read and write sites of one width the same selection, and every inner site its own."""
         return Groups.of(
             sites,
             [index if site.kind == "inner" else ("stream", site.size) for index, site in enumerate(sites)],
@@ -80,7 +79,7 @@ class Groups:
 
     @staticmethod
     def of_run(sites: Sequence[Site], *, constrained: bool) -> "Groups":
-        """Group the sites as a run learns them: all reads and writes alike, or every site alone."""
+        """Group the sites of a run: all reads and writes together, or every site separately."""
         return Groups.constrained(sites) if constrained else Groups.alone(sites)
 
     @property

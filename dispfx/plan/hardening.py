@@ -1,18 +1,17 @@
-"""From logits to the features that are kept, so that the budget is met.
+"""From logits to kept features that meet the budget.
 
-Hardening draws no random number (the same logits always give the same selections):
+Hardening is deterministic (the same logits always give the same selections):
 
 1. **Threshold.**  One threshold for all sites; bisection over the sorted logits finds where the
-   aligned widths come closest to the budget.  Every site keeps at least its best feature.
-2. **Align.**  A width becomes the nearest multiple of `budget.align`, or the full width; within a
-   site the features with the largest logits stay.  Where experts have features of their own, the width is
-   that of each expert.
+   aligned widths are closest to the budget.  Every site keeps at least its best feature.
+2. **Align.**  A width becomes the nearest multiple of `budget.align`, or the full width; within a site the
+   features with the largest logits stay.  If experts have their own features, the width is per expert.
 3. **Repair.**  While the count is off by more than `CLOSE`, single steps of one site's width bring
    it closer (`WidthSearch.settled`).
-4. **Never slower.**  With a table of costs, branches that would take longer cut than whole keep all of
-   their features, and the others are settled again, until no branch is slower.
+4. **Never slower.**  With a latency table, branches that would be slower when cut keep all of their features,
+   and the remaining branches are settled again, until no branch is slower.
 
-Entry points: `ParameterCount` (how many parameters are left), `check_reachable`, `harden`,
+Entry points: `ParameterCount` (number of remaining parameters), `check_reachable`, `harden`,
 `hard_masks`.
 """
 
@@ -34,18 +33,18 @@ from dispfx.words.option_names import option
 
 __all__ = ["CLOSE", "LIMIT", "Groups", "ParameterCount", "check_reachable", "hard_masks", "harden"]
 
-# Share by which a plan may miss the asked ratio before it is an error.
+# Largest allowed distance from the requested ratio.
 LIMIT = 0.005
 
 
 def hard_masks(
     sites: Sequence[Site], kept: Sequence[Tensor], *, device: torch.device | str | None = None
 ) -> Tensor:
-    """Return the flat mask vector over all sites: 1.0 where a feature is kept, else 0.0 (float32).
+    """Return the flat mask vector over all sites: 1.0 if a feature is kept, else 0.0 (float32).
 
     Args:
         kept: the kept indices of every site.
-        device: where the masks live; by default where the indices do.
+        device: of the masks; by default that of the indices.
     """
     masks = []
     for site, indices in zip(sites, kept, strict=True):
@@ -66,12 +65,12 @@ def harden(
     """Return the sorted int32 indices that every site keeps, on the CPU.
 
     Args:
-        logits: flat, one a feature of every group (of every site without `groups`), in order.
+        logits: flat, one per feature of every group (of every site without `groups`), in order.
         count: of the same sites, with the budget's `of`.
-        groups: sites that share a selection; each site its own by default.
+        groups: sites that share a selection; by default every site has its own.
 
     Raises:
-        BudgetError: if the sites cannot give up that much, or no widths come within 0.005 of the
+        BudgetError: if the sites cannot meet the ratio, or no widths come within 0.005 of the
             ratio (with alignment: within 0.005 and half a step of the widths).
         PassError: if the logits do not fit the sites or are not finite.
     """
@@ -90,7 +89,7 @@ def harden(
 def _never_slower(
     search: WidthSearch, sites: Sequence[Site], groups: Groups, costs: CostTable | None
 ) -> tuple[WidthSearch, Tensor]:
-    """Return the search with slower branches held whole, and its widths."""
+    """Return the search with slower branches kept dense, and its widths."""
     of_site = torch.tensor(groups.of_site)
     while True:
         widths_G = search.settled(*search.threshold())
@@ -101,7 +100,7 @@ def _never_slower(
         slower = [cost for cost in found if cost.is_slower]
         if not slower:
             return search, widths_G
-        # One at a time: what this branch keeps, others must give up, and are then cut enough to gain.
+        # One at a time: keeping this branch dense cuts other branches more, which may make them faster.
         worst = max(slower, key=lambda cost: cost.pruned_seconds / cost.dense_seconds)
         held_G = torch.zeros(len(widths_G), dtype=torch.bool)
         held_G[of_site[torch.tensor([site.branch == worst.name for site in sites])]] = True
@@ -112,10 +111,10 @@ def _never_slower(
 def check_reachable(
     sites: Sequence[Site], count: ParameterCount, budget: Budget, *, groups: Groups | None = None
 ) -> None:
-    """Say before anything is learned that a budget cannot be met.
+    """Check before learning that a budget can be met.
 
     Raises:
-        BudgetError: if even the smallest widths leave too much, with the largest possible ratio.
+        BudgetError: if even the smallest widths leave too many parameters, with the largest possible ratio.
     """
     groups = Groups.alone(sites) if groups is None else groups
     _check_reachable(_search(torch.zeros(groups.features), groups, count, budget), budget)
@@ -124,8 +123,8 @@ def check_reachable(
 def _search(logits: Tensor, groups: Groups, count: ParameterCount, budget: Budget) -> WidthSearch:
     _check(logits, groups, count, budget)
     ranking = Ranking.of(logits.detach().to("cpu", torch.float64), groups.sizes, groups.experts)
-    each = tuple(size // experts for size, experts in zip(groups.sizes, groups.experts, strict=True))
-    widths = Widths(each, budget.align)
+    expert_sizes = tuple(size // experts for size, experts in zip(groups.sizes, groups.experts, strict=True))
+    widths = Widths(expert_sizes, budget.align)
     return WidthSearch(ranking, widths, groups.to("cpu"), count.to("cpu"), budget.keep * count.dense)
 
 
@@ -137,11 +136,13 @@ def _check_reachable(search: WidthSearch, budget: Budget) -> None:
 
 def _check(logits: Tensor, groups: Groups, count: ParameterCount, budget: Budget) -> None:
     if logits.shape != (groups.features,):
-        raise PassError(f"{groups.features} logits were expected, one a feature, found {tuple(logits.shape)}")
+        raise PassError(
+            f"one logit per feature ({groups.features}) was expected, found {tuple(logits.shape)}"
+        )
     if not bool(logits.isfinite().all()):
         raise PassError("logits must be finite to be hardened")
     if count.of != budget.of:
-        raise PassError(f"the budget counts {budget.of} and the parameter count counts {count.of}")
+        raise PassError(f"the budget counts {budget.of}, but the parameter count counts {count.of}")
     if not 0.0 <= budget.ratio < 1.0 or budget.align < 1:
         raise BudgetError(
             f"a ratio in [0, 1) and an alignment of at least 1 were expected, found {budget.ratio} and "
@@ -152,8 +153,8 @@ def _check(logits: Tensor, groups: Groups, count: ParameterCount, budget: Budget
 def _out_of_reach(budget: Budget, most: float) -> BudgetError:
     aligned = f" at widths that are multiples of {budget.align}" if budget.align > 1 else ""
     return BudgetError(
-        f"ratio {budget.ratio:.4f} of the {budget.of} parameters was asked, and the sites can give up at "
-        f"most {most:.4f}{aligned}",
+        f"ratio {budget.ratio:.4f} of the {budget.of} parameters was requested, but the sites can remove "
+        f"at most {most:.4f}{aligned}",
         hint="ask for a smaller ratio"
         + (f", a smaller {option('align')}" if aligned else "")
         + (", or count blocks only" if budget.of == "total" else ""),
@@ -162,7 +163,7 @@ def _out_of_reach(budget: Budget, most: float) -> BudgetError:
 
 def _not_met(budget: Budget, reached: float) -> BudgetError:
     return BudgetError(
-        f"ratio {budget.ratio:.4f} of the {budget.of} parameters was asked, and the closest widths "
+        f"ratio {budget.ratio:.4f} of the {budget.of} parameters was requested, but the closest widths "
         f"(multiples of {budget.align}) remove {reached:.4f}",
         hint=f"ask for that ratio, or for a smaller {option('align')}",
     )

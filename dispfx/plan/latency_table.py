@@ -1,9 +1,9 @@
-"""How long products take on a device, so that pruning does not make a branch slower.
+"""Latency of products on a device, so that pruning does not make a branch slower.
 
-A smaller product is not always a faster one: a GPU computes in tiles, and selecting and placing features
-costs time of its own.  A `CostTable` holds measured seconds; `slower_branches` compares each branch as a
-plan would cut it with the same branch dense.  The table is data: it is part of the budget and of the plan,
-so the same logits and the same table always give the same selections.
+A smaller product is not always faster: a GPU computes in tiles, and selecting and placing features takes
+extra time.  A `CostTable` holds measured seconds; `slower_branches` compares every cut branch with the dense
+one. The table is part of the budget and of the plan, so the same logits and table always give the same
+selections.
 """
 
 from bisect import bisect_right
@@ -25,12 +25,12 @@ class CostTable:
     """Seconds of a product of activations with a weight (rows, columns), at one number of tokens.
 
     Args:
-        device: name of the card or CPU.
+        device: name of the GPU or CPU.
         dtype: such as bfloat16.
         tokens: rows of the activations, batch × new tokens.
-        rows, columns: rising sizes that were measured.
-        seconds: for every number of rows, one value a number of columns.
-        selection_seconds: of selecting what a branch reads and placing what it writes.
+        rows, columns: measured sizes, increasing.
+        seconds: for every number of rows, one value per number of columns.
+        selection_seconds: of selecting the reads of a branch and placing its writes.
     """
 
     device: str
@@ -42,17 +42,17 @@ class CostTable:
     selection_seconds: float = 0.0
 
     def product_seconds(self, rows: int, columns: int) -> float:
-        """Return the time of a product, linear between measured sizes and in proportion outside them."""
+        """Return the time of a product: linear between measured sizes, proportional outside."""
         table = np.array(self.seconds)
         by_column = np.array([_at(self.rows, values, rows) for values in table.T])
         return float(_at(self.columns, by_column, columns))
 
     @staticmethod
     def of_plain(plain: Any) -> "CostTable":
-        """Return the table of plain data, as JSON has it.
+        """Return the table from plain JSON data.
 
         Raises:
-            DataError: if it is no table.
+            DataError: if it is not a latency table.
         """
         try:
             table = CostTable(
@@ -65,41 +65,41 @@ class CostTable:
                 float(plain["selection_seconds"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise DataError(f"this is no table of costs: {error}", hint=_HINT) from error
+            raise DataError(f"this is not a latency table: {error}", hint=_HINT) from error
         table.check()
         return table
 
     def check(self) -> None:
-        """Pass if sizes rise and every time is a positive number.
+        """Raise unless sizes increase and every time is positive.
 
         Raises:
-            DataError: naming what is wrong.
+            DataError: with the reason.
         """
         for name, sizes in (("rows", self.rows), ("columns", self.columns)):
             if len(sizes) < 1 or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
-                raise DataError(f"the {name} of a table of costs must rise from 1 or more", hint=_HINT)
+                raise DataError(f"the {name} of a latency table must increase from 1 or more", hint=_HINT)
         if [len(row) for row in self.seconds] != [len(self.columns)] * len(self.rows):
-            raise DataError("a table of costs has one time for every pair of sizes", hint=_HINT)
+            raise DataError("a latency table has one time for every pair of sizes", hint=_HINT)
         times = np.array([self.selection_seconds, *np.array(self.seconds).flatten()])
         if not np.isfinite(times).all() or (times[1:] <= 0).any() or times[0] < 0:
-            raise DataError("the times of a table of costs must be positive numbers", hint=_HINT)
+            raise DataError("the times of a latency table must be positive numbers", hint=_HINT)
 
 
 def read_costs(path: str | Path) -> CostTable:
     """Read a table from a JSON file.
 
     Raises:
-        DataError: if there is no file, or it holds no table.
+        DataError: if the file is missing, or not a latency table.
     """
     try:
         plain = read_json(Path(path).expanduser())
     except (OSError, ValueError) as error:
-        raise DataError(f"a table of costs was expected: {error}", where=str(path), hint=_HINT) from error
+        raise DataError(f"a latency table was expected: {error}", where=str(path), hint=_HINT) from error
     return CostTable.of_plain(plain)
 
 
 def latency_table(costs: CostTable | str | Path | None) -> CostTable | None:
-    """Return a table as it is, or read from its file; None for none.
+    """Return a table, reading it if a path is given; None stays None.
 
     Raises:
         DataError: as `read_costs`.
@@ -111,9 +111,9 @@ _HINT = "make one with tools/measure_costs.py on the device that the result is f
 
 
 def _at(sizes: Sequence[int], values: np.ndarray, size: int) -> float:
-    """Return the value at a size between, or beyond, those that were measured."""
+    """Interpolate or extrapolate the value at a size."""
     if size <= sizes[0] or len(sizes) == 1:
-        # Small products cost what starting them costs, so nothing is gained below the smallest one.
+        # Small products are dominated by launch time, so nothing is gained below the smallest size.
         return float(values[0]) if size <= sizes[0] else float(values[0]) * size / sizes[0]
     if size >= sizes[-1]:
         return float(values[-1]) * size / sizes[-1]
@@ -124,7 +124,7 @@ def _at(sizes: Sequence[int], values: np.ndarray, size: int) -> float:
 
 @dataclass(frozen=True)
 class BranchCost:
-    """Seconds of one branch's products, as they were and as a plan cuts them."""
+    """Seconds of one branch's products, dense and cut."""
 
     name: str
     dense_seconds: float
@@ -132,7 +132,7 @@ class BranchCost:
 
     @property
     def is_slower(self) -> bool:
-        """Whether cutting the branch would cost time."""
+        """Whether the branch is slower when cut."""
         return self.pruned_seconds > self.dense_seconds
 
 
@@ -146,8 +146,8 @@ def branch_costs(
 
     Args:
         sites: of the decoder.
-        shapes: of at least the parameters that they cut; those of two dimensions are products.
-        masks: (N,) for each site, whether a feature is kept.
+        shapes: of at least the parameters that they cut; two-dimensional ones are products.
+        masks: (N,) per site, whether a feature is kept.
     """
     found = []
     for branch in dict.fromkeys(site.branch for site in sites):
@@ -162,13 +162,13 @@ def branch_costs(
 
 
 def _positions(own: Sequence[tuple[Site, Tensor]]) -> dict[tuple[str, int], np.ndarray]:
-    """Return which positions stay of every axis that the sites cut."""
+    """Return the kept positions of every axis that the sites cut."""
     stays: dict[tuple[str, int], np.ndarray] = {}
     for site, mask in own:
         kept = mask.cpu().numpy().astype(bool)
         for cut in site.slices:
             if cut.by_expert:
-                continue  # stacks are no single products
+                continue  # a stack is not a single product
             labels = np.arange(site.size) if cut.labels is None else np.array(cut.labels)
             stay = (labels == UNTOUCHED) | kept[np.maximum(labels, 0)]
             key = (cut.parameter, cut.axis)

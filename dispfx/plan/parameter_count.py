@@ -1,21 +1,21 @@
-"""How many parameters are left when every site keeps a part of its features.
+"""The number of parameters that remain when every site keeps a part of its features.
 
     T(s) = Σ over parameters of Π over axes of (positions kept on that axis)
 
 (arXiv 2410.11988, section 3; the count follows from the slices, so grouped-query attention, fused
-projections and stacked experts need no case of their own.)  `ParameterCount.of_sites` reads the
-slices once; `count` is then a fixed handful of tensor operations, whatever the number of sites.
+projections and stacked experts are not special cases.)  `ParameterCount.of_sites` reads the slices once;
+`count` is then a few tensor operations, independent of the number of sites.
 
-Rules of how a position on an axis is counted:
+Rules for counting a position on an axis:
 
 1. A position that no slice labels is always kept.
-2. A position labelled by one feature is kept when that feature is.
-3. A position labelled by several features (several slices on one axis) is kept when all of them are.
+2. A position labelled by one feature is kept if that feature is.
+3. A position labelled by several features (several slices on one axis) is kept if all of them are.
 
-Where experts have features of their own, an axis is as long as all matrices of the stack together, and the
-axis of the experts is no factor: Σ over experts of what each keeps.
+If experts have their own features, an axis counts the positions of all matrices of the stack together, and
+the expert axis is not a factor: the count is a sum over experts.
 
-Features that every axis counts alike, usually all features of a site, form an *atom*: the masks
+Features that every axis counts equally, usually all features of a site, form an *atom*: the masks
 are first summed per atom, then a small linear map gives the size of every axis.
 
 Shapes: N features of all sites, A atoms, X distinct axis sizes, E terms of the linear map,
@@ -42,7 +42,7 @@ class ParameterCount:
     """The parameter count of one decoder as a function of its masks.
 
     Args:
-        dense: counted parameters when everything is kept.
+        dense: counted parameters if everything is kept.
         of: `blocks` counts parameters that some site cuts; `total` counts all of them.
         parameters: paths of the counted parameters that some site cuts.
         features: N, the length of the flat mask vector.
@@ -86,7 +86,7 @@ class ParameterCount:
         sizes = axis_sizes(sites, shapes, features)
         if not sizes:
             raise BudgetError(
-                "a ratio needs parameters that some site cuts, and there are none",
+                "a ratio needs parameters that some site cuts, but no site cuts any",
                 hint="`dispfx inspect` shows why every branch was left dense",
             )
         cut = {path for path, _ in sizes}
@@ -127,7 +127,7 @@ class ParameterCount:
         Exact for masks of zeros and ones: every intermediate is an integer below 2^53.
 
         Args:
-            masks: (N,) one value in [0, 1] a feature, all sites in order, or (S, N) for S samples.
+            masks: (N,) one value in [0, 1] per feature, all sites in order, or (S, N) for S samples.
 
         Returns:
             A scalar, or (S,).
@@ -154,13 +154,13 @@ class ParameterCount:
         return round(float(self.count(masks_N.detach())))
 
     def feature_costs(self, groups: Groups) -> Tensor:
-        """Return how many parameters go with each feature while everything else is kept, at least one.
+        """Return the number of parameters that removing each feature alone would remove, at least one.
 
         Args:
-            groups: which sites share their features; on the device of the count.
+            groups: of sites; on the device of the count.
 
         Returns:
-            (G,) float32, one number a feature of all groups.
+            (G,) float32, one number per feature of all groups.
         """
         masks_G = torch.ones(groups.features, device=self._untouched_X.device, requires_grad=True)
         (costs_G,) = torch.autograd.grad(self.count(groups.expand(masks_G)), masks_G)
@@ -170,8 +170,8 @@ class ParameterCount:
 class _AtomSums(torch.autograd.Function):
     """Sum the features of every atom: (S, N) to (S, A).
 
-    On a GPU, a vector is summed by many threads a segment, and a matrix by one: the samples follow each
-    other as segments of one vector.  The gradient of a feature is that of its atom, so it is looked up.
+    On a GPU, a segment of a vector is summed by many threads, but that of a matrix by one, so the samples are
+    laid out as segments of one vector.  The gradient of a feature is that of its atom: a lookup.
     """
 
     @staticmethod

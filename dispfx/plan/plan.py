@@ -1,12 +1,10 @@
-"""The plan: which features every site keeps.  Plan + original checkpoint = pruned decoder.
+"""The plan: the features that every site keeps.  Plan + original checkpoint = pruned decoder.
 
-A plan file is one safetensors file with a sorted int32 tensor a site and a JSON header, so reading
-one runs no code.  `Plan.load` trusts nothing in the file: sizes, order, range and type of every
-selection are checked before a plan exists.
+A plan file is one safetensors file with a sorted int32 tensor per site and a JSON header, so reading it runs
+no code.  `Plan.load` checks sizes, order, range and type of every selection.
 
-Where experts have features of their own, feature `e · each + i` is feature i of expert e, and the header
-says how many experts there are.  Plans without that word have one selection for all experts; they fit, as
-the same selection for each.
+If experts have their own features, feature `e · each + i` is feature i of expert e, and the header holds the
+number of experts.  Plans without this entry have one selection for all experts, and can still be applied.
 """
 
 import hashlib
@@ -36,8 +34,7 @@ if TYPE_CHECKING:
     from dispfx.ir.program import Program
 
 SCHEMA_VERSION = 1
-# Of all sites together; what is made of a plan takes some bytes for each.  61 layers of 384 experts of 2,048
-# features are 48 million.
+# Of all sites together, to bound memory.  61 layers of 384 experts with 2,048 features have 48 million.
 MOST_FEATURES = 2**27
 
 
@@ -49,9 +46,9 @@ class Selection:
         site: name of the site.
         size: number of features of the dense site.
         kept: sorted, distinct int32 indices in [0, size), shape (K,) with K >= 1.
-        keys: "parameter.path:axis" of every slice, by which a plan finds its site in another capture.
-        experts: how many experts the features belong to, side by side; each keeps equally many.
-        symbol: the paper's name, S1 … S5, or "" where it has none or the plan is older; nothing hangs on it.
+        keys: "parameter.path:axis" of every slice, to find the site in another capture.
+        experts: number of experts that the features belong to; every expert keeps equally many.
+        symbol: the paper's name, S1 … S5, or "" if it has no name or the plan is older; for display only.
     """
 
     site: str
@@ -73,9 +70,9 @@ class Selection:
         return len(self.kept) == self.size
 
     def for_site(self, site: Site) -> "Selection | None":
-        """Return the selection of the site's own features, or None where it is one of other features.
+        """Return the selection for the site's features, or None if it selects other features.
 
-        One selection for all experts is the same for each, and the other way round.
+        One selection for all experts converts to equal selections per expert, and back.
         """
         if (self.size, self.experts) == (site.size, site.experts):
             return self
@@ -93,17 +90,17 @@ def site_keys(site: Site) -> tuple[str, ...]:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What every site keeps, for one decoder.
+    """The kept features of every site, for one decoder.
 
     Args:
         fingerprint: of the decoder the plan was made for.
-        budget: what was asked.
-        selections: one a site, in the order of the decoder's sites.
+        budget: that was requested.
+        selections: one per site, in the order of the decoder's sites.
         achieved: share of the counted parameters that the selections remove.
-        seed: of the random numbers that led to the plan.
+        seed: of the run.
         versions: of the libraries that made it, for the record.
-        bos: tokens that every sequence it was learned from begins with, for the record.
-        lengths: of sequences for which the graph holds that the plan was made on; None in older plans.
+        bos: beginning-of-sequence tokens of the data it was learned from, for the record.
+        lengths: sequence lengths for which the graph of the plan holds; None in older plans.
         schema_version: of the file format.
     """
 
@@ -119,7 +116,7 @@ class Plan:
 
     @property
     def select(self) -> Select:
-        """Whether the plan selects behind every norm, or all of the stream at once."""
+        """Whether the plan selects after every norm, or once for the whole stream."""
         whole = any(selection.site == STREAM for selection in self.selections)
         return "before-norm" if whole else "after-norm"
 
@@ -139,7 +136,7 @@ class Plan:
 
     @property
     def emptied(self) -> tuple[str, ...]:
-        """Sites that would keep nothing, if a site could: they keep the least that the alignment allows."""
+        """Sites that the plan would empty: they keep the minimum that the alignment allows."""
         return tuple(
             selection.site
             for selection in self.selections
@@ -158,7 +155,7 @@ class Plan:
             seed: the same seed gives the same plan.
 
         Raises:
-            BudgetError: if the sites cannot give up that much.
+            BudgetError: if the sites cannot meet the ratio.
         """
         budget = Budget(ratio, of, align)
         count = ParameterCount.of_sites(program.sites, program.shapes, of)
@@ -173,12 +170,12 @@ class Plan:
 
     @staticmethod
     def from_masks(program: "Program", masks: Mapping[str, Any], *, of: BudgetOf = "blocks") -> "Plan":
-        """Return the plan that keeps what masks say; its ratio is what they remove.
+        """Return the plan for given masks; its ratio is the share that they remove.
 
         Args:
             masks: for every site, by name, a boolean mask (size,) or the kept indices (K,) in any order: a
                 tensor, a numpy array or a list.
-            of: what the ratio counts.
+            of: `blocks` or `total`, the parameters that the ratio counts.
 
         Raises:
             PlanMismatchError: if a site has no mask, a mask has no site, or a mask does not fit its site.
@@ -198,17 +195,17 @@ class Plan:
         align: int = 1,
         of: BudgetOf = "blocks",
     ) -> "Plan":
-        """Return the plan that meets a ratio and keeps the features with the highest scores.
+        """Return the plan that meets a ratio by keeping the features with the highest scores.
 
-        Scores of all sites are compared with each other, with one threshold for each ratio.
+        Scores are compared across sites, with one threshold per ratio.
 
         Args:
-            scores: for every site, by name, what its features are worth, (size,).
+            scores: for every site, by name, the scores of its features, (size,).
             ratio: in [0, 1); or patterns of branch names and their ratios, such as
-                `{"layers.0.*": 0.1, "*": 0.4}`, of which the first that fits a branch counts.
+                `{"layers.0.*": 0.1, "*": 0.4}`; the first pattern that fits a branch counts.
             per_layer: every layer meets the ratio, instead of all layers together.
             align: widths become multiples of this.
-            of: what the ratio counts; `total` only with one ratio for the whole decoder.
+            of: `blocks` or `total`, the parameters that the ratio counts; `total` only with a single ratio.
 
         Raises:
             PlanMismatchError: if a site has no scores, scores have no site, or do not fit their site.
@@ -242,7 +239,7 @@ class Plan:
         return plan_html(self)
 
     def for_sites(self, sites: Sequence[Site]) -> list[Tensor]:
-        """Return the kept indices in the order of `sites`, found by the parameter axes they cut.
+        """Return the kept indices in the order of `sites`, matched by the parameter axes that they cut.
 
         Raises:
             PlanMismatchError: if a site has no selection, another size, or a selection has no site.
@@ -250,7 +247,7 @@ class Plan:
         return [selection.kept for selection in self._fitting(sites)]
 
     def fitted(self, sites: Sequence[Site]) -> "Plan":
-        """Return the plan with its selections as the sites have their features, in their order.
+        """Return the plan with its selections converted to the features of the sites, in their order.
 
         Raises:
             PlanMismatchError: as `for_sites`.
@@ -266,7 +263,7 @@ class Plan:
             if fitting is None:
                 arrived = "none" if selection is None else f"one for {_features(selection)}"
                 raise PlanMismatchError(
-                    f"the decoder has a site of {_features(site)} and the plan has {arrived}",
+                    f"the decoder has a site of {_features(site)}, but the plan has {arrived}",
                     where=site.name,
                     hint="apply the plan to the decoder it was learned on",
                 )
@@ -281,7 +278,7 @@ class Plan:
         return found
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to `path`; the file appears whole or not at all."""
+        """Write the plan to `path` atomically."""
         header = {
             "schema_version": self.schema_version,
             "fingerprint": self.fingerprint,
@@ -289,7 +286,7 @@ class Plan:
             "achieved": self.achieved,
             "seed": self.seed,
             "versions": dict(self.versions),
-            # The line of the user's code at which they end is none of a plan's.
+            # The line of the user's code at which they end is not part of a plan.
             **({} if self.lengths is None else {"lengths": asdict(replace(self.lengths, where=None))}),
             "sites": [
                 {"name": selection.site, "size": selection.size, "keys": list(selection.keys)}
@@ -307,10 +304,10 @@ class Plan:
         """Read a plan file.
 
         Raises:
-            DataError: if the file is missing, is no plan, or holds an impossible selection.
+            DataError: if the file is missing, not a plan, or contains an impossible selection.
         """
         if not Path(path).is_file():
-            raise DataError("a plan file was expected and there is none", where=str(path))
+            raise DataError("the plan file does not exist", where=str(path))
         try:
             with safe_open(path, framework="pt") as file:
                 header = parse_json((file.metadata() or {})["dispfx"])
@@ -336,7 +333,7 @@ def _plan_of_header(header: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
     if sorted(entry["name"] for entry in entries) != sorted(tensors):
         raise ValueError("its header and its tensors name different sites")
     if (features := sum(int(entry["size"]) for entry in entries)) > MOST_FEATURES:
-        raise ValueError(f"its sites claim {features} features, and at most {MOST_FEATURES} are read")
+        raise ValueError(f"its sites claim {features} features, but at most {MOST_FEATURES} are read")
     selections = tuple(_checked_selection(entry, tensors[entry["name"]]) for entry in entries)
     if len({selection.keys for selection in selections}) < len(selections):
         raise ValueError("two of its sites cut the same axes")
@@ -377,14 +374,14 @@ def _checked_budget(entry: dict[str, Any]) -> Budget:
 def _checked_selection(entry: dict[str, Any], kept: Tensor) -> Selection:
     name, keys = str(entry["name"]), entry["keys"]
     if not isinstance(keys, list) or not keys or not all(isinstance(key, str) for key in keys):
-        raise ValueError(f"site {name}: its keys must be a list of parameter axes, and are {keys!r}")
+        raise ValueError(f"site {name}: its keys must be a list of parameter axes, found {keys!r}")
     size, experts = int(entry["size"]), int(entry.get("experts", 1))
     kept = _checked_kept(name, size, kept)
     if not 1 <= experts <= len(kept) or size % experts:
         raise ValueError(f"site {name}: {experts} experts for {size} features")
     counts = torch.bincount(kept // (size // experts), minlength=experts)
     if bool((counts != counts[0]).any()):
-        raise ValueError(f"site {name}: experts must keep equally many features, and keep {counts.tolist()}")
+        raise ValueError(f"site {name}: experts must keep equally many features, found {counts.tolist()}")
     return Selection(name, size, kept, tuple(keys), experts, str(entry.get("symbol", "")))
 
 
@@ -392,5 +389,5 @@ def _checked_kept(name: str, size: int, kept: Tensor) -> Tensor:
     if kept.dtype != torch.int32 or kept.dim() != 1 or not 1 <= len(kept) <= size:
         raise ValueError(f"site {name}: {tuple(kept.shape)} {kept.dtype} indices for {size} features")
     if int(kept[0]) < 0 or int(kept[-1]) >= size or not bool((kept[1:] > kept[:-1]).all()):
-        raise ValueError(f"site {name}: indices must rise strictly inside [0, {size})")
+        raise ValueError(f"site {name}: indices must be strictly increasing in [0, {size})")
     return kept

@@ -1,7 +1,7 @@
 """Plans from masks and from scores that a user computed: `Plan.from_masks` and `Plan.from_scores`.
 
-Masks and scores are numpy arrays, tensors or lists, by the name of their site.  Everything is checked before
-a plan exists, because a plan that is silently another one cannot be told from a bad result.
+Masks and scores are numpy arrays, tensors or lists, by site name.  Everything is checked, because a silently
+wrong plan looks like a bad result.
 """
 
 import re
@@ -47,8 +47,8 @@ def checked_indices(site: Site, mask: Tensor) -> Tensor:
         mask: boolean (size,), or the kept indices (K,), in any order.
 
     Raises:
-        PlanMismatchError: if the shape or type is wrong, nothing is kept, an index is out of range or
-            appears twice, or the experts of the site do not keep equally many features.
+        PlanMismatchError: if the shape or type is wrong, nothing is kept, an index is out of range or appears
+            twice, or the experts of the site keep different numbers of features.
     """
     if mask.dtype == torch.bool:
         if mask.shape != (site.size,):
@@ -63,7 +63,7 @@ def checked_indices(site: Site, mask: Tensor) -> Tensor:
     if mask.dim() != 1:
         raise _misfit(site, f"indices have shape (K,), found {tuple(mask.shape)}")
     if not mask.numel():
-        raise _misfit(site, "a site keeps at least one feature, and this mask keeps none")
+        raise _misfit(site, "a site keeps at least one feature, but this mask keeps none")
     kept = mask.to("cpu", torch.int64).sort().values
     _check_range(site, kept)
     _check_experts(site, kept)
@@ -91,7 +91,7 @@ def kept_of_scores(
     parts = _parts(program.sites, ratio, per_layer=per_layer)
     if of == "total" and len(parts) > 1:
         raise BudgetError(
-            "ratios per layer or per kind count the weights of the layers, and of='total' was given",
+            "ratios per layer or per kind count the weights of the layers, but of='total' was given",
             hint="leave out of='total'",
         )
     kept: dict[str, Tensor] = {}
@@ -120,14 +120,14 @@ def site_scores(sites: Sequence[Site], scores: Mapping[str, Any]) -> list[Tensor
 
 
 def layer_of(branch: str) -> str:
-    """Return the path of a branch up to its first number, such as `model.layers.3`; else the branch."""
+    """Return the path of a branch up to its first number, such as `model.layers.3`, or the branch."""
     found = _LAYER.match(branch)
     return found.group() if found else branch
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Sites, by their position, that meet a ratio together."""
+    """Sites, by position, that meet a ratio together."""
 
     ratio: float
     sites: tuple[int, ...]
@@ -159,15 +159,15 @@ def _parts(sites: Sequence[Site], ratio: Ratios, *, per_layer: bool) -> list[_Pa
 
 
 def require_ratio(ratio: object) -> None:
-    """Pass if a ratio is a share of parameters in [0, 1).
+    """Raise unless a ratio is a share of parameters in [0, 1).
 
     Raises:
-        BudgetError: with the share that a percentage means as a hint.
+        BudgetError: if it is not; for a percentage, the hint has the share.
     """
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0.0 <= ratio < 1.0:
         percent = isinstance(ratio, int | float) and 1.0 < ratio < 100.0
         raise BudgetError(
-            f"ratio must be a share between 0 and 1, and {ratio!r} was given",
+            f"ratio must be a share between 0 and 1, but {ratio!r} was given",
             hint=f"{ratio / 100:g} removes {ratio:g}%" if percent else None,  # type: ignore[operator]
         )
 
@@ -178,17 +178,17 @@ def _require_apart(sites: Sequence[Site], parts: Sequence[Sequence[int]]) -> Non
         for cut in (cut for index in part for cut in sites[index].slices):
             if owner.setdefault(cut.parameter, number) != number:
                 raise BudgetError(
-                    "sites of two parts cut the same weight, so the parts cannot have ratios of their own",
+                    "sites of two parts cut the same weight, so the parts cannot have separate ratios",
                     where=cut.parameter,
                     hint="give one ratio, or patterns that keep these branches together",
                 )
 
 
 def _by_site(sites: Sequence[Site], given: Mapping[str, Any], what: str) -> list[Tensor]:
-    """Return what was given for every site as tensors, in the order of the sites."""
+    """Return the given values of every site as tensors, in the order of the sites."""
     if not isinstance(given, Mapping):
         raise DispfxError(
-            f"{what}s must be a mapping from site to {what}, and a {type(given).__name__} was given"
+            f"{what}s must be a mapping from site to {what}, but a {type(given).__name__} was given"
         )
     names = [site.name for site in sites]
     for name in given:
@@ -198,7 +198,7 @@ def _by_site(sites: Sequence[Site], given: Mapping[str, Any], what: str) -> list
     if missing := [name for name in names if name not in given]:
         full = "torch.ones(size, dtype=torch.bool) keeps everything" if what == "mask" else None
         raise PlanMismatchError(
-            f"every site needs a {what}, and {len(missing)} of {len(names)} have none",
+            f"every site needs a {what}, but {len(missing)} of {len(names)} have none",
             where=_some(missing),
             hint=full,
         )
@@ -209,7 +209,7 @@ def _tensor(site: Site, value: Any, what: str) -> Tensor:
     try:
         return torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _misfit(site, f"the {what} is no array of numbers: {error}") from error
+        raise _misfit(site, f"the {what} is not an array of numbers: {error}") from error
 
 
 def _checked_scores(site: Site, scores: Tensor) -> Tensor:

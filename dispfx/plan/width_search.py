@@ -2,14 +2,14 @@
 
 Starting from one threshold over all groups, `settled` moves widths by steps:
 
-1. Single steps that bring the count closer; of these the one that gives up the least logit margin a
+1. Single steps that bring the count closer, first the one that gives up the smallest logit margin per
    parameter.  The margin of a feature is the distance of its logit from the threshold.
-2. Where no single step helps: a step up of one group with a step down of another, the closest first.
-3. Where no pair helps and the promise is not kept (few or wide groups): a step away of one group,
-   the cheapest margin first, which then stays while the others move as in 1 and 2.
+2. If no single step helps: a step up of one group with a step down of another, the closest pair first.
+3. If no pair helps and the count is not within `PROMISED` (few or wide groups): a step away of one group,
+   the smallest margin first, which then stays while the remaining groups move as in 1 and 2.
 
-Groups that keep equally many features (`Groups.widths`) move together, and begin at the mean of the widths
-that the threshold gives them.
+Groups that keep equally many features (`Groups.widths`) move together, and start at the mean of their
+threshold widths.
 
 All orders are fixed, so the same logits give the same widths.  Shapes: G groups, N features of all
 groups.
@@ -26,9 +26,9 @@ from dispfx.plan.class_widths import Ranking, Widths
 from dispfx.plan.groups import Groups
 from dispfx.plan.parameter_count import ParameterCount
 
-# Share of the dense count by which a plan may miss the asked ratio where widths allow it.
+# Largest distance from the requested ratio, as a share of the dense count, if the widths allow it.
 PROMISED = 0.001
-# Share within which widths are left alone, so that the promise does not hang on the last step.
+# Share within which widths are left alone, so that the promise does not depend on the last step.
 CLOSE = 0.0005
 _PAIRS_TRIED = 32
 _AWAY_TRIED = 16
@@ -36,14 +36,14 @@ _AWAY_TRIED = 16
 
 @dataclass(frozen=True)
 class WidthSearch:
-    """The problem: which widths leave `target` parameters.
+    """The search for widths that leave `target` parameters.
 
     Args:
-        ranking: which features a group keeps at a width.
-        widths: which widths are allowed.
+        ranking: the features that a group keeps at a width.
+        widths: the allowed widths.
         groups: of sites.
-        count: parameters left.
-        target: parameters that should be left.
+        count: the number of remaining parameters.
+        target: number of parameters that should remain.
         held_G: groups that keep all of their features; none by default.
     """
 
@@ -55,7 +55,7 @@ class WidthSearch:
     held_G: Tensor | None = None
 
     def error(self, widths_G: Tensor) -> float:
-        """Return by how many parameters the count exceeds the target."""
+        """Return the excess of the count over the target."""
         return self.count.count_kept(self.groups.expand(self.ranking.masks(widths_G))) - self.target
 
     def threshold(self) -> tuple[Tensor, float]:
@@ -68,7 +68,7 @@ class WidthSearch:
         return self._at(taken), self.ranking.threshold(taken)
 
     def settled(self, widths_G: Tensor, threshold: float) -> Tensor:
-        """Return widths within `PROMISED` of the target, or the closest that were found."""
+        """Return widths within `PROMISED` of the target, or the closest ones found."""
         best_G = self._descended(widths_G, threshold, self._free)
         while abs(self.error(best_G)) > PROMISED * self.count.dense:
             steps_away = self._away(best_G, threshold)
@@ -82,18 +82,18 @@ class WidthSearch:
         return best_G
 
     def smallest_step(self, widths_G: Tensor) -> float:
-        """Return the fewest parameters that one step of one group changes."""
+        """Return the smallest number of parameters that one step of one group changes."""
         steps = [self.widths.above(widths_G), self.widths.below(widths_G)]
         changes = torch.cat([self._effect(widths_G, step_G, 0.0)[0].abs() for step_G in steps])
         return float(changes[changes > 0].min()) if bool((changes > 0).any()) else 0.0
 
     @cached_property
     def _class_G(self) -> Tensor:
-        """For every group the number of those that move with it."""
+        """For every group, the number of groups that move with it."""
         return torch.tensor(self.groups.widths)
 
     def _summed(self, values_G: Tensor) -> Tensor:
-        """Return for every group the sum over those that move with it."""
+        """Return for every group the sum over the groups that move with it."""
         sums = values_G.new_zeros(len(values_G)).index_add(0, self._class_G, values_G)
         return sums[self._class_G]
 
@@ -116,7 +116,7 @@ class WidthSearch:
         return abs(self.error(widths_G)) < abs(self.error(than_G))
 
     def _descended(self, widths_G: Tensor, threshold: float, free_G: Tensor) -> Tensor:
-        """Move free groups by steps and pairs of steps for as long as that helps."""
+        """Move free groups by steps and pairs of steps while that helps."""
         while not self._is_close(widths_G):
             closer_G = self._closer(widths_G, threshold, free_G)
             if closer_G is None:
@@ -130,7 +130,7 @@ class WidthSearch:
         down_G = torch.where(free_G, self.widths.below(widths_G), widths_G)
         for candidates in (self._singles, self._pairs):
             for candidate_G in candidates(up_G, widths_G, down_G, threshold, error):
-                # Estimates ignore that two axes of one weight may move, so the exact count decides.
+                # Estimates ignore that two axes of one weight may move together, so the exact count decides.
                 if self._is_closer(candidate_G, widths_G):
                     return candidate_G
         return None
@@ -151,7 +151,7 @@ class WidthSearch:
         gained_G, _ = self._effect(widths_G, up_G, threshold)
         lost_G, _ = self._effect(widths_G, down_G, threshold)
         error_GG = (gained_G[:, None] + lost_G[None, :] + error).abs()
-        # A group cannot move up and down at once, nor past its limits.
+        # A group cannot move up and down at once, or past its limits.
         error_GG[self._class_G[:, None] == self._class_G[None, :]] = torch.inf
         error_GG[up_G == widths_G, :] = torch.inf
         error_GG[:, down_G == widths_G] = torch.inf
@@ -161,7 +161,7 @@ class WidthSearch:
             yield self._moved(self._moved(widths_G, up_G, up), down_G, down)
 
     def _away(self, widths_G: Tensor, threshold: float) -> Iterator[Tensor]:
-        """Yield widths with one group moved, either way, the cheapest margin a parameter first."""
+        """Yield widths with one group moved, in either direction, smallest margin per parameter first."""
         next_2G = torch.stack((self.widths.above(widths_G), self.widths.below(widths_G)))
         effects = [self._effect(widths_G, next_G, threshold) for next_G in next_2G]
         price_2G = torch.stack([margin_G / change_G.abs().clamp_min(1.0) for change_G, margin_G in effects])
@@ -172,9 +172,9 @@ class WidthSearch:
             yield self._moved(widths_G, next_2G[direction], group)
 
     def _effect(self, widths_G: Tensor, next_G: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-        """Return the change of the count and the logit margin given up if one group moves alone.
+        """Return the change of the count and the given-up logit margin if one group moves alone.
 
-        The count is linear in one group's masks as long as no weight has two axes in the group.
+        The count is linear in one group's masks unless a weight has two axes in the group.
         """
         with torch.enable_grad():  # callers often measure with gradients off
             masks = self.ranking.masks(widths_G).requires_grad_()
@@ -185,5 +185,5 @@ class WidthSearch:
         return self._summed(change_G), self._summed(margin_G)
 
     def _moved(self, widths_G: Tensor, next_G: Tensor, group: int) -> Tensor:
-        """Return the widths with a group, and those that move with it, at their next ones."""
+        """Return the widths after a step of a group and of those that move with it."""
         return torch.where(self._class_G == self._class_G[group], next_G, widths_G)

@@ -1,4 +1,4 @@
-"""How alike two decoders predict: Kullback-Leibler divergence and top-1 agreement on one text.
+"""Agreement of two decoders on a text: Kullback-Leibler divergence and top-1 agreement.
 
     KL = 1/N · Σ_t Σ_v p(v) · (log p(v) − log q(v))        p the dense decoder, q the pruned one, in nats
 
@@ -35,11 +35,11 @@ _DOUBLE_BYTES = 8
 
 @dataclass(frozen=True)
 class Agreement:
-    """How alike two decoders predict.
+    """Agreement of two decoders.
 
     Args:
-        kl_nats: mean KL of the pruned decoder's prediction from the dense one's.
-        top1: share of positions at which both find the same token likeliest.
+        kl_nats: mean KL divergence of the pruned decoder's prediction from the dense one's.
+        top1: share of positions with the same likeliest token.
         tokens: positions that were compared.
     """
 
@@ -109,5 +109,5 @@ def _require_one_vocabulary(p_BRV: Tensor, q_BRV: Tensor) -> None:
     if p_BRV.shape[-1] != q_BRV.shape[-1]:
         raise DataError(
             f"the decoders have vocabularies of {p_BRV.shape[-1]} and {q_BRV.shape[-1]} tokens",
-            hint=f"{option('dense')} is what the folder was compiled from",
+            hint=f"{option('dense')} is the MODEL that the folder was compiled from",
         )

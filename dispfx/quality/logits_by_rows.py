@@ -1,17 +1,17 @@
-"""The logits of a text a few tokens at a time, so that they are never whole in memory.
+"""Compute the logits of a text a few tokens at a time, to bound memory.
 
     for logits_BRV in by_rows(decoder, ids_BT).chunks(ids_BT): …      R rows, in order, until T
 
-The body of the decoder runs once for a text, and the head once for each chunk:
+The body of the decoder runs once per text, and the head once per chunk:
 
 1. A graph whose head is one product of each token (`dispfx.ir.head`) is cut before it.
-2. A module of transformers is called once with the head's input cut to the first rows.  For the others it is
-   called again, and its base model returns what it returned the first time.  So whatever stands behind the
-   head, such as a softcap, is the module's own code.
+2. A transformers module is called once with the head's input cut to the first rows.  For each further chunk
+   it is called again, and its base model returns its first output.  So operations after the head, such as a
+   softcap, are the module's own code.
 3. Any other decoder gives all its logits at once.
 
-A way is taken for texts with many logits alone, and after it gave the same as the decoder itself on the
-beginning of the text.  The bits of small logits are those of the decoder.
+Chunks are used only for texts with many logits, after they agreed with the decoder on the beginning of the
+text.  Small logits are computed by the decoder itself.
 
 Shape legend: B batch, T tokens, R rows of a chunk, V vocabulary.
 """
@@ -29,8 +29,8 @@ from dispfx.capturing.module_capture import module_output
 from dispfx.ir import ops
 from dispfx.ir.head import split_at_head
 
-# Logits become float32 log-probabilities this many bytes at a time: whole, they would take 1 GB for one
-# window of 2048 tokens and a vocabulary of 128,000.
+# Bytes of logits that become float32 log-probabilities at a time.  All logits of a window of 2048 tokens
+# would take 1 GB for a vocabulary of 128,000.
 CHUNK_BYTES = 64 * 2**20
 _FLOAT_BYTES = 4
 _TRIED_TOKENS, _TRIED_ROWS = 7, 3
@@ -47,13 +47,13 @@ class LogitsByRows(Protocol):
         """Yield the logits (B, R, V) of all tokens, in order.
 
         Args:
-            bytes_each: of a logit, as it is computed with; R follows from it.
+            bytes_each: bytes per logit in the caller's computation, which determines R.
         """
         ...
 
 
 def by_rows(decoder: Decoder, ids_BT: Tensor) -> LogitsByRows:
-    """Return how a decoder gives its logits of texts of this shape with little memory."""
+    """Return a way to compute a decoder's logits for texts of this shape with little memory."""
     module = _module_of(decoder)
     way: _Cut | _Replayed | None = None
     if isinstance(module, fx.GraphModule):
@@ -66,12 +66,12 @@ def by_rows(decoder: Decoder, ids_BT: Tensor) -> LogitsByRows:
 
 
 def rows_of(vocabulary: int, bytes_each: int = _FLOAT_BYTES) -> int:
-    """Return how many rows of logits are as large as a chunk."""
+    """Return the number of rows of logits in a chunk."""
     return max(1, CHUNK_BYTES // (bytes_each * vocabulary))
 
 
 def _module_of(decoder: Decoder) -> nn.Module | None:
-    """Return the module behind a call: itself, or the first argument of a function that calls it."""
+    """Return the module that is called: itself, or the first argument of a function that calls it."""
     if isinstance(decoder, nn.Module):
         return decoder
     first = decoder.args[0] if isinstance(decoder, partial) and decoder.args else None
@@ -83,13 +83,13 @@ def _logits(output: Any) -> Tensor:
 
 
 def _gives_the_same(way: "_Cut | _Replayed", decoder: Decoder, ids_BT: Tensor) -> bool:
-    """Whether chunks of a short text are what the decoder gives for it."""
+    """Whether chunks of a short text equal the decoder's output."""
     whole_BTV = _logits(decoder(ids_BT))
     try:
         parts = list(way.chunks(ids_BT, _FLOAT_BYTES * CHUNK_BYTES // (_TRIED_ROWS * way.vocabulary)))
         parts_BTV = torch.cat(parts, 1)
     except Exception:
-        return False  # code of the decoder's own, which is called as it never was before
+        return False  # the decoder's code may fail when it is called in this way
     if len(parts) < 2 or parts_BTV.shape != whole_BTV.shape:
         return False
     allowed = _TOLERANCE.get(whole_BTV.dtype, _HALF_TOLERANCE) * whole_BTV.abs().max()
@@ -108,7 +108,7 @@ class _Whole:
 
 
 class _Cut:
-    """A graph in two: its body, and the head with what stands behind it (rule 1)."""
+    """A graph in two parts: its body, and the head with the operations after it (rule 1)."""
 
     def __init__(self, body: nn.Module, head: nn.Module, vocabulary: int):
         self._body, self._head = body, head
@@ -140,7 +140,7 @@ class _Replayed:
         try:
             head = find_head() if callable(find_head) else None
         except Exception:
-            return None  # it has none, and says so in a way of its own
+            return None  # it has none, and raises its own kind of error
         weight = getattr(head, "weight", None)
         if not isinstance(base, nn.Module) or base is module or not isinstance(head, nn.Module):
             return None

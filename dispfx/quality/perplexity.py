@@ -1,12 +1,12 @@
-"""How well a decoder predicts a text: perplexity, with the protocol that the figure depends on.
+"""Perplexity of a decoder on a text, with the protocol that the figure depends on.
 
     perplexity = exp( - 1/N · Σ log p(token t | tokens before t in its window) )
 
 1. The text is cut into windows of `context` tokens without overlap.
 2. A window of n tokens gives n - 1 predictions; its first token is never predicted.
-3. What is left at the end is a window too if it holds two tokens or more.
-4. Where texts begin with a beginning-of-sequence token (or several tokens), every window does.  It is one of
-   the `context` tokens and is not predicted itself; so every token of the text is.
+3. The remainder at the end is a window too if it holds two tokens or more.
+4. If texts begin with a beginning-of-sequence token (or several tokens), every window does.  It is one of the
+   `context` tokens and is not predicted, so that every token of the text is.
 
 Shape legend: B batch, T tokens, V vocabulary.
 """
@@ -28,13 +28,13 @@ from dispfx.words.option_names import option
 
 @dataclass(frozen=True)
 class TextFacts:
-    """What the tokens to measure on are.
+    """Facts about the tokens to measure on.
 
     Args:
         name: of the text.
-        held_out_share: share of the text's end that was held out for this, None where it is another text.
+        held_out_share: share of the learned text that was held out at its end; None for a separate text.
         bos: tokens that every window begins with.
-        unknown_share: share of the text that the tokenizer does not know, None where that cannot be seen.
+        unknown_share: share of the text that the tokenizer does not know; None if undetermined.
     """
 
     name: str = ""
@@ -45,14 +45,13 @@ class TextFacts:
 
 @dataclass(frozen=True)
 class Perplexity:
-    """A perplexity and how it was measured.
+    """A perplexity and its protocol.
 
     Args:
-        value: exp of the mean negative log-likelihood over predicted tokens; infinite or NaN where
-            the decoder's logits are.
-        protocol: `text` (what was measured on), `context` (tokens a window), `windows` (how many were
-            used), `tokens` (how many were predicted), and `held_out_share`, `bos` and
-            `unknown_share` of `TextFacts`.
+        value: exp of the mean negative log-likelihood over predicted tokens; infinite or NaN if the
+            decoder's logits are.
+        protocol: `text` (its name), `context` (tokens per window), `windows` (their number), `tokens` (number
+            of predicted tokens), and `held_out_share`, `bos` and `unknown_share` of `TextFacts`.
     """
 
     value: float
@@ -79,14 +78,14 @@ def perplexity(
     Args:
         decoder: token ids (B, T) int64 to logits (B, T, V) or an output with `.logits`.
         tokens: (N,) token ids of the whole text.
-        context: tokens a window, at least 2, and one more than it begins with.
-        windows: measure on the first so many windows only; None for all.
-        batch_size: windows a forward pass.
-        device: where the decoder lies.
-        text: what the tokens are.
+        context: tokens per window, at least 2, and one more than `bos` has.
+        windows: number of windows to measure on, from the start; None for all.
+        batch_size: windows per forward pass.
+        device: of the decoder.
+        text: facts about the tokens.
 
     Raises:
-        DataError: if there is no token to predict, or `context` or `windows` leaves none.
+        DataError: if there is no token to predict.
     """
     text = text or TextFacts()
     check_measurable(tokens, context, windows, text)
@@ -109,16 +108,16 @@ def check_measurable(tokens: Tensor, context: int, windows: int | None, text: Te
     """Pass if there is something to predict.
 
     Raises:
-        DataError: if there is no token to predict, or `context` or `windows` leaves none.
+        DataError: if there is no token to predict.
     """
     fewest = max(2, len(text.bos) + 1)
     if context < fewest:
-        raise DataError(f"a window must hold {fewest} tokens or more, and the context is {context}")
+        raise DataError(f"a window must hold {fewest} tokens or more, but the context is {context}")
     if windows is not None and windows < 1:
-        raise DataError(f"one window or more must be measured, and {windows} were asked")
+        raise DataError(f"one window or more must be measured, but {windows} were requested")
     if len(tokens) + len(text.bos) < 2 or not len(tokens):
         raise DataError(
-            f"the text must have 2 tokens or more to predict one, and has {len(tokens)}", where=text.name
+            f"the text must have 2 tokens or more to predict one, but has {len(tokens)}", where=text.name
         )
 
 
@@ -147,8 +146,8 @@ def measure(
     """As `perplexity`, one window at a time.
 
     Raises:
-        DataError: if the text is too short, or the decoder does not run on windows of `context` tokens,
-            as one with a shorter table of positions.
+        DataError: if the text is too short, or the decoder does not run on windows of `context` tokens, for
+            example because of a shorter position table.
     """
     with running_on(context, text):
         return perplexity(decoder, tokens, context=context, windows=windows, device=device, text=text)
@@ -171,7 +170,7 @@ def running_on(context: int, text: TextFacts) -> Iterator[None]:
 def windows_of(
     tokens: Tensor, context: int, windows: int | None, batch_size: int, bos: tuple[int, ...] = ()
 ) -> Iterator[Tensor]:
-    """Yield windows (B, T): full ones in batches, then a shorter last one by itself."""
+    """Yield windows (B, T): full ones in batches, then a shorter last one separately."""
     stride = context - len(bos)
     full = len(tokens) // stride
     limit = full if windows is None else min(full, windows)
@@ -184,7 +183,7 @@ def windows_of(
 
 
 def first_predicted(bos: tuple[int, ...]) -> int:
-    """Return the place of the first token of a window that is predicted."""
+    """Return the position of the first predicted token of a window."""
     return max(1, len(bos))
 
 
@@ -195,11 +194,11 @@ def _begun(ids_BT: Tensor, bos: tuple[int, ...]) -> Tensor:
 
 
 def negative_log_likelihood(logits_BRV: Tensor, ids_BT: Tensor, place: int, first: int) -> float:
-    """Return -Σ log p of the tokens that some rows of logits predict, in nats.
+    """Return -Σ log p over the tokens that some rows of logits predict, in nats.
 
     Args:
-        place: of the token that the first row predicts.
-        first: place of the first token of a window that counts.
+        place: position of the token that the first row predicts.
+        first: position of the first token of a window that counts.
     """
     total, skipped = 0.0, max(0, first - place)
     targets_BR = ids_BT[:, place + skipped : place + logits_BRV.shape[1]].to(logits_BRV.device)

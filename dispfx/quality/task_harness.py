@@ -1,10 +1,10 @@
 """Zero-shot and few-shot tasks, measured by lm-eval, the language model evaluation harness.
 
-The paper names five tasks and reports one metric of each: accuracy for WinoGrande, and for the others
-accuracy of the choice whose likelihood is greatest per byte (`acc_norm`).
+The paper reports one metric for each of five tasks: accuracy for WinoGrande, and for the other four the
+accuracy of the choice with the greatest likelihood per byte (`acc_norm`).
 
-lm-eval reads its data from the hub, or from files that a task of the user's own names.  Its task files
-are programs: their templates, and the functions that they name, run.
+lm-eval reads its data from the hub, or from files that a custom task names.  Task files can run code: their
+templates, and the functions that they name.
 """
 
 import contextlib
@@ -32,27 +32,27 @@ PAPER_METRICS: Mapping[str, str] = {
     "arc_challenge": "acc_norm",
 }
 _FIRST_CHOICE = "acc_norm"
-# Only for figures that are no means; the standard error of a mean is a formula.
+# Only for figures that are not means; the standard error of a mean has a formula.
 _BOOTSTRAPS = 100
-# The one that lm-eval's own command uses.
+# The default of lm-eval's own command.
 _SHOTS_SEED = 1234
 _PACKAGES = ("lm-eval", "datasets", "transformers", "torch")
 
 
 @dataclass(frozen=True)
 class TaskScore:
-    """What one decoder reached in one task.
+    """The score of one decoder in one task.
 
     Args:
-        task: by lm-eval's name.
-        metric: the paper's for its tasks; else acc_norm where there is one, or the first.
+        task: name in lm-eval.
+        metric: the paper's for its tasks; otherwise acc_norm if available, or the first.
         value: of that metric.
         error: its standard error, or None.
-        metrics: all that the task measures, by name.
-        samples: how many questions were asked.
-        of: how many there are.
+        metrics: all metrics of the task, by name.
+        samples: number of evaluated questions.
+        of: number of all questions.
         shots: answered examples before each question.
-        version: of the task, as its file says.
+        version: of the task's file.
     """
 
     task: str
@@ -68,14 +68,14 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class TaskScores:
-    """What one decoder reached in several tasks.
+    """The scores of one decoder in several tasks.
 
     Args:
-        scores: in the order they were asked for.
-        context: tokens that the decoder read at most.
+        scores: in the requested order.
+        context: maximum number of tokens that the decoder read.
         batch_size: questions a forward pass.
-        limit: how many questions of each task were asked at most; None for all.
-        versions: of what had a part in it.
+        limit: maximum number of questions per task; None for all.
+        versions: of the libraries used.
     """
 
     scores: tuple[TaskScore, ...]
@@ -92,7 +92,7 @@ class TaskScores:
 
 
 def harness_versions() -> dict[str, str]:
-    """Return the versions of what has a part in a score."""
+    """Return the versions of the libraries that affect a score."""
     return {name: metadata.version(name) for name in _PACKAGES}
 
 
@@ -101,12 +101,12 @@ class Harness:
 
     Args:
         names: of tasks, groups or tags, in the order to be measured; a group stands for its tasks.
-        folder: with task files (YAML) of one's own, which come before lm-eval's.
-        shots: answered examples before each question; by default what the task says, else none.
-        limit: ask the first so many questions of each task only.
+        folder: with custom task files (YAML), which take precedence over lm-eval's.
+        shots: answered examples before each question; by default those of the task, or none.
+        limit: number of questions per task, from the start.
 
     Raises:
-        DataError: if lm-eval is not installed, a task is unknown, or its data cannot be had.
+        DataError: if lm-eval is not installed, a task is unknown, or its data cannot be loaded.
     """
 
     def __init__(
@@ -133,13 +133,13 @@ class Harness:
         batch_size: int = 1,
         special_tokens: bool = True,
     ) -> TaskScore:
-        """Return what a decoder reaches in one of `tasks`.
+        """Return the score of a decoder in one of `tasks`.
 
         Args:
             model: a transformers decoder.
-            context: tokens that the decoder reads at most; of longer questions it reads the end.
-            batch_size: questions a forward pass.
-            special_tokens: begin a question with what the tokenizer puts in front of a text.
+            context: maximum number of tokens per question; longer questions are cut at the start.
+            batch_size: questions per forward pass.
+            special_tokens: whether questions begin with the special tokens that the tokenizer adds.
         """
         with _silent():
             decoder = self._wrapper.HFLM(
@@ -151,7 +151,7 @@ class Harness:
                 # None: as the tokenizer does.
                 add_bos_token=None if special_tokens else False,
             )
-            # simple_evaluate would also run git, and look through the whole machine.
+            # simple_evaluate would also run git, and inspect the machine.
             found = self._evaluator.evaluate(
                 decoder,
                 {"tasks": {task: self._ready(task)}},
@@ -162,7 +162,7 @@ class Harness:
         return _score(task, found)
 
     def _leaves(self, name: str) -> list[str]:
-        """Return the tasks that a name stands for, each of which can be read."""
+        """Return the tasks of a name, after checking that they can be read."""
         if name not in self._manager.all_tasks:
             close = difflib.get_close_matches(name, self._manager.all_tasks, 3)
             raise DataError(
@@ -191,7 +191,7 @@ class Harness:
             with _silent():
                 return self._manager.load([name])["tasks"]
         except Exception as error:
-            # Hub, data sets and task files raise what they like; the task is the cause of all of it.
+            # Hub, data sets and task files may raise anything; report it as an error of the task.
             raise _fault(name, error) from error
 
     def _require_readable(self, task: Any) -> None:
@@ -203,13 +203,13 @@ class Harness:
 
 
 def _fault(task: str, error: Exception) -> DataError:
-    hint = "look at its templates, at the names of its columns, and at where its examples come from"
+    hint = "check its templates, the names of its columns, and the source of its examples"
     if isinstance(error, OSError):
         hint = (
-            "data comes from the hub; where that cannot be reached, write a task on local files and name its "
-            f"folder with {option('task_folder')}"
+            "data comes from the hub; without a network, write a task on local files and name its folder "
+            f"with {option('task_folder')}"
         )
-    return DataError(f"no question can be made of the task {task}: {_short(error)}", hint=hint)
+    return DataError(f"the task {task} gives no questions: {_short(error)}", hint=hint)
 
 
 def _score(task: str, found: Mapping[str, Any]) -> TaskScore:
@@ -218,7 +218,7 @@ def _score(task: str, found: Mapping[str, Any]) -> TaskScore:
         name, comma, kind = key.partition(",")
         if not comma or isinstance(value, str):
             continue
-        # What was filtered before it was scored is another figure.
+        # Metrics of other filters are separate figures.
         name = name if kind == "none" else f"{name} ({kind})"
         if "_stderr" in name:
             errors[name.replace("_stderr", "")] = float(value)
@@ -243,7 +243,7 @@ def _score(task: str, found: Mapping[str, Any]) -> TaskScore:
 
 
 def _manager(names: Sequence[str], folder: Path | None) -> Any:
-    """Return what knows the tasks; lm-eval's own thousands are read only where one of them is asked for."""
+    """Return the task manager; lm-eval's own index is read only if one of its tasks is requested."""
     managers = _module("lm_eval.tasks").TaskManager
     with _silent():
         if folder is None:
@@ -266,12 +266,12 @@ def _module(name: str) -> Any:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Keep warnings, log lines, words and progress bars of the harness off the screen."""
+    """Hide the warnings, log lines, output and progress bars of lm-eval."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        # Its bars obey no setting, and it prints.
+        # Its bars ignore all settings, and it prints.
         with (
             warnings.catch_warnings(),
             contextlib.redirect_stderr(io.StringIO()),

@@ -1,15 +1,15 @@
-"""What a user sees of a compilation: report.json, the table, the model card, and the progress.
+"""What a user sees of a compilation: report.json, table, model card, progress.
 
 schema     the report's fields
 json_form  report.json
 table      the report in a terminal
-sites      what a decoder offers to prune
-coverage   which weights the sites cut, and why the others stay
+sites      what can be pruned in a decoder
+coverage   which weights the sites cut, and why the rest is not cut
 card       DIR/README.md
-settings   how a run was set, as a table and as a command line
+settings   the settings of a run, as a table and as a command line
 run        a folder, read back
 layers     a plan as layers × features
-pictures   what matplotlib draws of them
+pictures   their plots with matplotlib
 page       DIR/report.html
 observer   stages and progress while a compilation runs
 tasks, evaluation   scores in tasks, and what `dispfx eval` found

@@ -1,4 +1,4 @@
-"""The model card that lies beside the weights: what was done, what it cost, how to load it."""
+"""The model card of a folder: what was done, what it cost, how to load the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class FolderContents:
 
     Args:
         folder: its name, for the commands shown.
-        as_modules: whether transformers loads it; a graph alone needs dispfx.load.
-        onnx: whether there is an ONNX model next to the checkpoint.
-        tokenizer: whether there is a tokenizer.
-        code: Python module that makes the decoder's class known to transformers, where that is needed.
-        own_code: whether decoder or tokenizer are code that comes with the folder.
+        as_modules: whether transformers loads it; a graph needs dispfx.load.
+        onnx: whether an ONNX model was also written.
+        tokenizer: whether the folder has a tokenizer.
+        code: Python module that registers the decoder's class with transformers, if needed.
+        own_code: whether the folder contains code of the decoder or tokenizer.
     """
 
     folder: str
@@ -46,8 +46,8 @@ def model_card(
         report: of the compilation.
         contents: of DIR.
         base_model: MODEL as the user wrote it.
-        on_hub: whether `base_model` is a hub id, and so a link that others can follow.
-        data: name of what the masks were learned from; empty where they were not learned.
+        on_hub: whether `base_model` is a hub id, and so a public link.
+        data: name of the text that the masks were learned from; empty if they were not learned.
     """
     parts = [
         _front_matter(base_model if on_hub else None),
@@ -138,7 +138,7 @@ def _tuned(report: Report) -> str:
     said = "\n".join(f"- {line}" for line in tuning_lines(report.tuned))
     return (
         "## Recovered\n\nAfter pruning, the weights were trained to predict what the dense decoder predicts, "
-        f"and are not the original's any more.\n\n{said}"
+        f"so they differ from the original's.\n\n{said}"
     )
 
 
@@ -153,7 +153,7 @@ def _loading(contents: FolderContents) -> str:
         f'model = AutoModelForCausalLM.from_pretrained("{name}"{trust})',
         *([f'tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})'] if tokenizer else []),
     ]
-    # The commands import no code of others.
+    # The commands do not import foreign code.
     by_command = not (contents.as_modules and code)
     commands = [
         *([f'dispfx generate {name}{flag} --prompt "…"'] if tokenizer and by_command else []),
@@ -167,11 +167,7 @@ def _loading(contents: FolderContents) -> str:
     lines = [
         "## Use",
         "",
-        *(
-            ["The Python files in this folder are code that runs when it is loaded: read them first.", ""]
-            if contents.own_code
-            else []
-        ),
+        *(["Loading this folder runs its Python files: read them first.", ""] if contents.own_code else []),
         "```python",
         *(with_transformers if contents.as_modules else as_graph),
         "```",
@@ -212,8 +208,8 @@ def _settings(report: Report) -> str:
     if report.settings is None:
         return ""
     rows = [f"| {name} | {value} |" for name, value in settings_rows(report.settings)]
-    said = "All settings of the run, those that nobody chose among them:"
-    return "\n".join([said, "", "| setting | value |", "|---|---:|", *rows])
+    text = "All settings of the run, including defaults:"
+    return "\n".join([text, "", "| setting | value |", "|---|---:|", *rows])
 
 
 def _verification(verifications: Sequence[Verification]) -> str:

@@ -1,4 +1,4 @@
-"""What learning will take, for people and for programs."""
+"""The estimated memory and time of learning, as text and as JSON."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ _GIGA = 1e9
 
 
 def print_estimate(estimate: Estimate, console: Console) -> None:
-    """Print memory in one line, then time and cards, one line a kind of card."""
+    """Print one line on memory, then one line per kind of GPU with time and number of GPUs."""
     for line in estimate_lines(estimate):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def estimate_lines(estimate: Estimate) -> list[str]:
-    """Return what `print_estimate` prints."""
+    """Return the lines that `print_estimate` prints."""
     settings, share = estimate.settings, estimate.gated_parameters / estimate.parameters
     free = estimate.free_bytes
     verdict = "" if free is None else f"; {estimate.fits(free)} here ({shown_bytes(free)} free)"
@@ -57,11 +57,11 @@ def estimate_plain(estimate: Estimate) -> dict[str, Any]:
 
 
 def _card_line(estimate: Estimate, card: Device) -> str:
-    """Say how long one card computes, and whether it holds the memory."""
+    """Return how long one GPU takes, and whether its memory suffices."""
     fit = estimate.fits(card.memory_bytes - estimate.weight_bytes, "cuda")
     if fit == "does not fit":
         needed = estimate.weight_bytes + estimate.beside_weights("cuda", checkpoints=True, compiled=True)
-        fit = f"needs the memory of {max(2, -(-needed // card.memory_bytes)):,} at least"
+        fit = f"needs the memory of at least {max(2, -(-needed // card.memory_bytes)):,}"
     else:
         fit = fit.replace("fits", "fits on one", 1)
     return (
@@ -71,7 +71,7 @@ def _card_line(estimate: Estimate, card: Device) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in the largest unit of which there are two."""
+    """Format a duration in the largest unit that gives at least 2."""
     for unit, length in (("days", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:,.1f} {unit}"

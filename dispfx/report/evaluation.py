@@ -1,4 +1,4 @@
-"""What `dispfx eval` measured: in a terminal, as JSON, and as eval.json and eval.md in a folder."""
+"""The results of `dispfx eval`: in a terminal, as JSON, and as eval.json and eval.md in a folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,8 @@ class Evaluation:
 
     Args:
         model: MODEL, as the user wrote it.
-        dense_model: what it was measured beside, or None.
-        perplexity, tasks: of the decoder, where they were asked for.
+        dense_model: the decoder that it was compared with, or None.
+        perplexity, tasks: of the decoder, if requested.
         agreement: with the dense decoder, on the text.
         dense_tasks: the scores of the dense decoder.
     """
@@ -41,7 +41,7 @@ class Evaluation:
 
 
 def text_lines(found: Evaluation) -> list[str]:
-    """Return what was measured on a text, in sentences."""
+    """Return the results on a text, as sentences."""
     if found.perplexity is None:
         return []
     protocol = found.perplexity.protocol
@@ -54,7 +54,7 @@ def text_lines(found: Evaluation) -> list[str]:
     alike = found.agreement
     if alike is not None:
         lines.append(
-            f"beside the dense decoder: KL {alike.kl_nats:.4f} nats, the same likeliest token at "
+            f"compared with the dense decoder: KL {alike.kl_nats:.4f} nats, the same likeliest token at "
             f"{alike.top1:.1%} of {alike.tokens:,} positions"
         )
     return lines
@@ -82,7 +82,7 @@ def evaluation_plain(found: Evaluation) -> dict[str, Any]:
 
 
 def write_evaluation(found: Evaluation, folder: Path) -> list[Path]:
-    """Write eval.json and eval.md, and return their paths; each appears whole or not at all.
+    """Write eval.json and eval.md atomically, and return their paths.
 
     Raises:
         OutputError: if the folder cannot be written.
@@ -100,27 +100,27 @@ def write_evaluation(found: Evaluation, folder: Path) -> list[Path]:
 
 
 def read_evaluation(path: Path) -> Evaluation | None:
-    """Read eval.json; no file is no evaluation.
+    """Read eval.json; None if the file is missing.
 
     Raises:
-        DataError: if it is none of ours.
+        DataError: if it is not an evaluation.
     """
     if not path.is_file():
         return None
     try:
         plain = read_json(path)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"this file is no evaluation: {error}", where=str(path)) from error
+        raise DataError(f"this file is not an evaluation: {error}", where=str(path)) from error
     if not isinstance(plain, dict):
-        raise DataError("this file is no evaluation: a JSON object was expected", where=str(path))
+        raise DataError("this file is not an evaluation: a JSON object was expected", where=str(path))
     if "perplexity" in plain:
         plain |= {"perplexity": {"value": plain["perplexity"], "protocol": plain.get("protocol")}}
     return from_plain(Evaluation, plain, str(path))
 
 
 def _markdown(found: Evaluation) -> str:
-    beside = "" if found.dense_model is None else f" beside `{found.dense_model}`"
-    lines = [f"`{found.model}`{beside}", "", *(f"- {line}" for line in text_lines(found))]
+    dense = "" if found.dense_model is None else f" compared with `{found.dense_model}`"
+    lines = [f"`{found.model}`{dense}", "", *(f"- {line}" for line in text_lines(found))]
     if found.tasks is not None:
         header, rows = task_table(found)
         table = [header, ["---"] * len(header), *rows]

@@ -1,7 +1,7 @@
 """`Report` ⇄ report.json.
 
-Writing is the dataclasses' own shape.  Reading follows their annotations, so a file with a missing
-field or another type is refused with the place, and a field of a later version is passed over.
+The JSON has the shape of the dataclasses.  Reading follows their annotations: a missing field or a wrong type
+is an error with its place, and an unknown field, of a later version, is ignored.
 JSON has no infinity and no NaN: both are written as null and read as NaN.
 """
 
@@ -53,7 +53,7 @@ def from_json(text: str, where: str = "report.json") -> Report:
     """Read a report.
 
     Raises:
-        DataError: if the text is no JSON, or a field is missing or of another type.
+        DataError: if the text is not JSON, or a field is missing or of another type.
     """
     try:
         report = _read(Report, parse_json(text), "")
@@ -61,11 +61,11 @@ def from_json(text: str, where: str = "report.json") -> Report:
             return report
         return dataclasses.replace(report, settings=stored_sections(report.settings, strict=False))
     except ValueError as error:
-        raise DataError(f"this is no report: {error}", where=where, hint="pass a report.json") from error
+        raise DataError(f"this is not a report: {error}", where=where, hint="pass a report.json") from error
 
 
 def from_plain(kind: type[Shape], value: Any, where: str) -> Shape:
-    """Read what `to_plain` made of a dataclass; a field of a later version is passed over.
+    """Read a dataclass written by `to_plain`; unknown fields are ignored.
 
     Raises:
         DataError: if a field is missing or of another type.
@@ -73,11 +73,11 @@ def from_plain(kind: type[Shape], value: Any, where: str) -> Shape:
     try:
         return _read(kind, value, "")
     except ValueError as error:
-        raise DataError(f"this is no {kind.__name__}: {error}", where=where) from error
+        raise DataError(f"this is not a {kind.__name__}: {error}", where=where) from error
 
 
 def save_report(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write report.json; it appears whole or not at all."""
+    """Write report.json atomically."""
     with replacing(path) as partial:
         partial.write_text(to_json(report), encoding="utf-8")
 
@@ -86,7 +86,7 @@ def load_report(path: str | os.PathLike[str]) -> Report:
     """Read report.json.
 
     Raises:
-        DataError: if it is missing, unreadable, or no report.
+        DataError: if it is missing, unreadable, or not a report.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -96,7 +96,7 @@ def load_report(path: str | os.PathLike[str]) -> Report:
 
 
 def _read(kind: Any, value: Any, at: str) -> Any:
-    """Return `value` as `kind`; ValueError naming the place `at` if it is something else."""
+    """Return `value` as `kind`; ValueError with the place `at` if it has another type."""
     if kind is Any:
         return value
     if dataclasses.is_dataclass(kind):

@@ -1,7 +1,7 @@
 """A plan as layers × features: which features each selection of each layer keeps.
 
-Selections of a kind form a series: S1 … S5 where the plan names them, and otherwise the site's name
-without its number, as in `layers.#.latent.inner`.
+Selections of one kind form a series: S1 … S5 if the plan names them, otherwise the site's name without its
+number, as in `layers.#.latent.inner`.
 
 Shape legend: L layers, F features.
 """
@@ -48,14 +48,14 @@ class Series:
         return f"{self.name}: {_MEANINGS[self.name]}" if self.name in _MEANINGS else self.name
 
     def widths(self) -> list[tuple[int, int] | None]:
-        """Return (kept, size) for each layer, None where it has no such site."""
+        """Return (kept, size) for each layer, None if it has no such site."""
         return [
             (sum(len(site.kept) for site in row), sum(site.size for site in row)) if row else None
             for row in self.sites
         ]
 
     def masks_LF(self, features: int) -> Tensor:
-        """Return the share of a layer's sites of that many features that keep each of them."""
+        """Return, for each of `size` features, the share of a layer's sites that keep it."""
         rows = [[mask_F(site) for site in row if site.size == features] for row in self.sites]
         empty_F = torch.full((features,), torch.nan)
         return torch.stack([torch.stack(row).mean(0) if row else empty_F for row in rows])

@@ -1,8 +1,8 @@
-"""What a user sees while a compilation runs.
+"""Progress of a compilation for the user.
 
-The compiler tells an `Observer` what happens and never prints.  `TerminalObserver` shows a spinner for
-each stage and a progress bar while learning; where the output is piped, it writes plain lines instead:
-one for each finished stage, and one for each tenth of the steps, or each minute where that comes first.
+The compiler notifies an `Observer` and never prints.  `TerminalObserver` shows a spinner for each stage and a
+progress bar while learning.  If the output is piped, it writes plain lines instead: one per finished stage,
+and one per tenth of the steps or per minute, whichever comes first.
 """
 
 import time
@@ -23,19 +23,19 @@ from dispfx.verification.equivalence import Verification
 
 _PLAIN_LINES = 10
 _LONGEST_SILENCE_SECONDS = 60.0
-# Below it there is no room for a bar beside the figures.
+# Narrower terminals have no room for a bar next to the figures.
 _WIDTH_OF_A_BAR = 90
 
 
 class Observer(Protocol):
-    """What the compiler tells."""
+    """Receives the events of a compilation."""
 
     def stage(self, name: str, seconds: float | None = None) -> None:
         """A stage begins (`seconds` is None) or has ended after `seconds`."""
         ...
 
     def note(self, text: str) -> None:
-        """Something a user should know, in one line."""
+        """A note for the user, in one line."""
         ...
 
     def found(self, program: Program) -> None:
@@ -43,7 +43,7 @@ class Observer(Protocol):
         ...
 
     def printed(self, name: str, graph: str) -> None:
-        """The graph after the pass `name`, which the user asked to see."""
+        """The graph after the pass `name`, requested by the user."""
         ...
 
     def learning(self, record: StepRecord) -> None:
@@ -51,7 +51,7 @@ class Observer(Protocol):
         ...
 
     def working(self, name: str, done: int, total: int, figures: str) -> None:
-        """So much of a long piece of work is done."""
+        """A part of a long task is done."""
         ...
 
     def verified(self, verification: Verification) -> None:
@@ -64,7 +64,7 @@ class Observer(Protocol):
 
 
 class NullObserver:
-    """Shows nothing; a base for observers that care about a few events."""
+    """Shows nothing; a base for observers of a few events."""
 
     def stage(self, name: str, seconds: float | None = None) -> None:
         """Ignore it."""
@@ -95,8 +95,8 @@ class TerminalObserver(NullObserver):
     """Shows a compilation on a console; a context manager that leaves the terminal clean.
 
     Args:
-        console: where to show it; stderr where stdout carries JSON.
-        quiet: show nothing but what the user asked for by name (printed graphs).
+        console: the output; stderr if stdout carries JSON.
+        quiet: show only graphs that the user requested.
     """
 
     def __init__(self, console: Console, quiet: bool = False):
@@ -139,17 +139,17 @@ class TerminalObserver(NullObserver):
                 self._line(line)
 
     def printed(self, name: str, graph: str) -> None:
-        """Show the graph, also with `quiet`: it was asked for."""
+        """Show the graph, also with `quiet`, because the user requested it."""
         self._line(f"── after {name}")
         self._line(graph)
 
     def learning(self, record: StepRecord) -> None:
-        """Move the progress bar, or write a plain line now and then."""
+        """Move the progress bar, or write a plain line from time to time."""
         left = "" if self._console.is_terminal else f"  {record.seconds_left:,.0f} s left"
         self.working("learning", record.step, record.steps, _figures(record) + left)
 
     def working(self, name: str, done: int, total: int, figures: str) -> None:
-        """Move the progress bar, or write a plain line for each tenth, and where a minute has passed."""
+        """Move the progress bar, or write a plain line per tenth, and once a minute has passed."""
         if self._quiet:
             return
         if self._console.is_terminal:
@@ -162,7 +162,7 @@ class TerminalObserver(NullObserver):
         self._shown_tenth = tenth
 
     def verified(self, verification: Verification) -> None:
-        """Show a comparison that fails; those that hold are in the report's table."""
+        """Show a failing comparison; the report's table has the passing ones."""
         if not verification.holds and not self._quiet:
             self._line(
                 f"{verification.name} at {verification.shape}: relative error "
@@ -193,12 +193,12 @@ class TerminalObserver(NullObserver):
         self._status = self._progress = None
 
     def _line(self, text: str) -> None:
-        # No markup and no wrapping: names of parameters may hold brackets, and lines may be read by programs.
+        # No markup and no wrapping: parameter names may contain brackets, and programs may read the lines.
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _columns(width: int) -> list[ProgressColumn]:
-    """Return what fits into one line of so many characters: how far, and then the figures, cut off."""
+    """Return the progress and then the figures, cut off at the given number of characters."""
     far = TextColumn("{task.fields[what]} {task.completed}/{task.total}", table_column=Column(no_wrap=True))
     figures = TextColumn(
         "{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)

@@ -1,7 +1,7 @@
-"""DIR/report.html: one page with everything in it, and its pictures beside it as PNG.
+"""DIR/report.html: one self-contained page, and its pictures as PNG.
 
-The page loads nothing: style and drawings are inside.  Each picture has a text for those who do not see it,
-and its numbers as a table.
+The page loads nothing: style and drawings are inline.  Every picture has an alternative text, and its numbers
+as a table.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,14 +52,16 @@ def write_page(folder: str | Path, name: str | None = None) -> list[Path]:
 
 
 def _make_pictures_folder(folder: Path) -> None:
-    """Make the folder; one that only points elsewhere would let a folder from others write there.
+    """Create the folder.  A symbolic link is rejected: an untrusted folder could redirect the output.
 
     Raises:
-        OutputError: if something else has its name.
+        OutputError: if the path exists and is not a folder.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise OutputError(
-            "a folder of this name is needed, and this is none", where=str(folder), hint="move it elsewhere"
+            "a folder is needed at this path, but it is something else",
+            where=str(folder),
+            hint="move it away",
         )
     with writing(folder):
         folder.mkdir(exist_ok=True)
@@ -93,8 +95,8 @@ def page(run: Run, layers: Layers, pictures: Sequence[Picture]) -> str:
     if run.speed is not None:
         sections.append(section("Speed", _speed(run)))
     if report.onnx_without_cache is not None:
-        told = f"The ONNX model has no KV cache: {report.onnx_without_cache}"
-        sections.append(section("ONNX", f"<p>{escape(told)}</p>"))
+        note = f"The ONNX model has no KV cache: {report.onnx_without_cache}"
+        sections.append(section("ONNX", f"<p>{escape(note)}</p>"))
     if report.refused:
         rows = [(one.name, one.reason) for one in report.refused]
         sections.append(section("Left dense", table(("branch or site", "reason"), rows)))
@@ -115,7 +117,7 @@ def _header(run: Run) -> str:
     tiles = [
         (
             f"{report.ratio.achieved:.1%}",
-            f"of {_COUNTED[report.ratio.of]} removed ({report.ratio.requested:.1%} asked)",
+            f"of {_COUNTED[report.ratio.of]} removed ({report.ratio.requested:.1%} requested)",
         ),
         (
             f"{report.parameters.pruned / 1e6:,.2f} M",
@@ -151,7 +153,7 @@ def _protocol(report: Report) -> str:
     protocol = report.perplexity.protocol
     share = protocol.held_out_share
     held_out = (
-        "" if share is None else f" That is the last {share:.0%} of the text, which was not learned from."
+        "" if share is None else f" This is the last {share:.0%} of the text, which was not learned from."
     )
     return lines + (
         f"<p>Perplexity on {escape(protocol.text or 'the given text')}: {protocol.windows:,} windows of "
@@ -200,7 +202,7 @@ def _step_table(run: Run) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
 def _verified(report: Report) -> str:
     if not report.verify:
         return "<p>Nothing was verified.</p>"
-    # The heading says what the words in front of a number say on a terminal.
+    # On a terminal, words in front of the number replace this heading.
     rows = [
         (name, shape, error.removeprefix("error "), most.removeprefix("at most "))
         for name, shape, error, most in verification_rows(report.verify)
@@ -210,8 +212,8 @@ def _verified(report: Report) -> str:
 
 def _evaluation(found: Evaluation) -> str:
     lines = text_lines(found) + ([] if found.tasks is None else task_notes(found.tasks))
-    said = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"<ul>{said}</ul>" + ("" if found.tasks is None else table(*task_table(found)))
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<ul>{items}</ul>" + ("" if found.tasks is None else table(*task_table(found)))
 
 
 def _speed(run: Run) -> str:
@@ -262,7 +264,7 @@ def section(title: str, content: str) -> str:
 
 def figure_of(picture: Picture) -> str:
     """Return a picture with its caption."""
-    # role and label make the drawing one image to a screen reader, instead of its hundred parts.
+    # With role and label a screen reader reads the drawing as one image instead of its parts.
     svg = picture.svg.replace("<svg", f'<svg role="img" aria-label="{escape(picture.alt)}"', 1)
     return f"<figure>{svg}<figcaption>{escape(picture.caption)}</figcaption></figure>"
 
@@ -272,7 +274,7 @@ def _numbers(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of plain texts; the first cell of a row is its name."""
+    """Return a table of plain text; the first cell of a row is its name."""
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
     body = "".join(
         f'<tr><th scope="row">{escape(first)}</th>'
@@ -280,7 +282,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         + "</tr>"
         for first, *rest in rows
     )
-    # A wide table scrolls by itself, and can be reached by keyboard to do so.
+    # A wide table scrolls on its own, also by keyboard.
     whole = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div class="wide" tabindex="0">{whole}</div>'
 

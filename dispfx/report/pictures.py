@@ -1,8 +1,8 @@
 """The pictures of a run: what each branch reads and writes, widths, use of features, learning.
 
 A picture is one matplotlib figure, written as PNG and as SVG.  The SVG's colours are CSS variables of the
-page that holds it, so one drawing serves dark and light.  Colours are those of Okabe and Ito, which
-colour-blind people tell apart; lines differ in their markers too.
+page, so that one drawing works in dark and light mode.  The colours are the colour-blind safe palette of
+Okabe and Ito; lines also differ in their markers.
 
 Shape legend: L layers, F features.
 """
@@ -54,7 +54,7 @@ _STYLE = {
 }
 _INCHES = 6.4
 _POINTS_SHOWN = 400
-# Pixels of an image cannot follow the page's theme: this blue is seen on white and on dark.
+# Pixels of an image cannot follow the page's theme: this blue is visible on white and on dark.
 _KEPT = "#2b8cc4"
 
 
@@ -64,10 +64,10 @@ class Picture:
 
     Args:
         name: of the file, without its ending.
-        caption: what is to be seen, in one sentence.
-        alt: the same for those who do not see it, with the figures that matter.
+        caption: description in one sentence.
+        alt: alternative text with the main figures.
         svg: for the page.
-        png: for anything else.
+        png: for other uses.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Picture:
 
 
 def pictures_of(run: Run, layers: Layers) -> list[Picture]:
-    """Draw every picture that the run has the figures for."""
+    """Draw every picture that the run has data for."""
     drawn = [heat_map(layers, series) for series in layers.on_stream]
     drawn.append(width_picture(layers))
     if layers.on_stream:
@@ -119,7 +119,7 @@ def heat_map(layers: Layers, series: Series) -> Picture:
     least, most = np.nanmin(width_L), np.nanmax(width_L)
     return draw_picture(
         f"features-{_file_name(series.name)}",
-        f"{series.title}. Coloured: kept. Above, in how many layers each feature is; right, how many "
+        f"{series.title}. Coloured: kept. Top: layers that keep each feature. Right: how many "
         "features each layer keeps.",
         f"Heat map of {len(layers.names)} layers by {layers.width} features for {series.title}: layers keep "
         f"{least:.0f} to {most:.0f} features, and {int((used_F == 0).sum())} features are kept in no layer.",
@@ -227,7 +227,7 @@ def ratio_picture(steps: Sequence[StepRecord], requested: float) -> Picture:
         axes = figure.add_subplot()
         axes.plot(at, achieved, color=CYCLE[0], linewidth=1.3, label="sampled masks")
         axes.axhline(
-            requested, color=CYCLE[1], linestyle="--", linewidth=1.2, label=f"asked: {requested:.0%}"
+            requested, color=CYCLE[1], linestyle="--", linewidth=1.2, label=f"requested: {requested:.0%}"
         )
         axes.set(xlabel="step", ylabel="share removed", ylim=(0, None))
         axes.grid(axis="y")
@@ -235,30 +235,30 @@ def ratio_picture(steps: Sequence[StepRecord], requested: float) -> Picture:
 
     return draw_picture(
         "ratio",
-        "Share of the counted parameters that the sampled masks remove, and what was asked.",
+        "Share of the counted parameters that the sampled masks remove, and the requested share.",
         f"A curve over {steps[-1].step} steps that ends at {steps[-1].achieved_ratio:.1%}; "
-        f"{requested:.1%} was asked.",
+        f"{requested:.1%} was requested.",
         draw,
         height=2.8,
     )
 
 
 def thinned(at: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return at most a few hundred points: means of neighbours, so that no spike is picked by chance."""
+    """Return at most a few hundred points, each the mean of its neighbours."""
     groups = np.array_split(np.arange(len(at)), min(len(at), _POINTS_SHOWN))
     every, all_at = np.asarray(values, dtype=float), np.asarray(at, dtype=float)
     return [float(all_at[group].mean()) for group in groups], [float(every[group].mean()) for group in groups]
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return the mean around each value over a twentieth of all; fewer at both ends."""
+    """Return the running mean over a twentieth of all values; over fewer at both ends."""
     half = len(values) // 40
     windows = [values[max(0, place - half) : place + half + 1] for place in range(len(values))]
     return [float(np.mean(window)) for window in windows]
 
 
 def _tinted(masks_LF: np.ndarray) -> np.ndarray:
-    """Return (L, F, 4) colours: kept features coloured, all else left to the background."""
+    """Return (L, F, 4) colours: kept features are coloured, removed ones transparent."""
     channels = [int(_KEPT[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     alpha_LF1 = np.nan_to_num(masks_LF)[..., None]
     return np.concatenate([np.broadcast_to(channels, (*masks_LF.shape, 3)), alpha_LF1], axis=-1)
@@ -283,7 +283,7 @@ def _file_name(name: str) -> str:
 def draw_picture(
     name: str, caption: str, alt: str, draw: "Callable[[Figure], None]", height: float
 ) -> Picture:
-    """Draw a picture and write it in both forms; `height` is in inches."""
+    """Draw a picture and write it in both formats; `height` is in inches."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -293,14 +293,14 @@ def draw_picture(
         draw(figure)
         png, svg = io.BytesIO(), io.StringIO()
         figure.savefig(png, format="png", dpi=110, facecolor="white", metadata={"Software": None})
-        # The layout is the same for both, and finding it takes longer than drawing.
+        # Both formats share the layout, which takes longer to compute than the drawing.
         figure.set_layout_engine("none")
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
     return Picture(name, caption, alt, _themed(svg.getvalue(), name), png.getvalue())
 
 
 def _themed(svg: str, name: str) -> str:
-    """Return the drawing alone, its colours as variables of the page and its ids its own."""
+    """Return the drawing with its colours as variables of the page, and with unique ids."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)

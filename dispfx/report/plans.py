@@ -1,7 +1,7 @@
-"""What a plan keeps, and what two plans keep alike, by series of selections.
+"""What a plan keeps, and what two plans have in common, by series of selections.
 
-The overlap of two selections is |A ∩ B| / |A ∪ B|: 1 where they are equal.  Beside it stands what two random
-selections of the same widths would have on average, |A|·|B| / size features in common.
+The overlap of two selections is |A ∩ B| / |A ∪ B|, 1 if they are equal.  It is shown with the value for
+random selections of the same widths, which have on average |A|·|B| / size features in common.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ class SiteOverlap:
 
     @property
     def overlap(self) -> float:
-        """Shared features over those that any of the two keeps."""
+        """Features that both keep, divided by features that either keeps."""
         return self.both / (self.first + self.second - self.both)
 
     @property
     def by_chance(self) -> float:
-        """The same with the mean number of shared features of random selections."""
+        """The same, with the mean number of shared features of random selections."""
         both = self.first * self.second / self.size
         return both / (self.first + self.second - both)
 
@@ -48,8 +48,8 @@ class PlanDifference:
 
     Args:
         first, second: the plans.
-        sites: those that both prune, in the first plan's order.
-        only_first, only_second: names of sites that one plan alone has.
+        sites: sites that both prune, in the first plan's order.
+        only_first, only_second: names of sites that only one plan has.
     """
 
     first: Plan
@@ -68,7 +68,7 @@ def plan_difference(first: Plan, second: Plan) -> PlanDifference:
     """Compare two plans site by site; sites are the same where they cut the same parameter axes.
 
     Raises:
-        PlanMismatchError: if they have no site in common, or one with unlike features.
+        PlanMismatchError: if they have no site in common, or a site has different sizes.
     """
     others = {selection.keys: selection for selection in second.selections}
     pairs = [(one, others[one.keys]) for one in first.selections if one.keys in others]
@@ -94,12 +94,12 @@ def _overlap(first: Selection, second: Selection) -> SiteOverlap:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Return what a plan says about itself."""
+    """Return the header of a plan as text."""
     budget = plan.budget
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
     begins = [f"learned from sequences that begin with token {' '.join(map(str, plan.bos))}"]
     return [
-        f"{plan.achieved:.2%} of {budget.of} removed, {budget.ratio:.2%} asked; widths are multiples of "
+        f"{plan.achieved:.2%} of {budget.of} removed, {budget.ratio:.2%} requested; widths are multiples of "
         f"{budget.align}",
         f"seed {plan.seed}, made with {versions or 'unknown versions'}, decoder {plan.fingerprint[:16]}",
         *(begins if plan.bos else []),
@@ -107,7 +107,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def plan_rows(plan: Plan) -> list[Sequence[str]]:
-    """Return one row a series: number of sites, features kept, and the narrowest and widest site."""
+    """Return one row per series: number of sites, features kept, and the narrowest and widest site."""
     rows: list[Sequence[str]] = []
     for series in layers_of(plan).series:
         sites = [site for row in series.sites for site in row]
@@ -146,26 +146,26 @@ def plan_plain(plan: Plan) -> dict[str, Any]:
 
 
 def difference_lines(difference: PlanDifference) -> list[str]:
-    """Return what holds for the plans as a whole."""
+    """Return a comparison of the plans as a whole."""
     first, second = difference.first, difference.second
     lines = [
         f"removed: {first.achieved:.2%} and {second.achieved:.2%} of {first.budget.of}"
         + ("" if first.budget.of == second.budget.of else f" and {second.budget.of}")
     ]
     if not difference.same_decoder:
-        lines.append("the plans were made for decoders with unlike weights")
+        lines.append("the plans were made for decoders with different weights")
     lines += [
-        f"in the {which} plan alone: {', '.join(names)}"
+        f"only in the {which} plan: {', '.join(names)}"
         for which, names in (("first", difference.only_first), ("second", difference.only_second))
         if names
     ]
     same = sum(site.first == site.both == site.second for site in difference.sites)
-    lines.append(f"{same} of {len(difference.sites)} sites keep the very same features")
+    lines.append(f"{same} of {len(difference.sites)} sites keep exactly the same features")
     return lines
 
 
 def difference_rows(difference: PlanDifference) -> list[Sequence[str]]:
-    """Return one row a series: features kept by each, by both, overlap, and overlap by chance."""
+    """Return one row per series: features kept by each plan, by both, overlap, and overlap by chance."""
     by_name = {site.site: site for site in difference.sites}
     rows: list[Sequence[str]] = []
     for series in layers_of(difference.first).series:

@@ -1,4 +1,4 @@
-"""One compilation, read back from its folder: the report, the plan, the log of learning, measured speed."""
+"""One compilation, read back from its folder: report, plan, learning log, measured speed."""
 
 import math
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ REPORT_FILE, PLAN_FILE, SPEED_FILE = "report.json", "plan.safetensors", "speed.j
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a folder says about how it was made.
+    """The records of a folder.
 
     Args:
         name: of the folder.
         report: report.json.
-        plan: what every site keeps.
-        steps: of learning, in order; empty where nothing was learned.
+        plan: the kept features of every site.
+        steps: of learning, in order; empty if nothing was learned.
         speed: speed.json as `dispfx bench DIR --out DIR` writes it, or None.
         evaluation: eval.json as `dispfx eval DIR --out DIR` writes it, or None.
     """
@@ -39,10 +39,10 @@ class Run:
 
 
 def read_run(folder: str | Path, name: str | None = None) -> Run:
-    """Read a folder; its weights are left alone.
+    """Read a folder, without its weights.
 
     Args:
-        name: to show; that of the folder by default.
+        name: to show; by default that of the folder.
 
     Raises:
         OutputError: if dispfx did not write the folder.
@@ -52,7 +52,7 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
     for file in (REPORT_FILE, PLAN_FILE):
         if not (path / file).is_file():
             raise OutputError(
-                f"a folder that dispfx wrote is needed, and this one has no {file}",
+                f"a folder that dispfx wrote is needed, but this one has no {file}",
                 where=str(path),
                 hint="pass a folder that `dispfx compile` wrote",
             )
@@ -67,10 +67,10 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
 
 
 def read_steps(path: Path) -> tuple[StepRecord, ...]:
-    """Read metrics.jsonl; no file is no step, and null is NaN.
+    """Read metrics.jsonl; empty if the file is missing.  null is read as NaN.
 
     Raises:
-        DataError: naming the line that is none of ours.
+        DataError: with the first invalid line.
     """
     if not path.is_file():
         return ()
@@ -79,7 +79,9 @@ def read_steps(path: Path) -> tuple[StepRecord, ...]:
         try:
             steps.append(_step(parse_json(line)))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise DataError(f"this line is no step of learning: {error}", where=f"{path}:{number}") from error
+            raise DataError(
+                f"this line is not a step of learning: {error}", where=f"{path}:{number}"
+            ) from error
     return tuple(steps)
 
 
@@ -97,11 +99,11 @@ def _read_speed(path: Path) -> Mapping[str, Any] | None:
     try:
         speed = read_json(path)
     except ValueError as error:
-        raise DataError(f"this file is no table of speeds: {error}", where=str(path)) from error
+        raise DataError(f"this file is not a speed table: {error}", where=str(path)) from error
     if not isinstance(speed, dict) or not isinstance(speed.get("rows"), list):
-        raise DataError("this file is no table of speeds: it has no rows", where=str(path))
+        raise DataError("this file is not a speed table: it has no rows", where=str(path))
     if not all(_is_row(row) for row in speed["rows"]):
-        raise DataError("this file is no table of speeds: a row has no time ratio", where=str(path))
+        raise DataError("this file is not a speed table: a row has no time ratio", where=str(path))
     return speed
 
 

@@ -31,23 +31,23 @@ RUN_HEADER = (
 
 
 def ordered(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs by what they remove."""
+    """Return the runs ordered by removed share."""
     return sorted(runs, key=lambda run: (run.report.ratio.achieved, run.name))
 
 
 def run_rows(runs: Sequence[Run]) -> list[Sequence[str]]:
-    """Return one row a run; a figure that was not measured is a dash."""
+    """Return one row per run, with a dash for values that were not measured."""
     return [_row(run) for run in ordered(runs)]
 
 
 def run_notes(runs: Sequence[Run]) -> list[str]:
-    """Return why figures of these runs must not be compared, where that is so, and what tuning was worth."""
+    """Return the reasons why these runs must not be compared, and the effect of tuning."""
     measured = [run.report.perplexity for run in runs if run.report.perplexity is not None]
     notes = []
     if len({one.protocol for one in measured}) > 1:
         notes.append("perplexities were measured on different texts or windows, so they cannot be compared")
     elif len({f"{one.dense:.4g}" for one in measured}) > 1:
-        notes.append("the dense decoders are not the same")
+        notes.append("the dense decoders differ")
     if len({run.report.ratio.of for run in runs}) > 1:
         notes.append("some ratios are of the layers' weights and some of all parameters")
     notes += [f"{run.name}: {tuning_lines(run.report.tuned)[0]}" for run in ordered(runs) if run.report.tuned]
@@ -85,7 +85,7 @@ def speedup(run: Run, kind: str) -> float | None:
 
 
 def write_comparison(runs: Sequence[Run], page: Path) -> list[Path]:
-    """Write the page and, beside it, its plot as PNG; return their paths."""
+    """Write the page, and its plot as PNG; return their paths."""
     picture = comparison_picture(ordered(runs))
     files = [page, page.with_suffix(".png")]
     notes = "".join(f"<p>{note}</p>" for note in run_notes(runs))
@@ -98,7 +98,7 @@ def write_comparison(runs: Sequence[Run], page: Path) -> list[Path]:
 
 
 def comparison_picture(runs: Sequence[Run]) -> Picture:
-    """Draw what each run removes against its perplexity, its size and, where measured, its speed."""
+    """Plot perplexity, size and, if measured, speed of each run against its removed share."""
     panels = [
         (label, points)
         for label, points in (
@@ -130,9 +130,9 @@ def comparison_picture(runs: Sequence[Run]) -> Picture:
             panel.margins(0.2)
         axes[-1].set_xlabel("share of parameters removed")
 
-    said = "; ".join(", ".join(_row(run)[:6]) for run in runs)
-    caption = "Each run by what it removes: " + ", ".join(label for label, _ in panels) + "."
-    alt = f"{len(runs)} points (run, removed, parameters, size, KL, perplexity): {said}."
+    rows_text = "; ".join(", ".join(_row(run)[:6]) for run in runs)
+    caption = "Every run by its removed share: " + ", ".join(label for label, _ in panels) + "."
+    alt = f"{len(runs)} points (run, removed, parameters, size, KL, perplexity): {rows_text}."
     return draw_picture("comparison", caption, alt, draw, height=2.2 * len(panels))
 
 

@@ -1,4 +1,4 @@
-"""What a run would do, for people and for programs."""
+"""What a run would do, as text and as JSON."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,25 +13,25 @@ from dispfx.settings.learning_settings import LearnSettings
 
 @dataclass(frozen=True, eq=False)
 class Preview:
-    """What a run with these arguments would do.
+    """The preview of a run.
 
     Args:
         program: the decoder, analysed.
         settings: of learning.
         estimate: of its memory and time.
-        ratio: that was asked for.
+        ratio: requested ratio.
         ratio_of: what is counted.
-        align: what widths would be multiples of.
-        reachable: ratio of the widths that meet the budget when no feature matters more than another;
-            a learned plan meets it as closely.
+        align: widths would be multiples of this.
+        reachable: ratio of the widths that meet the budget if all features matter equally; a learned plan
+            meets the budget as closely.
         parameters: of the decoder.
-        parameters_left: of the same, at those widths.
-        tokens: to learn from.
-        tokens_measured: to measure perplexity on.
-        cpu_seconds: that the steps would take on this CPU; None where the run is for another device.
-        out: what would be written.
-        state: where the state would be kept meanwhile.
-        resumes_at: step that the run would go on at, or None where it starts anew.
+        parameters_left: of the decoder at those widths.
+        tokens: number of tokens to learn from.
+        tokens_measured: number of tokens to measure perplexity on.
+        cpu_seconds: duration of all steps on this CPU; None if the run is for another device.
+        out: output path.
+        state: path of the state while the run is incomplete.
+        resumes_at: step at which the run would resume, or None if it starts anew.
     """
 
     program: Program
@@ -52,17 +52,17 @@ class Preview:
 
 
 def preview_lines(found: Preview, written: str) -> list[str]:
-    """Return what would be learned, from what, in what time and memory, and what would be written.
+    """Return the preview as lines: ratio, text, learning, memory, time and output.
 
     Args:
-        written: what `out` would be, in words.
+        written: description of `out`.
     """
     settings = found.settings
     seen = settings.steps * settings.batch_size * settings.seq_len
     missed = found.parameters_left / found.parameters - 1.0
     lines = [
-        f"ratio: {found.ratio:.2%} of {found.ratio_of} asked, {found.reachable:.2%} can be met with widths "
-        f"of multiples of {found.align}",
+        f"ratio: {found.ratio:.2%} of {found.ratio_of} requested, {found.reachable:.2%} possible with widths "
+        f"that are multiples of {found.align}",
         f"parameters: {found.parameters:,} → about {found.parameters_left:,} ({missed:+.1%})",
         f"text: {found.tokens:,} tokens to learn from, {found.tokens_measured:,} to measure on",
         f"learning: {settings.steps:,} steps of {settings.batch_size} × {settings.seq_len} tokens read "
@@ -71,7 +71,7 @@ def preview_lines(found: Preview, written: str) -> list[str]:
     ]
     if found.cpu_seconds is not None:
         lines.append(f"  this CPU: about {duration(found.cpu_seconds)} for {settings.steps:,} steps")
-    begins = "" if found.resumes_at is None else f", going on at step {found.resumes_at:,}"
+    begins = "" if found.resumes_at is None else f", resuming at step {found.resumes_at:,}"
     return [
         *lines,
         f"would write {found.out} ({written}), and meanwhile {found.state}{begins}",

@@ -1,4 +1,4 @@
-"""What report.json says about a compilation, as frozen dataclasses.
+"""The contents of report.json, as frozen dataclasses.
 
 The field names are the file's names, which other programs rely on.  Counts and bytes are those of the
 written files, read back.
@@ -19,12 +19,12 @@ _NOTICED_KL = 0.01
 
 @dataclass(frozen=True)
 class Ratio:
-    """Share of the counted parameters that was to be removed, and that was.
+    """Requested and achieved share of removed parameters.
 
     Args:
-        requested: what the user asked, in (0, 1).
+        requested: by the user, in (0, 1).
         achieved: what the plan removes.
-        of: what is counted: the parameters that some site cuts, or all of them.
+        of: the counted parameters: those that some site cuts, or all of them.
     """
 
     requested: float
@@ -34,7 +34,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many parameters there are.
+    """Numbers of parameters.
 
     Args:
         dense: before.
@@ -69,7 +69,7 @@ class Protocol:
 
     @property
     def begins(self) -> str:
-        """A sentence on the tokens that every window begins with, or nothing where there are none."""
+        """A sentence on the tokens that every window begins with, or an empty string."""
         if not self.bos:
             return ""
         shown = " ".join(map(str, self.bos))
@@ -112,7 +112,7 @@ class Behaviour:
 
 @dataclass(frozen=True)
 class SkillChange:
-    """Share of a skill's questions answered right, before and after."""
+    """Share of a skill's questions answered correctly, before and after."""
 
     dense: float
     pruned: float
@@ -138,14 +138,14 @@ class Refused:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a pruned decoder was trained to predict what the dense one predicts, and what that was worth.
+    """How a pruned decoder was trained to predict what the dense one predicts, and the effect.
 
     Args:
         base: folder of the decoder that was trained.
         dense: MODEL that it was trained towards.
         train: scales, weights or lora.
-        data: what was learned from.
-        parameters: how many were trained.
+        data: name of the training text.
+        parameters: number of trained parameters.
         before, after: perplexity of the pruned decoder, under one protocol.
         kl_before, kl_after: KL(dense ‖ pruned) on the second text, in nats per token.
         kl_text, kl_tokens: that text, and how many tokens of it were compared.
@@ -194,29 +194,28 @@ class Report:
     """One compilation.
 
     Args:
-        ratio: asked and achieved.
+        ratio: requested and achieved.
         parameters: before and after.
         bytes: before and after.
-        perplexity: before and after; None where no text was given to measure on.
-        behaviour: of the two decoders on each text that was measured; empty in reports without such an entry.
+        perplexity: before and after; None if no text was given to measure on.
+        behaviour: of the two decoders on each measured text; empty in reports without this entry.
         verify: every comparison of two forms of the pruned decoder.
-        sites: what each site keeps.
-        refused: what was left dense.
-        ungated: block weights that no site cuts, by reason; empty in reports without such an entry.
-        seed: of everything random.
-        versions: of Python and of the libraries that had a part in it.
-        device: where it ran.
-        seconds: by stage, in the order they ran.
-        command: the command line or call that gives this result again.
-        skills: share of right answers by skill, where the model has a probe; not written when empty.
-        tuned: where the weights are not the original's any more, how they came to be; not written when None.
+        sites: number of kept features per site.
+        refused: branches and sites that were left dense.
+        ungated: block weights that no site cuts, by reason; empty in older reports.
+        seed: of all randomness.
+        versions: of Python and of the libraries used.
+        device: of the run.
+        seconds: by stage, in order.
+        command: the command line or call that reproduces this result.
+        skills: share of correct answers by skill, if the model has a probe; not written when empty.
+        tuned: how the weights were trained after pruning; not written when None.
             `verify` then holds the comparisons that prove the cut and those of the new weights.
-        files: SHA-256 of each file that holds the decoder, as it was written, by its path in the folder; what
-            `export` adds later is not among them.  Empty in reports of before there was such an entry.
-        onnx_without_cache: why the ONNX model written with the folder has no KV cache, where it has none.
-        lengths: of sequences for which the decoder's graph holds; None in reports of before there was such an
-            entry.
-        settings: every setting of the run by section (`dispfx.settings.RunSettings`); None where a plan was
+        files: SHA-256 of each file of the decoder by its path in the folder, without files that `export` adds
+            later.  Empty in older reports.
+        onnx_without_cache: why the ONNX model written with the folder has no KV cache, if it has none.
+        lengths: sequence lengths for which the decoder's graph holds; None in older reports.
+        settings: every setting of the run by section (`dispfx.settings.RunSettings`); None if a plan was
             applied.
     """
 

@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-# All that a score looks at.
+# The only settings that scores use.
 _OF_A_SCORE = (
     "method", "seq_len", "batch_size", "seed", "constrained", "align", "select", "data_bytes", "bos",
 )  # fmt: skip
 _LEFT_OUT = ("adaptable", "log_every", "held_out_every")
-# Sections of which single settings belong in the table.
+# Single settings of other sections that belong in the table.
 _ROWS = {"learning": None, "budget": ("align", "select"), "text": ("data_bytes", "bos")}
 
 
 def settings_rows(settings: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return a row of name and value for each setting that had a part in the run.
+    """Return a row of name and value for each setting that the run used.
 
     Args:
         settings: by section, as in report.json.

@@ -1,6 +1,6 @@
-"""What a decoder offers to prune: its branches and sites, short for people and whole for programs.
+"""The branches and sites of a decoder: short as text, complete as JSON.
 
-`coverage_lines` and `coverage_plain` say which block weights the sites cut, and why the others stay.
+`coverage_lines` and `coverage_plain` say which block weights the sites cut, and why the rest is not cut.
 """
 
 import re
@@ -22,7 +22,7 @@ _REFUSALS_SHOWN = 5
 
 
 def print_sites(program: Program, console: Console) -> None:
-    """Print one line for each group of equal sites, then what is refused."""
+    """Print one line for each group of equal sites, then what stays dense."""
     for line in found_lines(program):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     print_rows([site_rows(program)], console, ("site", "selection", "features", "cuts"))
@@ -31,7 +31,7 @@ def print_sites(program: Program, console: Console) -> None:
 
 
 def found_lines(program: Program) -> list[str]:
-    """Return what was found in two lines: the stream, then branches and sites by kind."""
+    """Return two lines: the stream, then branches and sites by kind."""
     width = program.stream.width if program.stream else 0
     branches = _counts(branch.kind for branch in program.branches)
     sites = _counts(site.kind for site in program.sites)
@@ -44,14 +44,14 @@ def found_lines(program: Program) -> list[str]:
 
 
 def _length_lines(lengths: Lengths) -> list[str]:
-    """Return for which lengths the graph holds, where not for all."""
+    """Return the sequence lengths for which the graph holds, if it does not hold for all."""
     if lengths == Lengths():
         return []
     reasons = {
-        "limit": "the decoder reads no longer ones",
+        "limit": "the decoder does not read longer ones",
         "stops": "the graph ends there",
-        "changes": "the decoder computes longer ones otherwise",
-        None: "the decoder computes shorter ones otherwise",
+        "changes": "the decoder computes longer ones differently",
+        None: "the decoder computes shorter ones differently",
     }
     return [
         f"sequences of {lengths}: {reasons[lengths.end]}" + (f" ({lengths.where})" if lengths.where else "")
@@ -59,7 +59,7 @@ def _length_lines(lengths: Lengths) -> list[str]:
 
 
 def refusal_lines(refused: Sequence[Refusal], limit: int | None = _REFUSALS_SHOWN) -> list[str]:
-    """Return one line for each thing that stays dense, at most `limit` of them."""
+    """Return one line per branch or site that stays dense, at most `limit` lines."""
     shown = refused if limit is None else refused[:limit]
     lines = []
     for refusal in shown:
@@ -93,7 +93,7 @@ def site_rows(program: Program) -> list[Row]:
 
 
 def program_plain(program: Program) -> dict[str, Any]:
-    """Return everything that was found, ready for JSON."""
+    """Return everything, ready for JSON."""
     return {
         "model_class": program.model_class,
         "fingerprint": program.fingerprint,
@@ -161,7 +161,7 @@ _PATHS_SHOWN = 4
 
 
 def coverage_lines(found: Coverage) -> list[str]:
-    """Return which block weights are gated, and for what reason the others are not."""
+    """Return which block weights are gated, and why the rest is not."""
     lines = [f"block weights: {_share(found.gated, found.total)} of {found.total:,} are gated"]
     lines += [
         f"not gated: {_share(one.size, found.total)}: {one.reason} ({_shortened(one.parameters)})"
@@ -178,7 +178,7 @@ def _share(size: int, total: int) -> str:
 
 
 def _shortened(paths: Sequence[str]) -> str:
-    """Return paths that differ in their numbers as one."""
+    """Merge paths that differ only in their numbers."""
     groups: dict[str, list[str]] = {}
     for path in paths:
         groups.setdefault(NUMBER.sub("#", path), []).append(path)
@@ -188,7 +188,7 @@ def _shortened(paths: Sequence[str]) -> str:
 
 
 def coverage_plain(found: Coverage) -> dict[str, Any]:
-    """Return all of it, ready for JSON."""
+    """Return everything, ready for JSON."""
     return {
         "block_weights": {"gated": found.gated, "total": found.total},
         "ungated": [

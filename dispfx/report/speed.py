@@ -22,10 +22,10 @@ _MARKS = {"generated": " ᵍ", "layers": " ˡ"}
 
 
 def speed_markdown(rows: Sequence[SpeedRow], facts: Mapping[str, str]) -> str:
-    """Return a Markdown page: what was measured where, one line a row, slowdowns flagged.
+    """Return a Markdown page: facts, then one line per row, with slowdowns flagged.
 
     Args:
-        facts: what a reader must know to repeat it, such as device, versions and widths.
+        facts: needed to repeat the measurement, such as device, versions and widths.
     """
     lines = [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", _line(_HEADER), _line(["---"] * len(_HEADER)), *(_line(_cells(row)) for row in rows), ""]

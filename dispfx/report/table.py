@@ -1,6 +1,6 @@
 """A report as one short table: before, after, and whether both agree.
 
-The rows are built once; a terminal gets them as a rich table, a pipe as aligned plain lines.
+The rows are built once: a rich table for a terminal, aligned plain lines for a pipe.
 """
 
 import math
@@ -21,7 +21,7 @@ _ALIGN_SLACK = 0.001
 
 
 def print_report(report: Any, console: Console) -> None:
-    """Print the table of a report; on a narrow terminal, comparisons by the names of their own columns."""
+    """Print the table of a report; a narrow terminal gets one line per cell, with its column's name."""
     sections = report_rows(report)
     if not _is_too_narrow(console, sections, _HEADER):
         print_rows(sections, console, _HEADER)
@@ -56,7 +56,7 @@ def verification_rows(verifications: Sequence[Verification]) -> list[Row]:
 def print_rows(sections: Sequence[Sequence[Sequence[str]]], console: Console, header: Sequence[str]) -> None:
     """Print sections of rows: a rich table on a terminal, plain aligned lines elsewhere.
 
-    On a terminal too narrow for it, every row is printed as a few lines: a table would cut figures off.
+    On a narrow terminal, every row is printed as a few lines, because a table would cut figures off.
     """
     shown = [section for section in sections if section]
     if not console.is_terminal:
@@ -89,7 +89,7 @@ def _is_too_narrow(
 
 
 def _least_width(rows: Sequence[Sequence[str]]) -> int:
-    """Return how wide a table must be that breaks lines between words only, and none in its first column."""
+    """Return the minimum width of a table that breaks lines only between words, never in the first column."""
     first = max(len(row[0]) for row in rows)
     words = (
         max(len(word) for row in rows for word in row[column].split(" ")) for column in range(1, len(rows[0]))
@@ -98,9 +98,9 @@ def _least_width(rows: Sequence[Sequence[str]]) -> int:
 
 
 def _stacked(row: Sequence[str], header: Sequence[str]) -> list[str]:
-    """Return a row as lines: its name, then its cells by the names of their columns."""
+    """Return a row as lines: its name, then its cells with the names of their columns."""
     named = zip(header[1:], row[1:], strict=True)
-    # "error: error 0" would say it twice.
+    # Avoids "error: error 0".
     return [
         row[0],
         *(f"  {cell}" if cell.startswith(name) else f"  {name}: {cell}" for name, cell in named if cell),
@@ -124,7 +124,7 @@ def _size_rows(report: Any) -> list[Row]:
             f"{size.pruned / 1e6:,.2f} MB",
             _change(size.dense, size.pruned),
         ),
-        ("ratio removed", f"{ratio.requested:.2%} asked", f"{ratio.achieved:.2%} achieved", note),
+        ("ratio removed", f"{ratio.requested:.2%} requested", f"{ratio.achieved:.2%} achieved", note),
     ]
 
 
@@ -179,7 +179,7 @@ def _change(before: float, after: float) -> str:
 
 
 def report_html(report: Any) -> str:
-    """Return the table that a terminal gets."""
+    """Return the table of the terminal as HTML."""
     rows = [row for rows in report_rows(report) for row in rows]
     title = f"{report.ratio.achieved:.2%} of {report.ratio.of} removed, on {report.device}"
     return html_table(title, ("", "before", "after", "change"), rows)

@@ -1,4 +1,4 @@
-"""Scores in tasks, pruned beside dense: rows and notes for a terminal, a page and Markdown."""
+"""Task scores, pruned and dense: rows and notes for a terminal, a page and Markdown."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ def task_line(score: TaskScore) -> str:
 
 
 def task_rows(found: TaskScores, dense: TaskScores | None = None) -> list[Sequence[str]]:
-    """Return one row a task, and the average where the paper's five are there.
+    """Return one row per task, and the average if all five tasks of the paper are there.
 
     Args:
         dense: of the dense decoder, in the same tasks.
@@ -37,9 +37,9 @@ def task_rows(found: TaskScores, dense: TaskScores | None = None) -> list[Sequen
 
 
 def task_notes(found: TaskScores) -> list[str]:
-    """Return what a reader needs to repeat the scores, and to judge them."""
+    """Return the notes needed to repeat and judge the scores."""
     harness = found.versions.get("lm-eval", "unknown")
-    notes = [f"lm-eval {harness}; at most {found.context} tokens of a question, {found.batch_size} at a time"]
+    notes = [f"lm-eval {harness}; at most {found.context} tokens per question, batch size {found.batch_size}"]
     cut = [score.task for score in found.scores if score.samples < score.of]
     if cut:
         notes.append(

@@ -1,4 +1,4 @@
-"""What recovery did: in sentences, as a file of its own, and as the card beside adapters."""
+"""The record of a recovery: as sentences, as a file, and as the model card of adapters."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _TRAINED = {
 
 
 def tuning_lines(told: Tuning) -> list[str]:
-    """Return what recovery was worth, by KL and by perplexity, and what was trained on what."""
+    """Return KL and perplexity before and after, the trained parameters and the text, as sentences."""
     protocol = told.protocol
     text = protocol.text or "the given text"
     unchanged = "" if told.kept else "; the weights were left as they were, because KL had not fallen"
@@ -39,28 +39,28 @@ def tuning_lines(told: Tuning) -> list[str]:
 
 
 def write_record(folder: Path, told: Tuning, log: Sequence[Any]) -> None:
-    """Write recovery.json: what was done, and the KL of every step."""
+    """Write recovery.json: the settings, and the KL of every step."""
     plain = {**to_plain(told), "log": to_plain(list(log))}
     with replacing(folder / RECORD_FILE) as partial:
         partial.write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_record(folder: Path) -> Tuning:
-    """Return what `write_record` wrote, without the losses.
+    """Read the record of `write_record`, without the losses.
 
     Raises:
-        DataError: if it is damaged, or something else.
+        DataError: if it is damaged, or not such a record.
     """
     path = folder / RECORD_FILE
     try:
         plain = read_json(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"this is no record of a tuned decoder: {error}", where=str(path)) from error
+        raise DataError(f"this is not a record of a tuned decoder: {error}", where=str(path)) from error
     return from_plain(Tuning, plain, str(path))
 
 
 def adapter_card(told: Tuning, name: str, *, own_code: bool = False) -> str:
-    """Return the text of README.md beside adapters.
+    """Return the text of the README.md of adapters.
 
     Args:
         own_code: whether the decoder's class is code that comes with its folder.

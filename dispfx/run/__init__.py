@@ -1,1 +1,1 @@
-"""What a command does: open, read text, fit settings, learn, write."""
+"""The steps of a command: open, read text, fit settings, learn, write."""

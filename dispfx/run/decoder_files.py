@@ -38,9 +38,9 @@ class Task:
 
     Args:
         path: DIR.
-        state: DIR.state, or None where nothing was learned.
+        state: DIR.state, or None if nothing was learned.
         settings: of the run.
-        command: that gives this result again.
+        command: that reproduces this result.
         is_draft: whether another folder is made from this one, which has the other forms then.
     """
 
@@ -56,22 +56,22 @@ class Task:
 
     @property
     def exports(self) -> str:
-        """The export that was asked for, or the default; none of a draft."""
+        """The requested export, or the default; none for a draft."""
         return "none" if self.is_draft else self.asked_export
 
     @property
     def asked_export(self) -> str:
-        """The export that was asked for, or the default."""
+        """The requested export, or the default."""
         return export_of(self.settings.output.export, self.source)
 
     @property
     def runs_own_code(self) -> bool:
-        """Whether code that came with the checkpoint is running already, and is written into the folder."""
+        """Whether code that came with the checkpoint is running, and is copied into the folder."""
         return is_own_code(self.source.model, self.source.config, self.source.tokenizer)
 
 
 def require_writable(export: Any, source: Source) -> None:
-    """Pass if the decoder can be written in the form that was asked for; all but its weights is written once.
+    """Raise if the decoder cannot be written in the requested form, by writing all but its weights once.
 
     Raises:
         DispfxError: if a dense checkpoint was asked of a module that transformers does not know, or config,
@@ -85,9 +85,9 @@ def require_writable(export: Any, source: Source) -> None:
         try:
             _write_files(source, folder)
         except Exception as error:
-            # Configs and tokenizers are code of others, and so is what they raise.
+            # Configs and tokenizers are foreign code that may raise anything.
             raise SourceError(
-                f"config, tokenizer or code of the decoder cannot be written: {first_line(error)}",
+                f"the decoder's config, tokenizer or code cannot be written: {first_line(error)}",
                 where=source.name,
             ) from error
         config = own_config(folder, is_own_code(source.model, source.config))
@@ -112,7 +112,7 @@ def pruned_modules(task: Task, lowered: nn.Module) -> PrunedModel | Mismatch | N
 def modules_of(
     program: Program, plan: Plan, model: nn.Module, lowered: nn.Module, config: Any
 ) -> PrunedModel | Mismatch:
-    """Return a transformers decoder built from smaller modules, or why it cannot be.
+    """Return a transformers decoder built from smaller modules, or the reason why that is not possible.
 
     Args:
         program: of the decoder `model`, which is not changed.
@@ -126,10 +126,10 @@ def modules_of(
         except Exception as error:
             if memory_shortage(error) is not None:
                 raise
-            # The code between the modules is the decoder's own and raises what it likes.
+            # The code between the modules belongs to the decoder and may raise anything.
             return f"it raised {first_line(error)}"
         worst = max(line.max_rel_error for line in lines)
-        return None if all(line.holds for line in lines) else f"its logits are off by {worst:.1e}"
+        return None if all(line.holds for line in lines) else f"its logits differ by {worst:.1e}"
 
     kept = plan.for_sites(program.sites)
     return build_pruned(
@@ -161,7 +161,7 @@ def _stored(task: Task, lowered: nn.Module, pruned: PrunedModel | Mismatch) -> S
     if isinstance(pruned, PrunedModel):
         return StoredDecoder(pruned.stored_parameters(), pruned.stored_buffers(), pruned.layout)
     underived = underived_buffers(task.source.model, task.source.config)
-    # Nothing that is built from the config has the statistics of the dense weights.
+    # A model built from the config lacks the statistics of the dense weights.
     buffers = {
         name: tensor
         for name, tensor in lowered.named_buffers()

@@ -1,4 +1,4 @@
-"""Settings made to suit a decoder, where nobody chose them (`LearnSettings.adaptable`).
+"""Adapt settings that the user did not choose to a decoder (`LearnSettings.adaptable`).
 
     what a user chose → sequences that the decoder reads → a batch for all processes → masks that it can take
 
@@ -28,23 +28,23 @@ def fitted_settings(
     ranks: int = 1,
     note: Note = _silent,
 ) -> LearnSettings:
-    """Return the settings as a decoder and the processes of a run can take them, where nobody chose others.
+    """Return the settings adapted to a decoder and the processes of a run, unless the user chose them.
 
     1. Sequences are no longer than the decoder reads: the least of `context`, of what its config named when
        it was captured, of what the tables of positions in its graph hold, and of where it raises.  A batch
-       gets so many more of them that its tokens are about as many.  All limits count at once: one by one
-       would round twice.
-    2. The batch becomes one that all processes share evenly.
-    3. Experts that take tokens in sorted runs get one mask a batch.
+       gets more of them, so that it has about as many tokens.  All limits are applied at once, because
+       one by one would round twice.
+    2. The batch becomes a multiple of the number of processes.
+    3. Experts that take tokens in sorted runs get one mask per batch.
 
-    What is not known yet counts for nothing.  Before a decoder is captured, give its `context` alone; behind
-    it, begin with the same settings again and not with what came of them.
+    Unknown limits are ignored.  Before a decoder is captured, pass only its `context`; after it, pass
+    the original settings again, not the adapted ones.
 
     Args:
         context: tokens that the decoder reads, as far as is known without its graph.
         program: its graph.
         ranks: processes of the run.
-        note: told what became shorter, or fewer.
+        note: called with every reduction.
     """
     limits = [settings.seq_len, *([] if context is None else [context])]
     if program is not None:
@@ -56,19 +56,19 @@ def fitted_settings(
 
 
 def settings_of(program: Program, settings: LearnSettings) -> LearnSettings:
-    """Return the settings with which a captured decoder would be learned, by one process."""
+    """Return the settings for learning on a captured decoder with one process."""
     return fitted_settings(settings, program=program)
 
 
 def settings_among(ranks: int, settings: LearnSettings) -> LearnSettings:
-    """Return the settings with a batch that so many processes can share, where nobody asked for another."""
+    """Return the settings with a batch that `ranks` processes can share, unless the user chose the batch."""
     if "batch_size" not in settings.adaptable:
         return settings
     return _of_batch(settings, -(-settings.batch_size // ranks) * ranks)
 
 
 def settings_for(program: Program, settings: LearnSettings, note: Note) -> LearnSettings:
-    """Return the settings with one mask a batch where nobody asked for more and the decoder cannot take them.
+    """Return the settings with one mask per batch if the decoder needs that, unless the user chose more.
 
     Experts that take tokens in sorted runs see the tokens of all sequences of a batch mixed.
     """
@@ -76,20 +76,20 @@ def settings_for(program: Program, settings: LearnSettings, note: Note) -> Learn
         return settings
     if not any(map(is_grouped, program.graph_module.graph.nodes)):
         return settings
-    note("one mask a batch: the experts of this decoder take the tokens of all its sequences together")
+    note("one mask per batch: the experts of this decoder take the tokens of all sequences together")
     return replace(settings, samples=1)
 
 
 def _within(longest: int, settings: LearnSettings, note: Note) -> LearnSettings:
-    """Return the settings with sequences of so many tokens at most, where nobody asked for longer ones."""
+    """Return the settings with sequences of at most `longest` tokens, unless the user chose longer ones."""
     if "seq_len" not in settings.adaptable or settings.seq_len <= longest:
         return settings
     times = round(settings.seq_len / longest) if "batch_size" in settings.adaptable else 1
-    note(f"sequences of {longest} tokens: the decoder reads no longer ones")
+    note(f"sequences of {longest} tokens: the decoder does not read longer ones")
     return _of_batch(replace(settings, seq_len=longest), settings.batch_size * times)
 
 
 def _of_batch(settings: LearnSettings, batch_size: int) -> LearnSettings:
-    """Return the settings with another batch, and with a mask for each of its sequences where it had one."""
+    """Return the settings with another batch; one mask per sequence stays one mask per sequence."""
     follows = "samples" in settings.adaptable and settings.samples > 1
     return replace(settings, batch_size=batch_size, samples=batch_size if follows else settings.samples)

@@ -95,11 +95,11 @@ def report_of(
 
 
 def left_dense(plan: Plan, sites: Sequence[Site]) -> list[Refused]:
-    """Return the branches that a table of costs kept whole."""
+    """Return the branches that a latency table kept dense."""
     costs = plan.budget.costs
     if costs is None:
         return []
-    reason = f"left dense: cutting it would cost time on {costs.device} at {costs.tokens} tokens"
+    reason = f"left dense: it would be slower when cut, on {costs.device} at {costs.tokens} tokens"
     cut = {selection.site for selection in plan.selections if not selection.full}
     branches = dict.fromkeys(site.branch for site in sites)
     cut_branches = {site.branch for site in sites if site.name in cut}
@@ -107,10 +107,10 @@ def left_dense(plan: Plan, sites: Sequence[Site]) -> list[Refused]:
 
 
 def compared_texts(task: Task, reloaded: nn.Module) -> tuple[Comparison, ...]:
-    """Compare the captured and the reloaded decoder on texts that were not learned from."""
+    """Compare the captured and the reloaded decoder on held-out texts."""
     if not task.text.measured:
         return ()
-    # A plan that was learned has run at the length of its sequences.
+    # A learned plan has already run at the length of its sequences.
     own = task.settings.learning.seq_len if isinstance(task.settings, RunSettings) else None
     context = window_of(task.source, task.program, own)
     return tuple(
@@ -148,7 +148,7 @@ def behaviour_of(found: Comparison) -> Behaviour:
 
 
 def skill_changes(task: Task, reloaded: nn.Module) -> dict[str, SkillChange]:
-    """Probe the demo's skills: perplexity hides a lost one."""
+    """Probe the demo's skills: perplexity hides a lost skill."""
     if task.source.origin != "demo":
         return {}
     before, after = (
@@ -159,7 +159,7 @@ def skill_changes(task: Task, reloaded: nn.Module) -> dict[str, SkillChange]:
 
 
 def write_words(task: Task, folder: Path, report: Report, *, as_modules: bool) -> None:
-    """Write the report, the model card, the log of learning and the page that shows them."""
+    """Write the report, the model card, the learning log and the HTML page."""
     save_report(report, folder / "report.json")
     card = model_card(
         report,
@@ -173,7 +173,7 @@ def write_words(task: Task, folder: Path, report: Report, *, as_modules: bool) -
         ),
         base_model=task.source.name,
         on_hub=task.source.origin == "hub",
-        # What an applied plan was learned from is not known.
+        # The data that an applied plan was learned from is unknown.
         data=task.text.learned_name if task.state is not None else "",
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -184,7 +184,7 @@ def write_words(task: Task, folder: Path, report: Report, *, as_modules: bool) -
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that had a part in a result."""
+    """Return the versions of Python and of the libraries used."""
     found = {"python": platform.python_version(), "dispfx": dispfx.__version__}
     for name in _NAMED_VERSIONS:
         try:
@@ -195,7 +195,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the card, or of the machine's processor architecture."""
+    """Return the name of the GPU, or of the machine's processor architecture."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"

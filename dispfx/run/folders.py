@@ -1,4 +1,4 @@
-"""An output folder, opened: its pruned decoder and what lies beside it."""
+"""An opened output folder: its pruned decoder, config and tokenizer."""
 
 import gc
 from collections.abc import Callable, Mapping
@@ -39,8 +39,8 @@ class Opened:
 
     Args:
         path: the folder.
-        plan: what was pruned, or None where the folder holds a graph alone.
-        device: where the decoder lies.
+        plan: what was pruned, or None if the folder holds only a graph.
+        device: of the decoder.
         trust_remote_code: whether code that comes with the checkpoint may run.
         experts: how the program computes a mixture of experts, as in `dispfx.compiler.programs.capture`.
     """
@@ -55,7 +55,7 @@ class Opened:
     def decoder(self) -> nn.Module:
         """The decoder: token ids (B, T) to logits (B, T, V), or to an output with `.logits`.
 
-        It is the transformers model where the folder has one, and a graph otherwise.
+        It is a transformers model if the folder has a checkpoint, and a graph otherwise.
         """
         if self.plan is None:
             program = load_program(self.path).to(self.device)
@@ -72,7 +72,7 @@ class Opened:
 
     @cached_property
     def program(self) -> Program | None:
-        """The lowered program, captured anew; None where the folder holds a graph alone."""
+        """The lowered program, captured again; None if the folder holds only a graph."""
         return None if self._captured is None else self._captured.program
 
     @cached_property
@@ -102,13 +102,14 @@ class Opened:
         """The decoder as a graph.
 
         Raises:
-            OutputError: if the folder holds a graph alone, which is in its final form.
+            OutputError: if the folder holds only a graph, which is in its final form.
         """
         if self.program is None:
             raise OutputError(
-                "this needs a checkpoint, and the folder holds program.pt2 alone",
+                "this needs a checkpoint, but the folder holds only program.pt2",
                 where=str(self.path),
-                hint="write other forms with the folder, as in `dispfx apply MODEL PLAN --export onnx`",
+                hint="choose other forms when the folder is written, "
+                "as in `dispfx apply MODEL PLAN --export onnx`",
             )
         return self.program.graph_module
 
@@ -139,7 +140,7 @@ class Opened:
         return load_folder_tokenizer(self.path, self.trust_remote_code)
 
     def release(self) -> None:
-        """Let go of the decoder; it is read again when it is asked for."""
+        """Free the decoder; it is read again on the next access."""
         self.__dict__.pop("decoder", None)
 
     def fast(self) -> torch.fx.GraphModule:
@@ -159,13 +160,13 @@ class Opened:
             OutputError: if the folder holds a graph alone.
         """
         if self.plan is None:
-            raise OutputError("a graph alone has no cache", where=str(self.path))
+            raise OutputError("the folder holds only a graph, which has no cache", where=str(self.path))
         return self._lowered(self.plan, capture_cached, "cpu").program
 
     def _lowered(
         self, plan: Plan, capture: Callable[..., Program], device: str | torch.device
     ) -> "_Captured":
-        """Capture the decoder without its weights, lower it, and put the stored weights in."""
+        """Capture the decoder without its weights, lower it, and insert the stored weights."""
         model = skeleton(self.path, device=device, trust_remote_code=self.trust_remote_code)
         program = only_planned(capture(model, select=plan.select), plan)
         lowered = lower_program(program, plan)
@@ -180,10 +181,10 @@ class Opened:
             captured = _Captured(lowered, partial(planned.raised, stays=stays))
             convert = partial(planned.lowered, stays=stays)
             reload.fill(lowered.graph_module, self.path, convert, buffers=dict(model.named_buffers()))
-        # Zeros tell nothing of the lengths for which the graph holds.
+        # The lengths for which the graph holds cannot be checked with zero weights.
         lowered.hold_to(self._lengths or lowered.lengths)
         lowered.graph_module.requires_grad_(False)
-        # Graphs are cycles: without this the zeros of the skeleton's slices would stay.
+        # Graphs are reference cycles: without this the skeleton's zero weights would stay in memory.
         gc.collect()
         return captured
 
@@ -202,7 +203,7 @@ class _Captured:
 
 
 def is_output(path: str | Path) -> bool:
-    """Whether a folder was written by dispfx, or by transformers from a decoder that dispfx had pruned."""
+    """Whether dispfx wrote a folder, or transformers saved a pruned decoder into it."""
     folder = Path(path).expanduser()
     return ((folder / PLAN_FILE).is_file() and (folder / "report.json").is_file()) or is_saved_again(folder)
 
@@ -220,8 +221,8 @@ def open_folder(
         experts: as in `dispfx.compiler.programs.capture`; `batched` to export what is opened.
 
     Raises:
-        DispfxError: if the device is not there.
-        OutputError: if the folder is not one of ours.
+        DispfxError: if the device is not available.
+        OutputError: if dispfx did not write the folder.
         DataError: if a file is missing or damaged.
         PlanMismatchError: if the folder's files do not belong together.
     """
@@ -233,21 +234,21 @@ def open_folder(
 
 
 def require_record(folder: Path) -> None:
-    """Require that a folder's plan and report can be read and say the same.
+    """Require that a folder's plan and report can be read and agree.
 
     Raises:
         DataError: if one is missing or damaged.
-        PlanMismatchError: if the report tells of other widths than the plan's.
+        PlanMismatchError: if the widths in the report differ from those of the plan.
     """
     plan = Plan.load(folder / PLAN_FILE)
-    told = {site.name: site.kept for site in load_report(folder / "report.json").sites}
+    reported = {site.name: site.kept for site in load_report(folder / "report.json").sites}
     planned = {name: len(kept) for name, kept in plan.kept.items()}
-    if told != planned:
-        other = sorted(name for name, _ in told.items() ^ planned.items())
+    if reported != planned:
+        other = sorted(name for name, _ in reported.items() ^ planned.items())
         raise PlanMismatchError(
-            f"report and plan tell of other widths for {len(set(other))} sites, {other[0]} among them",
+            f"report and plan have different widths for {len(set(other))} sites, such as {other[0]}",
             where=str(folder),
-            hint="the folder's files are from different runs; write it anew",
+            hint="the folder's files are from different runs; write it again",
         )
 
 
@@ -256,9 +257,8 @@ def load(
 ) -> nn.Module:
     """Return the pruned decoder of an output folder: token ids (B, T) to logits (B, T, V).
 
-    It is the transformers model, whose output has `.logits`, where the folder holds one: what
-    `AutoModelForCausalLM.from_pretrained` gives, checked against the plan as well.  Otherwise it is a
-    graph that returns the logits.
+    If the folder holds a checkpoint, it is the transformers model of `AutoModelForCausalLM.from_pretrained`,
+    checked against the plan, whose output has `.logits`.  Otherwise it is a graph that returns the logits.
 
     Raises:
         As `open_folder`.
@@ -274,7 +274,7 @@ def _by_site(program: Program, plan: Plan) -> dict[str, torch.Tensor]:
 def _planned_again(
     program: Program, kept: dict[str, torch.Tensor], model: nn.Module, indices: str, path: Path
 ):
-    """Return how the modules in the folder were pruned; both ways that it can be done are tried."""
+    """Return how the modules in the folder were pruned, by trying both possible ways."""
     for narrow in (True, False):
         planned = plan_modules(program, kept, model, narrow=narrow)
         if not isinstance(planned, Mismatch) and planned.layout.indices == indices:

@@ -1,4 +1,4 @@
-"""From a program to the loss that learning calls, computed as fast as it can be trusted."""
+"""From a program to the loss that learning calls, in the fastest form that passes its checks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,7 @@ from dispfx.learning.text import Batches
 from dispfx.settings import ComputeSettings, LearnSettings
 from dispfx.words.option_names import option
 
-# Of what is free; the rest is for what kernels need.
+# Share of free memory; the rest is for workspaces of kernels.
 _USABLE = 0.9
 
 
@@ -35,15 +35,15 @@ def prepared_loss(
     """Return the loss of a decoder under masks, checked against the plain gated graph.
 
     Args:
-        program: analysed, on the device to learn on unless its weights shall lie in parts; not changed.
-        text: a batch of it is what the ways to compute the loss are compared on.
+        program: analysed, on the device to learn on unless its weights will be sharded; not changed.
+        text: the ways to compute the loss are compared on one of its batches.
         settings: of the run.
-        compute: what is wanted.
+        compute: the requested way to compute.
         ranks: the processes that share every batch.
-        note: told every choice.
+        note: called with every choice.
 
     Raises:
-        DispfxError: if what was asked for cannot be had.
+        DispfxError: if a requested option is not possible.
     """
     chosen = compute or ComputeSettings()
     ranks = ranks or ALONE
@@ -81,23 +81,23 @@ def device_of_learning(program: Program, compute: ComputeSettings | None) -> tor
 
 
 def _sharding(program: Program, compute: ComputeSettings, ranks: Ranks) -> Sharding | None:
-    """Return how the weights lie in parts, where that was asked for.
+    """Return how the weights are sharded, or None if `--shard` was not given.
 
     Raises:
-        DispfxError: if there is one rank only.
+        DispfxError: if there is only one rank.
     """
     if compute.shard_on is None:
         return None
     if ranks.size == 1:
         raise DispfxError(
-            "the weights lie in parts on several processes, and there is one",
+            f"{option('shard')} splits the weights among processes, but there is only one",
             hint=f"use {option('launch')} or torchrun with {option('shard')}, or leave out {option('shard')}",
         )
     return Sharding(rows_of(dict(program.tensors())), ranks.size, torch.device(compute.shard_on))
 
 
 def own_part(settings: LearnSettings, ranks: Ranks) -> LearnSettings:
-    """Return the settings of a run that does what one of these processes does."""
+    """Return the settings of a single-process run that does the work of one of these processes."""
     rows = max(1, settings.batch_size // ranks.size)
     samples = max(1, settings.samples // ranks.size)
     return replace(settings, batch_size=rows, samples=samples if rows % samples == 0 else 1)
@@ -110,7 +110,7 @@ def short_of_memory(
     ranks: Ranks = ALONE,
     sharding: Sharding | None = None,
 ) -> bool:
-    """Whether a step that keeps all values of all layers is larger than the memory that is free."""
+    """Whether a step without checkpoints exceeds the free memory."""
     device = program.device if sharding is None else sharding.device
     free = free_bytes(device)
     if free is None:

@@ -1,4 +1,4 @@
-"""The longest sequences of a run: what is asked of a decoder's graph before hours are spent on learning.
+"""Check a decoder's graph at the longest sequences of a run, before learning starts.
 
 --seq-len, window of perplexity  →  inside `Program.lengths`?  →  graph = decoder at that length?
 """
@@ -29,14 +29,14 @@ def require_lengths(
 ) -> None:
     """Require that the graph holds at the longest sequence of a run, and compare it with the decoder there.
 
-    Who chose --seq-len knows of a range that ends, and gets shorter windows of perplexity with a note.
+    If the user chose --seq-len, perplexity windows are shortened to the valid range, with a note.
 
     Args:
-        note: told of windows that became shorter, and of a length that memory does not suffice for.
+        note: called if windows became shorter, or memory does not suffice for a length.
         measured: whether perplexity is measured.
 
     Raises:
-        CaptureError: if the decoder's arithmetic changes before that, or its graph gives something else.
+        CaptureError: if the decoder's arithmetic changes below that length, or its graph differs there.
         DataError: if the decoder does not read that many tokens.
     """
     longest = settings.seq_len
@@ -52,7 +52,7 @@ def require_lengths(
 
 
 def compare_longest(source: Source, program: Program, tokens: int, note: Callable[[str], None]) -> None:
-    """Compare graph and decoder on one sequence of so many tokens, which the verification then uses too.
+    """Compare graph and decoder on one sequence of `tokens` tokens, which the verification also uses.
 
     Raises:
         CaptureError: if they differ.
@@ -65,7 +65,7 @@ def compare_longest(source: Source, program: Program, tokens: int, note: Callabl
             compare_at(model, program, tokens)
     except (CaptureError, RuntimeError, MemoryError) as error:
         if memory_shortage(error) is not None:
-            note(f"the graph was not compared with the decoder at {tokens:,} tokens: memory does not suffice")
+            note(f"the graph was not compared with the decoder at {tokens:,} tokens: not enough memory")
             return
         if not has_choice_of_experts(model):
             raise
@@ -74,16 +74,16 @@ def compare_longest(source: Source, program: Program, tokens: int, note: Callabl
 
 
 def require_onnx_lengths(lengths: Lengths, context: int | None) -> None:
-    """Require that an ONNX model would be right at every length that its decoder names.
+    """Require that an ONNX model would be correct at every length up to its decoder's context.
 
-    A graph in ONNX cannot refuse a sequence that is too long for it.
+    An ONNX graph cannot reject a sequence that is too long for it.
 
     Args:
         lengths: for which the graph holds.
         context: tokens that the decoder reads, where its config names them.
 
     Raises:
-        CaptureError: if the decoder's arithmetic changes before.
+        CaptureError: if the decoder's arithmetic changes below that length.
     """
     if lengths.wrong_beyond and (context is None or context not in lengths):
         raise CaptureError(

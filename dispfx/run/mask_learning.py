@@ -49,13 +49,13 @@ def learn(
 
     Args:
         program: of the decoder, on the device to learn on.
-        data: token ids, (N,) integers, of which the last tenth is held out: a tensor, a numpy array or a
-            list; or batches, cut as the settings say.
+        data: token ids, (N,) integers, as a tensor, numpy array or list, whose last tenth is held out; or
+            batches that are already cut as the settings say.
         ratio: share of the counted parameters to remove, in (0, 1).
         settings: of the learning; those of the `informed` recipe by default.
-        compute: how the decoder is run: compiled, with checkpoints, in parts; by default as the device asks.
-        watch: where the state is kept, and who is told what happens.
-        ranks: the processes of the run, of which this one leads; the others call `follow`.
+        compute: how the decoder is run: compiled, with checkpoints, sharded; the default suits the device.
+        watch: where the state is kept, and the observer.
+        ranks: the processes of the run, led by this one; all other processes call `follow`.
         changes: single settings of learning and budget, as in `steps=100, align=16, ratio_of="total"`; widths
             are not aligned by default.  `start` may be a plan to start from.
 
@@ -65,10 +65,10 @@ def learn(
     Raises:
         UnknownSettingError: if one of `changes` is no setting.
         PlanMismatchError: if the plan to start from was made for another decoder.
-        BudgetError: if the sites cannot give up that much.
-        DataError: if the text is no vector of token ids, has others than the decoder, or is shorter than one
-            sequence.
-        DispfxError: if the decoder cannot be run as `compute` says.
+        BudgetError: if the sites cannot meet the ratio.
+        DataError: if the data is not a vector of token ids, has ids that the decoder does not know, or is
+            shorter than one sequence.
+        DispfxError: if the decoder cannot be run as `compute` requests.
     """
     watch = watch or Watch()
     start_from = None
@@ -79,7 +79,7 @@ def learn(
     names = [one.name for one in section_fields(BudgetSettings)]
     asked = BudgetSettings(ratio, **{name: changes.pop(name) for name in names if name in changes})
     whole = learn_settings(None, **changes) if settings is None else changed_settings(settings, changes)
-    if hasattr(data, "held_out_batches"):  # cut already
+    if hasattr(data, "held_out_batches"):  # already cut
         chosen, text = settings_for(program, whole, watch.note), cast(Batches, data)
     else:
         tokens = token_vector(data, program.vocabulary_size)
@@ -96,7 +96,9 @@ def learn(
                 hint=f"leave out {option('shard')}",
             )
         if start_from is not None:
-            raise DispfxError(f"method {shown(chosen.method)} scores features once, and starts from no plan")
+            raise DispfxError(
+                f"method {shown(chosen.method)} scores features once, and cannot start from a plan"
+            )
         return Plan.of(program, budget, _scored(program, text, budget, chosen), chosen.seed)
 
     def task_for(compute: ComputeSettings | None) -> LearningTask:
@@ -148,10 +150,10 @@ def follow(
     ranks: Ranks,
     compute: ComputeSettings | None = None,
 ) -> None:
-    """Compute with the process that calls `learn` with the same arguments, until its run ends.
+    """Compute together with the process that calls `learn` with the same arguments, until its run ends.
 
     Raises:
-        RankLost: if another process ended.
+        RankLost: if another process died.
         BudgetError, DataError: as `learn`.
     """
     if settings.method != "learned":
@@ -178,7 +180,7 @@ def _task(
 def task_of(
     program: Program, gated: Gated, text: Batches, budget: Budget, settings: LearnSettings
 ) -> LearningTask:
-    """Return what is learned of a program, alone and on its own device.
+    """Return the learning problem of a program, for one process on its own device.
 
     Args:
         gated: the program with gates, in the form that runs.
@@ -199,7 +201,8 @@ def _check_packing(program: Program, settings: LearnSettings) -> None:
         return
     if program.separator is None:
         raise DispfxError(
-            "documents are kept apart by the program, and this one does not do so",
+            f"{option('packing', 'documents')} needs a program that keeps documents apart, "
+            "but this one does not",
             hint="learn on the program that `dispfx.api.apart` returns",
         )
     if settings.method != "learned":
@@ -219,7 +222,7 @@ def _scored(program: Program, text: Batches, budget: Budget, settings: LearnSett
 def batches_of(
     tokens: Tensor | np.ndarray, settings: LearnSettings, held_out: Tensor | None = None
 ) -> TokenBatches:
-    """Cut tokens into batches; the last tenth is held out unless other text is given for that."""
+    """Cut tokens into batches; the last tenth is held out unless separate text is given."""
     if held_out is not None:
         return TokenBatches(tokens, settings.seq_len, settings.batch_size, settings.seed, held_out)
     return TokenBatches.split(

@@ -49,11 +49,11 @@ FOLDER = "onnx"
 
 @dataclass(frozen=True)
 class WrittenModel:
-    """An ONNX model that was written.
+    """A written ONNX model.
 
     Args:
         lines: the comparisons with the checkpoint.
-        no_cache: why it has no KV cache; None where it has one.
+        no_cache: why it has no KV cache; None if it has one.
     """
 
     lines: list[Verification]
@@ -61,7 +61,7 @@ class WrittenModel:
 
     @property
     def note(self) -> str | None:
-        """What a user should know of it, or None."""
+        """A note for the user, or None."""
         return None if self.no_cache is None else f"the ONNX model has no KV cache: {self.no_cache}"
 
 
@@ -74,23 +74,23 @@ def write_onnx(
     plain: Callable[[], fx.GraphModule] | None = None,
     shapes: Sequence[tuple[int, int]] = SHAPES_BT,
 ) -> WrittenModel:
-    """Write `onnx/` into an opened folder if ONNX Runtime gives what the checkpoint gives.
+    """Write `onnx/` into an opened folder if ONNX Runtime agrees with the checkpoint.
 
     The model has a cache, unless the decoder cannot be captured with one.
 
     Args:
-        opened: an output folder, which may still be private.
+        opened: an output folder, which may still have its temporary name.
         opset: version of the standard operator set.
         write: how the graph writes into the residual stream.
-        flavor: what the model is for; ONNX Runtime's own operators are left out again where the model
-            does not verify with them.
+        flavor: target of the model; ONNX Runtime's own operators are left out if the model does not verify
+            with them.
         plain: returns the decoder without a cache, written by gather-add, for a folder that has no
             checkpoint to make it from.
         shapes: (batch, tokens) of the whole texts that are compared.
 
     Raises:
-        DispfxError: if there is no such spelling of the writes.
-        VerificationError: if a comparison does not hold; nothing is left behind.
+        DispfxError: if `write` is unknown.
+        VerificationError: if a comparison fails; nothing is written then.
         UnsupportedGraphError: if the exporter cannot translate the decoder.
     """
     require_choice(get_args(WriteSpelling), write, option("write"))
@@ -106,7 +106,7 @@ def write_onnx(
     def model(flavor: Flavor) -> Any:
         nonlocal cached
         if answers.cached is not None:
-            # One decoder at a time: it is gone when its weights are on disk, and made anew if need be.
+            # One decoder at a time: it is freed once its weights are on disk, and made again if needed.
             program, cached = cached or opened.cached(), None
             return cached_model(_spelled(program, write), opset=opset, flavor=flavor)
         lowered = (plain or opened.fast)()
@@ -131,9 +131,9 @@ def write_onnx(
 def _write_model(
     folder: Path, model: Callable[[Flavor], Any], flavor: Flavor, answers: Answers
 ) -> list[Verification]:
-    # The weights are on disk then; what is compared is read from there.
+    # The weights are on disk now; comparisons read them from there.
     save_model(model(flavor), folder / MODEL_FILE)
-    # Graphs are cycles: without this their weights would stay while ONNX Runtime reads its own.
+    # Graphs are reference cycles: without this their weights would stay while ONNX Runtime loads its own.
     gc.collect()
     lines = onnx_lines(folder / MODEL_FILE, answers)
     require(*lines)
@@ -141,7 +141,7 @@ def _write_model(
 
 
 def cached_twin(opened: Opened) -> Program | Mismatch:
-    """Return the folder's decoder as a program with a cache, or why it cannot be captured with one."""
+    """Return the folder's decoder as a program with a cache, or the reason why it has none."""
     if opened.config is None:
         return Mismatch("only decoders of transformers are captured with a cache")
     try:
@@ -158,7 +158,7 @@ def has_onnx(folder: Path) -> bool:
 
 
 def folder_onnx_lines(opened: Opened, shapes: Sequence[tuple[int, int]] = SHAPES_BT) -> list[Verification]:
-    """Compare the folder's ONNX model with its checkpoint, on whole texts of these shapes too.
+    """Compare the folder's ONNX model with its checkpoint, also on whole texts of these shapes.
 
     Raises:
         DataError: if the model is damaged.
@@ -188,7 +188,7 @@ def onnx_runner(folder: Path) -> Callable[[Tensor], Tensor]:
 
 
 class _Growing:
-    """Gives a decoder with a cache only what it has not seen."""
+    """Passes only new tokens to a decoder with a cache."""
 
     def __init__(self, decoder: OnnxCachedDecoder):
         self._decoder = decoder
@@ -200,10 +200,10 @@ class _Growing:
 
 
 def _spelled(program: Program, write: WriteSpelling) -> Program:
-    """Return the program with its writes spelled as asked.
+    """Return the program with its writes in the requested form.
 
     Raises:
-        UnsupportedGraphError: for `index-add` in half precision, which ONNX Runtime cannot add up.
+        UnsupportedGraphError: for `index-add` in half precision, which ONNX Runtime does not support.
     """
     if write == "gather-add":
         return run_stage("gather", program.clone())
@@ -216,10 +216,9 @@ def _spelled(program: Program, write: WriteSpelling) -> Program:
 
 
 def _write_configs(opened: Opened, cached: Program, folder: Path) -> None:
-    """Write the decoder's own config, without a word of ours, and genai's beside it.
+    """Write the decoder's own config without the dispfx section, and genai_config.json.
 
-    What clients read from the config (vocabulary, layers, heads, position limits) is true of the pruned
-    decoder too.
+    The fields that clients read (vocabulary, layers, heads, positions) also hold for the pruned decoder.
     """
     generation = _write_own_files(opened, folder)
     write_genai_config(

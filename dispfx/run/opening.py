@@ -1,4 +1,4 @@
-"""What a command starts from: the decoder, and how much of a text it reads."""
+"""Open the decoder of a command, and find its context."""
 
 from torch import nn
 
@@ -9,11 +9,11 @@ from dispfx.words.chosen_device import chosen_device
 
 
 def open_model(settings: ModelSettings) -> Source:
-    """Return MODEL as a `Source`; a module is taken as it is.
+    """Return MODEL as a `Source`; a module is used as it is.
 
     Raises:
         DispfxError: if the device is not available.
-        SourceError: if MODEL is no decoder, or does not exist.
+        SourceError: if MODEL is not a decoder, or does not exist.
     """
     device = chosen_device(settings.device)
     if isinstance(settings.model, nn.Module):

@@ -1,6 +1,6 @@
-"""A plan is learned from a decoder and a text: by one process, or by one that leads and others that follow.
+"""Learn a plan from a decoder and a text, with one process or a leader and its followers.
 
-DIR.state beside the output holds the state of learning, and then the plan, until what it is for is complete.
+DIR.state next to the output holds the state of learning, and then the plan, until the output is complete.
 """
 
 import os
@@ -37,7 +37,7 @@ _OF_A_STATE = (STATE_FILE, PLAN_FILE, METRICS_FILE, TENSORBOARD_FOLDER, DRAFT, R
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """A plan, and what it was learned from."""
+    """A plan, and the decoder and text that it was learned from."""
 
     source: Source
     text: Text
@@ -53,8 +53,8 @@ def learn_from(
     """Open a decoder and a text, learn a plan, and keep it in the run's state.
 
     Args:
-        ranks: the processes of the run, of which this one leads; the others call `follow_run`.
-        copies: how many times as large as the weights the run is at the least.
+        ranks: the processes of the run, led by this one; all other processes call `follow_run`.
+        copies: minimum memory of the run, as a multiple of the weights.
 
     Raises:
         DispfxError: for everything in the input that cannot be used.
@@ -81,27 +81,27 @@ def learn_from(
         plan = replace(plan, bos=ready.text.bos)
     if plan.emptied:
         stages.observer.note(
-            f"{len(plan.emptied)} of {len(plan.selections)} sites keep the least that a site may, "
+            f"{len(plan.emptied)} of {len(plan.selections)} sites keep the allowed minimum, "
             f"{plan.budget.align} of their features: {', '.join(plan.emptied[:3])}"
             + (" …" if len(plan.emptied) > 3 else "")
         )
-    # Scores leave no state behind, and a plan has to be kept somewhere while the folder is made.
+    # Scoring leaves no state, but the plan has to be kept somewhere while the folder is written.
     state.mkdir(parents=True, exist_ok=True)
     plan.save(state / PLAN_FILE)
     return Learned(ready.source, ready.text, program, plan, state, ready.settings)
 
 
 def follow_command(settings: RunSettings, ranks: Ranks) -> Ready | None:
-    """Take part in the learning of a process that runs `compile` or `learn` with the same settings.
+    """Follow a process that runs `compile` or `learn` with the same settings.
 
     Args:
-        ranks: the processes of the run, of which another one leads.
+        ranks: the processes of the run, led by another one.
 
     Returns:
         What was learned from; None where there was nothing to do.
 
     Raises:
-        RankLost: if another process ended.
+        RankLost: if another process died.
         DispfxError: for everything in the input that cannot be used.
     """
     path = settings.output.path
@@ -115,10 +115,10 @@ def follow_command(settings: RunSettings, ranks: Ranks) -> Ready | None:
 
 
 def state_folder(path: Path, resume: bool) -> Path:
-    """Return DIR.state, after refusing to overwrite an unfinished run, or what is none.
+    """Return DIR.state, after checking that it overwrites neither an unfinished run nor other data.
 
     Raises:
-        OutputError: if DIR.state exists and is not to be resumed, or holds what no run wrote.
+        OutputError: if DIR.state exists without --resume, or holds data that is not from a run.
     """
     if not path.name:
         raise OutputError(
@@ -127,7 +127,7 @@ def state_folder(path: Path, resume: bool) -> Path:
     state = state_place(path)
     if os.path.lexists(state) and not _is_state(state):
         raise OutputError(
-            "the run keeps its state here until it is complete, and this is something else",
+            "the run needs this path for its state, but it holds something else",
             where=str(state),
             hint=f"name another folder with {option('out')}",
         )
@@ -141,19 +141,19 @@ def state_folder(path: Path, resume: bool) -> Path:
 
 
 def resumption(state: Path) -> str:
-    """Return from which step a run goes on, as a user is told."""
+    """Return the message about the step at which a run resumes."""
     step = saved_step(state)
     return f"no state in {state}: starting at step 0" if step is None else f"going on at step {step}"
 
 
 def remove_state(state: Path) -> None:
-    """Remove DIR.state once what it was for is complete; something else of this name is left alone."""
+    """Remove DIR.state once the output is complete; other data under this name is left alone."""
     if _is_state(state):
         shutil.rmtree(state, ignore_errors=True)
 
 
 def _is_state(folder: Path) -> bool:
-    """Whether a folder holds nothing but what a run keeps there; half-written files begin with a dot."""
+    """Whether a folder holds only files of a run's state; half-written files begin with a dot."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     return all(
@@ -164,7 +164,7 @@ def _is_state(folder: Path) -> bool:
 
 @contextmanager
 def _unless_it_fails_at_once(state: Path) -> Iterator[None]:
-    """Leave no empty state behind, which would refuse the next run, where nothing was learned yet."""
+    """Remove an empty state if nothing was learned yet: the next run would be rejected because of it."""
     there = state.exists()
     try:
         yield

@@ -1,10 +1,10 @@
-"""Whether a run fits into memory, asked before hours are spent on it.
+"""Check that a run fits into memory, before it starts.
 
-1. Before a weight is read: the weights, and for what writes a folder their pruned copy beside them.
+1. Before weights are read: the weights, and if a folder is written also their pruned copy.
 2. Before learning: the estimate of `dispfx.estimate.run_estimate` without the weights, which are loaded by
-   then; with checkpoints of layers, where they are allowed.
+   then.  If layers may be checkpointed, it is the estimate with checkpoints.
 
-An estimate may be wrong by 25%.  A run is refused only if it would not fit even if it took that much less.
+The estimate may be wrong by 25%: a run is rejected only if it would not fit with 25% less.
 """
 
 import torch
@@ -25,10 +25,10 @@ _SURE = 0.75
 
 
 def require_room_for_weights(model: ModelSettings, *, copies: float = 1.0) -> None:
-    """Pass if a decoder can be loaded, or its size is not known before it is.
+    """Raise if a decoder does not fit; a decoder of unknown size passes.
 
     Args:
-        copies: how many times as large as the weights the run is at the least.
+        copies: minimum memory of the run, as a multiple of the weights.
 
     Raises:
         DispfxError: saying how much is missing and what would help.
@@ -54,7 +54,7 @@ def require_room_for_weights(model: ModelSettings, *, copies: float = 1.0) -> No
 def require_room_to_learn(
     program: Program, settings: LearnSettings, compute: ComputeSettings | None, ranks: Ranks | None = None
 ) -> None:
-    """Pass if learning fits beside the weights, which are loaded; or lie in parts, of which nothing is known.
+    """Raise if learning does not fit next to the loaded weights; sharded weights are not checked.
 
     Raises:
         DispfxError: saying how much is missing and what would help.
@@ -69,7 +69,7 @@ def require_room_to_learn(
     free = free_bytes(program.device)
     if free is not None and _SURE * needed > free:
         raise _missing(
-            f"learning takes {shown_bytes(needed)} beside the weights: "
+            f"learning takes {shown_bytes(needed)} in addition to the weights: "
             f"{shown_bytes(found.hypernetwork_bytes)} for the hypernetwork, the rest for a step of "
             f"{own.batch_size} × {own.seq_len} tokens",
             needed,

@@ -1,9 +1,9 @@
-"""What gets a run ready: everything that can be wrong is told before hours are spent on learning.
+"""Prepare a run, and report every error in its input before learning starts.
 
     settings, costs, text's files → room for the weights → decoder → text → capture
         → settings that suit the decoder → batches → room to learn → rehearsal of what comes after learning
 
-What is known sooner is asked sooner: words before files, files before weights, text before the capture.
+Cheap checks come first: arguments before files, files before weights, text before the capture.
 Nothing is written.
 """
 
@@ -40,14 +40,14 @@ ALIGNMENT = {"cuda": 16, "cpu": 8}
 
 
 def alignment(settings: RunSettings, program: Program) -> int:
-    """Return what the widths of a run become multiples of."""
+    """Return the alignment of the widths of a run."""
     budget = settings.budget
     return budget.align or ALIGNMENT[budget.target or device_of_learning(program, settings.compute).type]
 
 
 @dataclass(frozen=True, eq=False)
 class Ready:
-    """What learning starts from; it may need another capture of the decoder than the rest."""
+    """The program to learn on, which may need another capture of the decoder than the rest of the run."""
 
     source: Source
     text: Text
@@ -64,7 +64,7 @@ def ready_to_learn(
     """Open decoder and text and analyse the decoder; nothing is written.
 
     Args:
-        copies: how many times as large as the weights the run is at the least.
+        copies: minimum memory of the run, as a multiple of the weights.
 
     Raises:
         DispfxError: for everything in the input that cannot be used.
@@ -121,7 +121,7 @@ def ready_to_learn(
 def analysed(
     source: Source, stages: Stages, skip: Sequence[str], select: Select, longest: int = 0
 ) -> Program:
-    """Return the program of a decoder, as a stage that is told; `longest` as for `analyse`."""
+    """Return the program of a decoder, captured as a timed stage; `longest` as for `analyse`."""
     with stages("capture"):
         require_finite_weights(source.model)
         program = analyse(source.model, skip=skip, select=select, longest=longest)

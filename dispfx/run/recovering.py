@@ -62,7 +62,7 @@ class Recovery:
         dtype: of the frozen weights under adapters.
         own_code: whether code that comes with the folder may run.
         ranks: the processes of the run, all of which train.
-        command: that gives this result again.
+        command: that reproduces this result.
     """
 
     folder: Path

@@ -1,4 +1,4 @@
-"""The text of a command: what is learned from, and what is measured on and never learned from."""
+"""The text of a command: text to learn from, and text to measure on that is never learned from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -45,7 +45,7 @@ class TextChoice:
 
     Args:
         settings: what a user chose.
-        between: what stands between two texts or records.
+        between: separator of two texts or records.
         separator: token that ends a document, where documents are kept apart.
     """
 
@@ -60,7 +60,7 @@ class TextChoice:
         return Reading(chosen.data_field, chosen.data_bytes, self.between, chosen.bos, chosen.allow_unknown)
 
     def of_documents(self, source: Source, separator: int) -> "TextChoice":
-        """Return the same with a token between documents that ends one, where there is a tokenizer."""
+        """Return the same with an end-of-document token between documents, if there is a tokenizer."""
         end = getattr(source.tokenizer, "eos_token", None)
         return replace(self, between=self.between if end is None else str(end), separator=separator)
 
@@ -72,7 +72,9 @@ class TextChoice:
         """
         data, weights = self.settings.data, self.settings.data_weight
         if weights and isinstance(data, Tensor | None):
-            raise DataError("weights are for several texts to learn from, and none was named")
+            raise DataError(
+                f"{option('data_weight')} needs {option('data')}: no text to learn from was named"
+            )
         words, evaluated = self._words
         check_texts(words, weights)
         check_texts(evaluated)
@@ -84,7 +86,7 @@ class TextChoice:
 
     @property
     def repeated(self) -> list[str]:
-        """A line of warning for every text that is named twice."""
+        """A warning for every text that is named twice."""
         return repeated_texts(*self._words)
 
     @property
@@ -95,20 +97,20 @@ class TextChoice:
         return words, listed(evaluated) if _named(evaluated) else []
 
     def require_data(self, model: object) -> None:
-        """Pass if there is text to learn from; the demo brings its own.
+        """Raise if there is no text to learn from; the demo has its own.
 
         Args:
             model: MODEL, or a module.
 
         Raises:
-            DataError: if there is none.
+            DataError: if there is no text.
         """
         if not _named(self.settings.data) and not (isinstance(model, str) and origin_of(model) == "demo"):
             raise _no_text()
 
 
 def _named(texts: object) -> bool:
-    """Whether there is a text: token ids, a word, or a list of words that is not empty."""
+    """Whether there is a text: token ids, a name, or a non-empty list of names."""
     return isinstance(texts, Tensor) or bool(texts)
 
 
@@ -125,17 +127,17 @@ class Text:
     """Tokens of a command.
 
     Args:
-        learn: (N,) ids to learn from, one vector a part; none where no text was given.
-        held_out: (M,) ids that are never learned from: the end of each part, or one other text.
-        weights: of the parts, where there are several.
+        learn: (N,) ids to learn from, one vector per part; empty if no text was given.
+        held_out: (M,) ids that are never learned from: the end of each part, or one separate text.
+        weights: of the parts, if there are several.
         measure: (K,) ids to measure on, or None.
-        about: what is measured on, for the protocol.
-        further: texts of other kinds to measure on, each by itself.
-        learned_name: of what is learned from.
+        about: the text to measure on, for the protocol.
+        further: texts of other kinds to measure on, each separately.
+        learned_name: name of the text to learn from.
         bos: tokens that every sequence to learn from begins with.
         separator: token that ends a document, where documents are kept apart.
-        largest: of all token ids.
-        notes: what a user should know about the texts, in lines.
+        largest: largest token id.
+        notes: notes about the texts for the user.
     """
 
     learn: tuple[Tensor, ...] = ()
@@ -158,29 +160,29 @@ class Text:
         return (MeasuredText(self.measure, self.about), *self.further)
 
     def require_measurable(self) -> None:
-        """Pass if there are enough tokens to measure on, or none shall be.
+        """Raise if there are too few tokens to measure on, unless nothing will be measured.
 
         Raises:
-            DataError: if there is one.
+            DataError: if there is only one token.
         """
         for one in self.measured:
             if len(one.tokens) + len(one.about.bos) < 2:
                 raise DataError(
-                    f"two tokens or more are needed to measure on, and there are {len(one.tokens)}",
+                    f"two tokens or more are needed to measure on, but there are {len(one.tokens)}",
                     where=one.about.name,
                     hint=f"use a longer text, or name another one to measure on with {option('eval_data')}",
                 )
 
     def require_learnable(self) -> None:
-        """Pass if there are enough tokens for the shortest of all sequences.
+        """Raise if a part has too few tokens for the shortest possible sequence.
 
         Raises:
-            DataError: if there are not, in one part.
+            DataError: if a part has too few tokens.
         """
         fewest = min((len(part) for part in self.learn), default=0)
         if fewest < 2:
             raise DataError(
-                f"two tokens or more are needed to learn from, and there are {fewest}",
+                f"two tokens or more are needed to learn from, but there are {fewest}",
                 where=self.learned_name,
             )
 
@@ -188,7 +190,7 @@ class Text:
         """Cut the tokens to learn from into batches.
 
         Raises:
-            DataError: if there are none, or one part is shorter than one sequence.
+            DataError: if there are no tokens, or a part is shorter than one sequence.
         """
         if not self.learn:
             raise _no_text()
@@ -210,18 +212,17 @@ def _no_text() -> DataError:
 
 
 def open_text(source: Source, chosen: TextChoice) -> Text:
-    """Read the text of a command; the demo brings its own.
+    """Read the text of a command; the demo has its own.
 
     Raises:
-        DataError: if a text cannot be used, there is no tokenizer for it, or it holds ids that the decoder
-            does not know.
+        DataError: if a text cannot be used, has no tokenizer, or holds ids that the decoder does not know.
     """
     settings = chosen.settings
     parts = _parts(source, chosen)
     name = ", ".join(part.name for part in parts)
     others: list[ReadText] = []
     if _named(settings.eval_data):
-        # What is measured on stays the text it is, however it is learned.
+        # The text to measure on does not depend on how the other one is learned from.
         reading = replace(chosen.reading, between=LINE_BREAK)
         others = read_apart(settings.eval_data, source.tokenizer, reading)
     read = [*parts, *others]
@@ -283,12 +284,12 @@ def _own(source: Source) -> list[ReadText]:
 
 
 def _unknown_share(parts: Sequence[ReadText]) -> float | None:
-    """Return the largest share that the tokenizer does not know of one part."""
+    """Return the largest share of one part that the tokenizer does not know."""
     return max((part.unknown_share for part in parts if part.unknown_share is not None), default=None)
 
 
 def _notes_on_bos(source: Source, read: Sequence[ReadText], begins: set[tuple[int, ...]]) -> list[str]:
-    """Say what sequences begin with, and where ids of others are left as they are."""
+    """Note what sequences begin with, and that given token ids are left as they are."""
     tokenizer = source.tokenizer
     notes = [
         f"sequences begin with {tokenizer.decode(list(bos))!r} (token {' '.join(map(str, bos))})"
@@ -305,7 +306,7 @@ def separator_of(source: Source) -> int:
     """Return the token that ends a document.
 
     Raises:
-        DataError: if nothing says which that is.
+        DataError: if neither tokenizer nor config names it.
     """
     for known in (source.tokenizer, source.config):
         token = getattr(known, "eos_token_id", None)
@@ -313,14 +314,15 @@ def separator_of(source: Source) -> int:
         if isinstance(token, int):
             return token
     raise DataError(
-        "to keep documents apart, a token that ends one is needed, and neither tokenizer nor config names it",
+        f"{option('packing', 'documents')} needs an end-of-document token, "
+        "but neither tokenizer nor config names one",
         where=source.name,
         hint=f"leave out {option('packing', 'documents')}",
     )
 
 
 def require_tokens(source: Source, text: Text, vocabulary_size: int) -> None:
-    """Pass if every token exists in the decoder.
+    """Raise if a token does not exist in the decoder.
 
     Raises:
         DataError: naming the largest token that does not exist.
@@ -329,33 +331,33 @@ def require_tokens(source: Source, text: Text, vocabulary_size: int) -> None:
 
 
 def require_known(largest: int, vocabulary_size: int | None, decoder: str) -> None:
-    """Pass if every token exists in the decoder, or nothing says which do.
+    """Raise if a token does not exist in the decoder; an unknown vocabulary passes.
 
     Raises:
         DataError: naming the largest token that does not exist.
     """
     if vocabulary_size is not None and largest >= vocabulary_size:
         raise DataError(
-            f"token ids must be in [0, {vocabulary_size}) for this decoder, the text holds {largest}",
+            f"token ids must be in [0, {vocabulary_size}) for this decoder, but the text holds {largest}",
             where=decoder,
             hint="use the decoder's own tokenizer",
         )
 
 
 def vocabulary_of(config: Any | None) -> int | None:
-    """Return how many tokens a transformers config names, or None."""
+    """Return the vocabulary size of a transformers config, or None."""
     size = getattr(config, "vocab_size", None)
     return size if isinstance(size, int) else None
 
 
 def split_held_out(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (N,) token ids without their last tenth, and that."""
+    """Split (N,) token ids into the first nine tenths and the last tenth."""
     first_held_out = len(tokens) - int(len(tokens) * HELD_OUT_SHARE)
     return tokens[:first_held_out], tokens[first_held_out:]
 
 
 def _parts(source: Source, chosen: TextChoice) -> list[ReadText]:
-    """Return what is learned from: the texts joined, or each by itself where they have weights."""
+    """Return the texts to learn from, joined, or separate if they have weights."""
     data = chosen.settings.data
     if isinstance(data, Tensor):
         largest = largest_id(data, where="tokens") if len(data) else 0
@@ -373,5 +375,5 @@ def _demo_text(source: Source) -> ReadText:
 
 
 def _measured(held_out: Sequence[Tensor]) -> Tensor:
-    """Return what is measured on: the beginnings of all held-out ends."""
+    """Return the text to measure on: the beginnings of all held-out parts."""
     return joined_tokens([tokens[:_MOST_MEASURED] for tokens in held_out])

@@ -5,9 +5,9 @@
     pt2      DIR/program.pt2, a graph that torch.export reads
     dense    DIR/dense, an ordinary checkpoint that needs no dispfx
 
-A target of a user's own, `mine.py:target` or a Python function, takes a `Form`, writes files into
-`form.folder` (DIR/target, by the function's name), and returns comparisons of what it reads back from there,
-from `form.compare`.  A target without a comparison is refused, and so is one whose comparison does not hold.
+A custom target, `mine.py:target` or a Python function, takes a `Form`, writes files into `form.folder`
+(DIR/target, by the function's name), reads them back, and returns comparisons from `form.compare`.  A target
+without a comparison is rejected, and so is one whose comparison fails.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ DENSE_FOLDER = "dense"
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """A pruned decoder that a target writes in its own form.
+    """The pruned decoder for a target to write in its own format.
 
     Args:
         name: of the target; its files go to a folder of this name.
@@ -74,17 +74,17 @@ class Form:
         return folder
 
     def ids(self, batch: int = 2, tokens: int = 8) -> Tensor:
-        """Return token ids (B, T) to trace or export the decoder with."""
+        """Return token ids (B, T) for tracing or exporting the decoder."""
         return random_token_ids(self.program.vocabulary_size, (batch, tokens), device=self.program.device)
 
     def compare(
         self, read_back: Callable[[Tensor], Any], *, tolerance: float | None = None
     ) -> list[Verification]:
-        """Compare a decoder that was read back with the pruned graph, on ids that no trace has seen.
+        """Compare a decoder that was read back with the pruned graph, on new token ids.
 
         Args:
             read_back: token ids (B, T) to logits (B, T, V), or to an output with `.logits`.
-            tolerance: largest relative error that holds; what the dtype allows by default.
+            tolerance: largest allowed relative error; by default that of the dtype.
         """
         return compare_decoders(
             f"{self.name} = lowered",
@@ -103,7 +103,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Written:
-    """What a target wrote: its comparisons, and why an ONNX model has no cache."""
+    """The result of a target: its comparisons, and why an ONNX model has no cache."""
 
     lines: list[Verification]
     no_cache: str | None = None
@@ -118,10 +118,10 @@ def export_of(asked: Any, source: Source) -> Any:
 
 
 def target_named(export: Any) -> tuple[str, Target]:
-    """Return a target's name and what writes it.
+    """Return a target's name and its writer.
 
     Raises:
-        DispfxError: if there is no such target, listing those that there are.
+        DispfxError: if the target is unknown, listing the known ones.
         SourceError: if a user's function cannot be loaded.
     """
     found = own_or_choice(TARGETS, export, "export")
@@ -131,7 +131,7 @@ def target_named(export: Any) -> tuple[str, Target]:
 
 
 def require_target(export: Any, source: Source) -> None:
-    """Pass if a decoder can be written in the form that was asked for; None asks for the default.
+    """Raise if a decoder cannot be written in the requested form; None requests the default.
 
     Raises:
         DispfxError: if a dense checkpoint was asked of a module that transformers does not know, or there is
@@ -142,8 +142,8 @@ def require_target(export: Any, source: Source) -> None:
         target_named(export)
     if export == "dense" and source.config is None:
         raise DispfxError(
-            f"{option('export', 'dense')} writes a checkpoint of transformers, "
-            "which does not know this module",
+            f"{option('export', 'dense')} writes a transformers checkpoint, "
+            "but transformers does not know this module",
             where=source.name,
             hint=f"{option('export', 'pt2')} writes the pruned graph",
         )
@@ -155,7 +155,7 @@ def save_graph(
     """Write the pruned graph as program.pt2."""
     known = exportable(source.model, program, plan)
     final = lowered if known is program else lower(known, plan)
-    # No power of two: a size of the decoder, such as that of a chunk, would be taken for the length.
+    # Not a power of two: it could equal a size of the decoder, such as that of a chunk.
     ids = random_token_ids(program.vocabulary_size, (2, program.lengths.within(9)), device=program.device)
     exported.save_program(export_program(final, ids), folder)
 
@@ -164,7 +164,7 @@ def _checked(function: OwnFunction, lines: Any) -> list[Verification]:
     found = list(lines) if isinstance(lines, list | tuple) else []
     if not found or not all(isinstance(line, Verification) for line in found):
         raise VerificationError(
-            f"target {function.name} must return comparisons of what it wrote, and returned {lines!r}"[:200],
+            f"target {function.name} must return comparisons of its output, but returned {lines!r}"[:200],
             hint="return form.compare(…) of the decoder that it reads back",
         )
     return found
@@ -185,7 +185,7 @@ def _onnx(form: Form) -> Written:
 
 
 def _graph(form: Form) -> Written:
-    if form.source.config is None:  # it is what DIR holds, and was compared as such
+    if form.source.config is None:  # DIR holds program.pt2, which was already compared
         return Written([])
     folder, program = form.opened.path, form.program
     save_graph(form.source, program, form.plan, form.decoder, folder)
@@ -194,7 +194,7 @@ def _graph(form: Form) -> Written:
 
 
 def _dense(form: Form) -> Written:
-    """Write a smaller decoder if one selection holds for the whole stream, else one with zeros."""
+    """Write a smaller decoder if the whole stream has one selection, otherwise one with zeros."""
     if form.plan.select == "before-norm":
         model: Any = ordinary_decoder(form.source, form.program, form.plan, form.decoder)
     else:
@@ -210,15 +210,16 @@ TARGETS: dict[str, Target] = {"none": _nothing, "onnx": _onnx, "pt2": _graph, "d
 
 
 def ordinary_decoder(source: Source, program: Program, plan: Plan, lowered: nn.Module) -> Any:
-    """Return the decoder that a plan with one selection for the whole stream leaves, as one of its own class.
+    """Return the decoder left by a plan with one selection for the whole stream, as its own class.
 
     Args:
         source: the dense decoder.
-        program: of it.
-        lowered: its lowered graph, which the result is compared with.
+        program: of the decoder.
+        lowered: its lowered graph, to compare the result with.
 
     Raises:
-        UnsupportedGraphError: if the class cannot have these widths, or computes something else with them.
+        UnsupportedGraphError: if the class does not support these widths, or computes something else with
+        them.
     """
     kept = plan.for_sites(program.sites)
     by_site = {site.name: indices for site, indices in zip(program.sites, kept, strict=True)}
@@ -230,14 +231,14 @@ def ordinary_decoder(source: Source, program: Program, plan: Plan, lowered: nn.M
     worst = max(line.max_rel_error for line in lines)
     if not all(line.holds for line in lines):
         raise _no_ordinary_decoder(
-            f"built that small its logits are off by {worst:.1e}: its code derives a number from a width",
+            f"the smaller decoder's logits differ by {worst:.1e}: its code derives a number from a width",
             source,
         )
     return model
 
 
 def require_ordinary(source: Source, program: Program, ratio: float, of: BudgetOf, align: int) -> None:
-    """Pass if a smaller ordinary decoder is possible, by making one with a random plan of this ratio.
+    """Check that a smaller ordinary decoder is possible, by building one with a random plan of this ratio.
 
     Raises:
         UnsupportedGraphError: as `ordinary_decoder`.
@@ -249,7 +250,7 @@ def require_ordinary(source: Source, program: Program, ratio: float, of: BudgetO
 
 def _no_ordinary_decoder(reason: str, source: Source) -> UnsupportedGraphError:
     return UnsupportedGraphError(
-        f"no smaller decoder of this class is an ordinary one: {reason}",
+        f"this class cannot be built with smaller widths: {reason}",
         where=type(source.model).__name__,
         hint=f"leave out {option('export', 'dense')}; the folder itself loads with dispfx",
     )

@@ -1,4 +1,4 @@
-"""Tell an observer how a command goes: its stages with their times, and the graph after a pass.
+"""Notify an observer of a command's stages with their times, and print the graph after a pass.
 
 with printing(["lower-gates"], observer):
     ...                                 # every pipeline in here prints after lower-gates
@@ -15,25 +15,25 @@ from dispfx.report import NullObserver, Observer
 from dispfx.words.choices import require_choice
 from dispfx.words.option_names import option
 
-# What makes a stage need less memory; the others need what they need.
+# How to reduce the memory of a stage; there is no way for other stages.
 _LESS = {
     "open": f"{option('dtype', 'bfloat16')} halves float32 weights",
     "learn": f"use a smaller {option('batch_size')} or {option('seq_len')}, "
     f"or {option('checkpointing', 'on')}",
     "tune": f"use a smaller {option('batch_size')} or {option('seq_len')}",
 }
-_MORE = "end other programs, or use a machine or a card with more memory"
+_MORE = "end other programs, or use a machine or a GPU with more memory"
 
 
 class Stages:
-    """Seconds by stage, in the order they ran; a stage that runs twice adds up."""
+    """Seconds by stage, in order; the times of a stage that runs twice are added."""
 
     def __init__(self, observer: Observer):
         self.observer = observer
         self.seconds: dict[str, float] = {}
 
     def say(self, notes: Iterable[str]) -> None:
-        """Tell the observer what a user should know, a line each."""
+        """Pass notes for the user to the observer."""
         for line in notes:
             self.observer.note(line)
 
@@ -64,10 +64,10 @@ def _shortage(stage: str, told: BaseException) -> DispfxError:
 
 @contextmanager
 def printing(names: Sequence[str], observer: Observer | None = None) -> Iterator[None]:
-    """Give graphs after the passes of these names to an observer; note which of them did not run.
+    """Pass the graphs after the named passes to an observer; note which passes did not run.
 
     Raises:
-        DispfxError: if there is no pass of a name, listing the passes that there are.
+        DispfxError: if a name is unknown, listing all passes.
     """
     for name in names:
         require_choice(PASSES, name, "a pass to print after")

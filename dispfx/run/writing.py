@@ -1,4 +1,4 @@
-"""Lower, verify, write, read back, measure: how an output folder comes to be."""
+"""Write an output folder: lower, verify, write, read back, measure."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ from dispfx.verification.graphs import (
 
 
 def write_output(task: Task, stages: Stages) -> Report:
-    """Write DIR whole, verified and read back, and return its report.
+    """Write DIR, verify it, read it back, and return its report.
 
     Raises:
         VerificationError: if two forms disagree; DIR does not exist then.
@@ -50,7 +50,7 @@ def write_output(task: Task, stages: Stages) -> Report:
         with stages("write"):
             write_decoder(task, folder, lowered, pruned)
         with stages("reload"):
-            # A graph is compared bit by bit, so it computes its experts as the one that was written.
+            # A graph is compared bit by bit, so it must compute its experts like the written one.
             experts = "batched" if isinstance(pruned, PrunedModel) else "grouped"
             opened = open_folder(
                 folder,
@@ -78,7 +78,7 @@ def write_output(task: Task, stages: Stages) -> Report:
 
 
 def _exported(target: Target, form: Form, lines: list[Verification], stages: Stages) -> Written:
-    """Write the form that was asked for, and record its comparisons."""
+    """Write the requested form, and record its comparisons."""
     with stages(form.name):
         written = target(form)
         _add(lines, written.lines, stages)
@@ -88,7 +88,7 @@ def _exported(target: Target, form: Form, lines: list[Verification], stages: Sta
 
 
 def _add(lines: list[Verification], found: list[Verification], stages: Stages) -> None:
-    """Record comparisons, show them, and stop at one that does not hold."""
+    """Record and show comparisons, and stop at one that fails."""
     lines += found
     for line in found:
         stages.observer.verified(line)

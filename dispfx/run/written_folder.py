@@ -1,4 +1,4 @@
-"""Compare what lies in an output folder: files and figures with the report, and forms with each other."""
+"""Check an output folder: files and figures against the report, and forms against each other."""
 
 import math
 from functools import partial
@@ -22,15 +22,14 @@ from dispfx.words.preconditions import is_saved_again
 def verify(folder: str | Path, *, trust_remote_code: bool = False) -> list[Verification]:
     """Compare a folder's files with the digests in its report, and every form with the checkpoint.
 
-    What the report tells of the folder's size and of the share that was removed is counted anew.  A file, a
-    figure or a form that differs gives a line that does not hold, and no error.  A folder saved again by
-    transformers has no report, and only its forms are compared.
+    Sizes and the removed share are counted again.  A file, figure or form that differs gives a failing line,
+    not an error.  A folder that transformers saved has no report, so only its forms are compared.
 
     Args:
         trust_remote_code: whether code that comes with the folder may run.
 
     Raises:
-        OutputError, DataError, PlanMismatchError: if the folder is not whole, or its report not of its plan.
+        OutputError, DataError, PlanMismatchError: if the folder is incomplete, or report and plan differ.
     """
     opened = open_folder(folder, trust_remote_code=trust_remote_code)
     lines, shapes = [], shapes_up_to()
@@ -56,12 +55,12 @@ def verify(folder: str | Path, *, trust_remote_code: bool = False) -> list[Verif
 def _shapes(report: Report) -> tuple[tuple[int, int], ...]:
     """Return the shapes of every comparison, and the longest sequence that the compile compared."""
     longest = max((line.shape[1] for line in report.verify if len(line.shape) == 2), default=0)
-    # The usual shapes are among those of the report, unless the decoder reads less.
+    # The report includes the usual shapes, unless the decoder reads fewer tokens.
     return shapes_up_to(longest or None, longest)
 
 
 def _file_lines(folder: Path) -> list[Verification]:
-    """Return one line if all is as the report tells, or one for each file and figure that is not."""
+    """Return one line if everything matches the report, or one line per file and figure that differs."""
     report = load_report(folder / "report.json")
     other = changed(folder, report.files)
     if not other and report.files:
@@ -72,12 +71,12 @@ def _file_lines(folder: Path) -> list[Verification]:
 
 
 def _other_figures(folder: Path, report: Report) -> list[str]:
-    """Return which of the report's figures are not those of the folder's plan and weights, counted anew."""
+    """Return the figures of the report that differ from those of the folder's plan and weights."""
     parameters, size = stored_size(folder)
     counted = {
         "ratio.achieved": Plan.load(folder / PLAN_FILE).achieved,
         "parameters.pruned": parameters,
         "bytes.pruned": size,
     }
-    told = (report.ratio.achieved, report.parameters.pruned, report.bytes.pruned)
-    return [name for name, figure in zip(counted, told, strict=True) if counted[name] != figure]
+    reported = (report.ratio.achieved, report.parameters.pruned, report.bytes.pruned)
+    return [name for name, figure in zip(counted, reported, strict=True) if counted[name] != figure]

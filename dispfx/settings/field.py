@@ -31,17 +31,17 @@ class Setting:
 
     Args:
         doc: one sentence, for help, API reference and error messages.
-        default: the default as people read it, where it depends on other settings.
+        default: the default as shown to users, if it depends on other settings.
         least: smallest value; `above` excludes the bound itself.
         most: largest value; `below` excludes the bound itself.
         metavar: placeholder of the value in help.
         common: whether most runs need it, so that help lists it first.
-        functions: whether `file.py:function`, or a Python function, may be given instead of a choice.
-        takes: type on the command line, where it is narrower than the field's.
-        repeats: type of one value, where the option may be given several times.
+        functions: whether `file.py:function` or a Python function is accepted instead of a choice.
+        takes: type on the command line, if it is narrower than the field's.
+        repeats: type of one value, if the option may be repeated.
         on_command_line: False for a setting that only the API has.
-        error: what is raised for a number outside the range.
-        per_run: whether it says where and how a run goes, not what it gives; `--config` leaves it alone.
+        error: exception class for a number outside the range.
+        per_run: whether it affects where and how a run executes but not its result; `--config` ignores it.
     """
 
     doc: str
@@ -60,7 +60,7 @@ class Setting:
     per_run: bool = False
 
     def range_text(self) -> str:
-        """Return the allowed range in words, or an empty text."""
+        """Return the allowed range as text, or an empty string."""
         if self.above is not None and self.below is not None:
             return f"between {self.above:g} and {self.below:g}"
         bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
@@ -78,7 +78,7 @@ class Setting:
 
 
 def setting(value: Any, doc: str, **facts: Any) -> Any:
-    """Return a dataclass field with a default and what `Setting` says of it."""
+    """Return a dataclass field with a default and its `Setting`."""
     return field(default=value, metadata={_KEY: Setting(doc, **facts)})
 
 
@@ -103,7 +103,7 @@ class Field:
 
     @property
     def typed(self) -> Any:
-        """Type of a value on the command line: without None, and a list for what may be repeated."""
+        """Type of a value on the command line: without None, and a list if the option may be repeated."""
         if self.facts.repeats is not None:
             return list[self.facts.repeats]
         if self.facts.takes is not None:
@@ -113,7 +113,7 @@ class Field:
 
     @property
     def kind_name(self) -> str:
-        """Type of a value in words."""
+        """Type of a value as text."""
         if self.facts.repeats is not None:
             return f"a list of {self.facts.repeats.__name__}"
         known = "str" if self.kind is Any else getattr(self.typed, "__name__", "str")
@@ -136,7 +136,7 @@ class Field:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Allowed words, or none where any value of the type is allowed."""
+        """Allowed choices; empty if any value of the type is allowed."""
         return next((typing.get_args(kind) for kind in _members(self.kind) if _is_literal(kind)), ())
 
 
@@ -155,7 +155,7 @@ class Section:
     """Base of a frozen dataclass whose fields are settings: every choice and range is checked.
 
     Raises:
-        DispfxError: naming the setting, what it may be, and what was given.
+        DispfxError: with the setting, the allowed values, and the given one.
     """
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ METHOD_ALIASES = {"activation": "wanda", "fluctuation": "flap", "sensitivity": "
 RecipeName = Literal["paper", "informed"]
 
 DEFAULT_RECIPE: RecipeName = "informed"
-# What a recipe sets; `paper` is what LearnSettings says.  Both learn from 20.5 million tokens.
+# What a recipe sets; `paper` is the defaults of LearnSettings.  Both learn from 20.5 million tokens.
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "paper": {},
     "informed": {
@@ -44,7 +44,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "schedule": "cosine",
     },
 }
-# What a recipe sets besides, in a run of fewer steps than FEW_STEPS (docs/recipe.md).
+# Additional settings of a recipe for runs of fewer than FEW_STEPS steps (docs/recipe.md).
 FEW_STEPS = 2_500
 RECIPES_OF_FEW_STEPS: Mapping[str, Mapping[str, Any]] = {
     "informed": {"budget_on": "probabilities", "budget_width": 0.1},
@@ -67,7 +67,7 @@ class RecipeSettings(Section):
     """Which defaults learning starts from."""
 
     recipe: RecipeName | None = setting(
-        None, "Settings of learning to start from; each has an option of its own.", default=DEFAULT_RECIPE
+        None, "Learning settings to start from; each has its own option.", default=DEFAULT_RECIPE
     )
 
 
@@ -82,7 +82,7 @@ class LearnSettings(Section):
 
     method: Method = setting(
         "learned",
-        "Learn the masks, or score features once.",
+        "Learn the masks, or score the features once.",
         default="learned",
         functions=True,
     )
@@ -90,13 +90,13 @@ class LearnSettings(Section):
     seq_len: int = setting(
         2048,
         "Tokens per sequence.",
-        default="2048, or what the decoder reads; demo: 128",
+        default="2048, or the decoder's context if shorter; demo: 128",
         least=2,
         common=True,
     )
     batch_size: int = setting(
         1,
-        "Sequences per forward pass, of all processes.",
+        "Sequences per forward pass, over all processes.",
         default="2, more if short; demo: 8",
         least=1,
         common=True,
@@ -152,7 +152,7 @@ class LearnSettings(Section):
     seed: int = setting(0, "Seed of everything random. The same seed gives the same plan.")
     save_every: int = setting(500, "Steps between two saved states.", least=1, per_run=True)
     max_bad_steps: int = setting(
-        10, "Steps in a row without a finite loss and gradient that end the run.", least=1, per_run=True
+        10, "Consecutive steps without a finite loss and gradient that stop the run.", least=1, per_run=True
     )
     log_every: int = setting(1, "Steps between two records.", least=1, on_command_line=False)
     held_out_every: int = setting(
@@ -163,7 +163,7 @@ class LearnSettings(Section):
     )
 
     def __post_init__(self) -> None:
-        """Refuse values with which no run makes sense.
+        """Reject values with which no run makes sense.
 
         Raises:
             DispfxError: naming the setting, what it may be and what was given.
@@ -180,7 +180,7 @@ class LearnSettings(Section):
 
     @property
     def depends_on_steps(self) -> bool:
-        """Whether a step differs in a longer run, so that a finished run cannot be continued."""
+        """Whether steps depend on the length of the run, so that a finished run cannot be continued."""
         return self.schedule != "constant" or self.sharpen != 1.0
 
     def sharpness(self, step: int) -> float:
@@ -212,13 +212,13 @@ def learn_settings(model: object = None, *, recipe: str | None = None, **chosen:
     """Return the chosen settings, over those of the demo and of a recipe.
 
     Args:
-        model: MODEL; `demo` has sizes of its own.
+        model: MODEL; `demo` has its own sizes.
         recipe: `informed`, the default, or `paper`.
         chosen: single settings by their names.
 
     Raises:
         UnknownSettingError: if a name is no setting of learning.
-        DispfxError: if there is no such recipe, or a value makes no sense.
+        DispfxError: if the recipe is unknown, or a value makes no sense.
     """
     refuse_unknown_names(tuple(chosen), tuple(LearnSettings.__dataclass_fields__))
     changes = {**(DEMO if isinstance(model, str) and model == "demo" else {}), **chosen}
@@ -227,7 +227,7 @@ def learn_settings(model: object = None, *, recipe: str | None = None, **chosen:
 
 
 def changed_settings(settings: LearnSettings, changes: Mapping[str, Any]) -> LearnSettings:
-    """Return the settings with further choices, as if they had been chosen from the beginning.
+    """Return the settings with further choices, as if they had been chosen at the start.
 
     Raises:
         UnknownSettingError: if a name is no setting of learning.
@@ -239,7 +239,7 @@ def changed_settings(settings: LearnSettings, changes: Mapping[str, Any]) -> Lea
 
 
 def _consistent_sizes(settings: dict[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Let batch and masks fit each other where only one of them was chosen."""
+    """Adapt batch size and samples to each other if only one of them was chosen."""
     batch_size, samples = settings.get("batch_size", 1), settings.get("samples", 1)
     if "samples" not in chosen and samples > 1:
         samples = batch_size  # one per sequence, in a batch of another size too
@@ -250,5 +250,5 @@ def _consistent_sizes(settings: dict[str, Any], chosen: Mapping[str, Any]) -> di
 
 
 def seed_for(seed: int, purpose: str) -> int:
-    """Return the seed of one use of randomness, so that no two uses draw the same numbers."""
+    """Return the seed for one use of randomness, so that two uses never draw the same numbers."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{purpose}".encode()).digest()[:8], "big") >> 1

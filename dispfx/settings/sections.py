@@ -1,4 +1,4 @@
-"""The sections of a run's settings, but for learning: model, text, budget, compute, output.
+"""The sections of a run's settings, except learning: model, text, budget, compute, output.
 
 A value of None means that the default depends on the model or the device; `Setting.default` says how.
 """
@@ -24,7 +24,7 @@ Export = Literal["none", "onnx", "pt2", "dense"]
 
 @dataclass(frozen=True, eq=False)
 class ModelSettings(Section):
-    """Which decoder, and how it is opened."""
+    """The decoder, and how it is opened."""
 
     model: Any = required("`demo`, a folder, a .gguf file, a hub id, or package.module:function.", takes=str)
     revision: str | None = setting(None, "Branch, tag or commit of a hub id.")
@@ -70,10 +70,10 @@ class TextSettings(Section):
     bos: Switch = setting(
         "auto",
         "Begin sequences, windows and prompts with the beginning-of-sequence token.",
-        default="auto: where the tokenizer puts it in front of a text, and not before token ids",
+        default="auto: if the tokenizer adds it to text; never before token ids",
     )
     allow_unknown: bool = setting(
-        False, "Read text even if most of it is unknown to the tokenizer, or is no text."
+        False, "Read data even if the tokenizer does not know most of it, or it is not text."
     )
     eval_windows: int | None = setting(None, "Windows to measure on at most.", default="all", least=1)
 
@@ -89,7 +89,7 @@ class BudgetSettings(Section):
     align: int | None = setting(
         None, "Widths become multiples of this.", default="16 for cuda, 8 for cpu", least=1
     )
-    target: Target | None = setting(None, "Device that the result is for.", default="the device it runs on")
+    target: Target | None = setting(None, "Device that the result will run on.", default="that of this run")
     costs: Any = setting(
         None,
         "Latency table of the target (tools/measure_costs.py). Branches that would become slower stay dense.",
@@ -143,12 +143,12 @@ class ComputeSettings(Section):
         check_device(self.shard_on)
 
     def compiles(self, device: Any) -> bool:
-        """Whether layers are compiled on a `torch.device`, if they can be."""
+        """Whether to compile layers on a `torch.device`, if possible."""
         return self.compile == "on" or (self.compile == "auto" and device.type == "cuda")
 
 
 class WritingSection(Section):
-    """Base of a section with the place that a verb writes to."""
+    """Base of a section with the output path of a verb."""
 
     out: Path | None
 
@@ -157,15 +157,15 @@ class WritingSection(Section):
         """The folder or file to write, with ~ expanded.
 
         Raises:
-            OutputError: if none was named.
+            OutputError: if `--out` is missing.
         """
         if self.out is None:
-            raise OutputError("a place to write is needed", hint=f"name one with {option('out')}")
+            raise OutputError("an output path is needed", hint=f"name one with {option('out')}")
         return Path(self.out).expanduser()
 
 
 def state_place(out: Path) -> Path:
-    """Return DIR.state, where a run that writes `out` keeps what it resumes from."""
+    """Return DIR.state, where a run that writes `out` keeps its resumable state."""
     return out.with_name(f"{out.name}.state")
 
 
@@ -187,7 +187,7 @@ class OutputSettings(WritingSection):
     )
     dry_run: bool = setting(
         False,
-        "Capture and analyse, say what the run would do and what it takes, and write nothing.",
+        "Capture and analyse, estimate the run, and write nothing.",
         common=True,
         per_run=True,
     )

@@ -1,11 +1,11 @@
-"""The settings of a run as a file has them, read back and checked.
+"""Read the settings of a run back from a file, and check them.
 
     report.json: "settings": {"model": {…}, "text": {…}, …}
 
 1. A file has the sections of `RunSettings`, and no other.
 2. Values have the types, choices and ranges of their fields.  A module or tensor that a program gave is only
    named (`is_of_a_program`).
-3. A setting, or a section, that a file lacks has its default: the run is of before there was such a one.
+3. A setting, or a section, that a file lacks has its default: the run is older than the setting.
 """
 
 import json
@@ -23,10 +23,10 @@ def stored_sections(plain: Any, *, strict: bool) -> dict[str, dict[str, Any]]:
     """Return every setting by section and name, as `RunSettings.plain` does.
 
     Args:
-        strict: refuse a name that is no setting; otherwise it counts as one of a later version.
+        strict: reject unknown names; otherwise they are taken as settings of a later version.
 
     Raises:
-        ValueError: naming the place of what is wrong.
+        ValueError: with the place of the error.
     """
     known = RunSettings.sections()
     if not isinstance(plain, dict):

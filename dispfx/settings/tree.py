@@ -52,8 +52,8 @@ class Tree:
         """Return the settings with these values; all others have their defaults.
 
         Raises:
-            UnknownSettingError: if a name is no setting; the closest one is named.
-            DispfxError: if a value makes no sense, or one that has no default is missing.
+            UnknownSettingError: if a name is unknown, with the closest known one.
+            DispfxError: if a value makes no sense, or a required one is missing.
         """
         refuse_unknown_names(flat, cls.settings())
         for name, one in cls.settings().items():
@@ -63,7 +63,7 @@ class Tree:
 
     @classmethod
     def given(cls, subject: Any, changes: Mapping[str, Any]) -> Self:
-        """Return settings from what a function was called with: settings, or a model, and single settings.
+        """Return settings from the arguments of a function: settings or a model, and single settings.
 
         Args:
             subject: settings of this class, or the model that they are about.
@@ -124,5 +124,5 @@ def plain_section(section: Any) -> dict[str, Any]:
 
 
 def is_of_a_program(plain: Any) -> bool:
-    """Whether a plain value stands for a module or a tensor, which no file can give again."""
+    """Whether a plain value stands for a module or a tensor, which a file cannot restore."""
     return isinstance(plain, dict) and list(plain) == [_OBJECT]

@@ -1,4 +1,4 @@
-"""Sections that single verbs have: evaluation, recovery, timing, export and generation."""
+"""Sections of single verbs: evaluation, recovery, timing, export and generation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ class EvaluationSettings(Section):
 
     dense: Any = setting(
         None,
-        "What DIR was compiled from. Measured in the same tasks, and compared: KL, top-1 agreement.",
+        "MODEL that DIR was compiled from. Measured alike, and compared by KL and top-1 agreement.",
         metavar="MODEL",
         takes=str,
         common=True,
     )
     context: int | None = setting(
         None,
-        "Tokens per window, and per question at most.",
-        default="2048, or what the decoder reads",
+        "Tokens per window, and at most per question.",
+        default="2048, or the decoder's context if shorter",
         least=2,
     )
     tasks: tuple[str, ...] = setting(
         (), "Tasks of lm-eval, separated by commas (pip install 'dispfx[lm-eval]').", repeats=str, common=True
     )
     task_folder: Path | None = setting(
-        None, "Folder with task files of your own. They are programs: use those you trust."
+        None, "Folder with your own task files. They can run code: use only files that you trust."
     )
     shots: int | None = setting(
         None, "Answered examples before each question.", default="the task's own", least=0
@@ -43,7 +43,7 @@ class EvaluationSettings(Section):
 
     @property
     def task_names(self) -> list[str]:
-        """Names of tasks, of which a word may hold several, separated by commas."""
+        """Names of all tasks; one argument may hold several, separated by commas."""
         words = [self.tasks] if isinstance(self.tasks, str) else self.tasks
         return [name.strip() for word in words for name in word.split(",") if name.strip()]
 
@@ -75,7 +75,7 @@ class TimingSettings(Section):
 
     dense: Any = setting(
         None,
-        "What DIR was compiled from.",
+        "MODEL that DIR was compiled from.",
         default="its class with random weights",
         metavar="MODEL",
         takes=str,
@@ -109,8 +109,8 @@ class FormSettings(Section):
     write: Literal["gather-add", "index-add"] = setting(
         "gather-add", "How the ONNX model writes into the residual stream; index-add is slow."
     )
-    ort_fusions: bool = setting(False, "Use operators of ONNX Runtime's own where they verify.")
-    no_padding: bool = setting(False, "For text without padding only: attention needs no mask.")
+    ort_fusions: bool = setting(False, "Use ONNX Runtime's own operators if the result verifies.")
+    no_padding: bool = setting(False, "Leave out the attention mask. The model then accepts no padding.")
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class GenerationSettings(Section):
 
     prompt: str = required("Text to continue.")
     max_new_tokens: int = setting(64, "Tokens to add.", least=1)
-    temperature: float = setting(0.0, "Temperature of the drawing; 0 takes the likeliest token.", least=0.0)
-    top_k: int | None = setting(None, "Draw from the k likeliest tokens.", default="all", least=1)
+    temperature: float = setting(0.0, "Sampling temperature; 0 takes the likeliest token.", least=0.0)
+    top_k: int | None = setting(None, "Sample from the k likeliest tokens.", default="all", least=1)
     seed: int = setting(0, "Seed of the drawing.")
     runtime: Runtime = setting("torch", "What runs the decoder.")
 

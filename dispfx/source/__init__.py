@@ -1,13 +1,12 @@
-"""Where a decoder, its tokenizer and its text come from.
+"""Load decoders, tokenizers and text.
 
-`load_source` turns MODEL into a `Source`, `load_config` turns its config alone into one without values, and
-`read_text` turns text into token ids.  This package and the checkpoint writer are the only code
-that knows transformers.
+`load_source` turns MODEL into a `Source`, `load_config` builds one without weights from a config, and
+`read_text` turns text into token ids.  Only this package and the checkpoint writer know transformers.
 
     pretrained  folder, GGUF file, hub id → module, config and tokenizer
     function    package.module:function → module
-    loaded_size MODEL → bytes of its weights, before one is read
-    loading     MODEL → Source; what does not predict from the past alone is refused
+    loaded_size MODEL → bytes of its weights, before they are read
+    loading     MODEL → Source; rejects models whose logits depend on later tokens
     text        files and data sets of text, and token files → one vector of token ids
 """
 

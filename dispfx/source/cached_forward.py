@@ -1,11 +1,11 @@
-"""A transformers decoder whose cache is plain tensors, so that it can be captured with it.
+"""A transformers decoder whose cache is a list of plain tensors, so that it can be captured.
 
     decoder(ids, cache)    →    forward(ids, mask, positions, [k0, v0, …]) → [logits, k0', v0', …]
 
-No architecture is known by name.  One forward pass shows which layers keep keys and values; a cache
-that holds anything else (the state of a recurrence, a window of a convolution, compressed keys) is
-refused.  Every layer's cache grows without limit here, also where the decoder attends to a sliding
-window only: its mask still hides what is outside the window, and all caches have one length.
+No architecture is known by name.  One forward pass shows which layers keep keys and values.  A cache with
+anything else (the state of a recurrence, a window of a convolution, compressed keys) is rejected.  The cache
+of every layer grows without limit, also for sliding-window attention: the mask still hides tokens outside the
+window, and all caches have the same length.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from dispfx.ir.cached_inputs import CacheTensor
 # `past_key_values` is being renamed; newer versions accept the old name with a warning.
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
 _KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
-# Stands for a layer without a cache of its own; older versions have none.
+# Placeholder for a layer without its own cache; older versions lack it.
 _PLACEHOLDER = getattr(cache_utils, "DummyLayer", DynamicLayer)
 _SAMPLE = (2, 5)
 # Other positions change logits by far more, rounding by far less.
@@ -37,8 +37,8 @@ def cached_forward(model: nn.Module) -> CachedForward:
     """Prepare a decoder for a capture with a cache; the decoder is not changed.
 
     Raises:
-        CaptureError: if it takes no cache, or does not return one.
-        UnsupportedGraphError: if its cache is not made of keys and values (B, heads, tokens, size).
+        CaptureError: if it does not take or return a cache.
+        UnsupportedGraphError: if its cache does not consist of keys and values (B, heads, tokens, size).
     """
     argument = _cache_argument(model)
     layers = _observed_layers(model, argument)
@@ -51,10 +51,10 @@ class _CachedModule(nn.Module):
     """A decoder that takes and returns keys and values as a list, layer by layer.
 
     Args:
-        argument: under which name the decoder takes its cache.
-        kept: for each layer of the cache None where it holds keys and values, else what stands for it,
-            such as for a layer that uses another's keys and values.
-        first_position: number of its first position; None where it is given no positions.
+        argument: name of the decoder's cache argument.
+        kept: for each layer of the cache, None if it holds keys and values, else a placeholder, such as for a
+            layer that uses the keys and values of another layer.
+        first_position: number of its first position; None if it takes no positions.
     """
 
     def __init__(
@@ -104,17 +104,17 @@ def _cache_argument(model: nn.Module) -> str:
         if name in _accepted(model):
             return name
     raise CaptureError(
-        f"a capture with a cache needs a decoder that takes one ({' or '.join(_CACHE_ARGUMENTS)})",
+        f"the decoder does not take a cache ({' or '.join(_CACHE_ARGUMENTS)})",
         where=type(model).__name__,
         hint="capture it without a cache",
     )
 
 
 def _first_position(model: nn.Module) -> int | None:
-    """Return the number of the decoder's first position, or None for one that must count by itself.
+    """Return the number of the decoder's first position, or None if it takes no positions.
 
-    Most count from 0; some start behind the id of the padding token.  A decoder that takes no positions
-    numbers them from the length of its cache, padding included.
+    Most decoders count from 0; some start after the id of the padding token.  A decoder that takes no
+    positions counts them from the length of its cache, including padding.
     """
     if "position_ids" not in _accepted(model):
         return None
@@ -134,7 +134,7 @@ def _sample_ids(model: nn.Module) -> Tensor:
 
 
 def _observed(model: nn.Module, ids: Tensor, arguments: dict[str, Any]) -> Any:
-    """Return what the decoder gives for token ids when it starts a cache."""
+    """Return the output of the decoder for token ids with an empty cache."""
     if "use_cache" in _accepted(model):
         arguments = {**arguments, "use_cache": True}
     with evaluation(model, use_cache=True), torch.no_grad(), warnings.catch_warnings():
@@ -149,9 +149,9 @@ def _observed(model: nn.Module, ids: Tensor, arguments: dict[str, Any]) -> Any:
 
 
 def _observed_layers(model: nn.Module, argument: str) -> list[Any]:
-    """Return the layers of the cache that a forward pass leaves behind."""
+    """Return the layers of the cache that a forward pass returns."""
     cache = getattr(_observed(model, _sample_ids(model), {}), argument, None)
-    # A decoder that could also attend to an encoder keeps that part apart; it is empty here.
+    # A decoder with cross-attention keeps that cache separately; it is empty here.
     cache = getattr(cache, "self_attention_cache", cache)
     if not isinstance(cache, Cache):
         raise UnsupportedGraphError(
@@ -168,7 +168,7 @@ def _observed_layers(model: nn.Module, argument: str) -> list[Any]:
 
 
 def _require_keys_and_values(layer: Any, model: nn.Module) -> None:
-    """Refuse a layer that holds anything else than keys and values (B, heads, T, size)."""
+    """Reject a layer whose cache is not keys and values (B, heads, T, size)."""
     pair = (getattr(layer, "keys", None), getattr(layer, "values", None))
     shapes = [tuple(getattr(tensor, "shape", ())) for tensor in pair]
     regular = all(len(shape) == 4 and (shape[0], shape[2]) == _SAMPLE for shape in shapes)

@@ -1,6 +1,6 @@
-"""What a folder holds that is no whole checkpoint of a decoder, and what to do about it.
+"""Diagnose folders that are not complete checkpoints of a decoder, with a remedy.
 
-Asked before transformers looks at the folder: its own errors name neither the file nor the remedy.
+This runs before transformers opens the folder, because its errors name neither file nor remedy.
 """
 
 from pathlib import Path
@@ -19,19 +19,19 @@ _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _LFS = b"version https://git-lfs.github.com/spec/"
 _DOWNLOAD_AGAIN = "download that file again"
 
-# What other folders of models are recognised by, what they hold, and what to pass instead.
+# File that identifies other model folders, their content, and what to pass instead.
 _OTHER_KINDS = {
     "model_index.json": ("a diffusion pipeline, not a decoder", FORMS),
     "params.json": (
         "weights in their publisher's own format",
         "convert them to a transformers checkpoint, or download the one that the publisher offers",
     ),
-    "*.onnx": ("an ONNX model alone", "pass the PyTorch checkpoint that it was exported from"),
+    "*.onnx": ("only an ONNX model", "pass the PyTorch checkpoint that it was exported from"),
     "*.engine": ("a TensorRT engine", "pass the PyTorch checkpoint that it was built from"),
 }
 _READ = (".safetensors", ".bin", *_INDICES)
 _CONVERT = "convert it to a checkpoint in safetensors, or download one"
-# Weights beside a config, by the ending of their files.
+# Weights in a folder with a config, by file ending.
 _OTHER_WEIGHTS = {
     ".onnx": ("an ONNX model", "pass the PyTorch checkpoint that it was exported from"),
     ".gguf": ("a GGUF file", "pass that file itself as MODEL"),
@@ -43,14 +43,14 @@ _OTHER_WEIGHTS = {
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Pass if a folder holds a transformers config, and is not one that dispfx or PEFT wrote.
+    """Raise unless a folder holds a transformers config, and was not written by dispfx or PEFT.
 
     Raises:
-        SourceError: naming what the folder holds instead.
+        SourceError: with the content of the folder.
     """
     if (folder / _PLAN_FILE).is_file():
         raise SourceError(
-            "the folder holds a decoder that dispfx has pruned already",
+            "the folder holds a decoder that dispfx has already pruned",
             where=str(folder),
             hint="compile the decoder that it was made from, with a higher ratio; its plan is shown by "
             f"dispfx inspect {folder / _PLAN_FILE}",
@@ -64,17 +64,17 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def check_weights(folder: Path) -> None:
-    """Pass if the weight files of a folder are all there and whole, as far as indices and headers tell.
+    """Raise if a weight file of a folder is missing or truncated, according to indices and headers.
 
     Raises:
-        SourceError: naming the file that is missing or damaged.
+        SourceError: with the file that is missing or damaged.
     """
     names = [file.name for file in folder.iterdir()]
     if not any(name.endswith(_READ) for name in names):
         for ending, (what, hint) in _OTHER_WEIGHTS.items():
             if found := sorted(name for name in names if name.endswith(ending)):
                 raise SourceError(
-                    f"the folder holds {what} and no weights that can be read here",
+                    f"the folder holds {what}, but no weights that can be read",
                     where=str(folder / found[0]),
                     hint=hint,
                 )
@@ -88,12 +88,12 @@ def _adapter(folder: Path) -> SourceError:
     base = _entries(folder / ADAPTER_FILE).get("base_model_name_or_path") or "its decoder"
     if (folder / CONFIG_FILE).is_file():
         return SourceError(
-            f"the folder holds an adapter for {base} beside the decoder's own files",
+            f"the folder holds an adapter for {base} next to the decoder's own files",
             where=str(folder / ADAPTER_FILE),
             hint="merge the adapter (PEFT's merge_and_unload), or move its files away to compile without it",
         )
     return SourceError(
-        f"the folder holds an adapter alone; merge it into {base}, and compile the result",
+        f"the folder holds only an adapter; merge it into {base}, and compile the result",
         where=str(folder / ADAPTER_FILE),
         hint='python -c "from peft import AutoPeftModelForCausalLM as A; A.from_pretrained('
         f"'{folder}').merge_and_unload().save_pretrained('MERGED')\"",
@@ -103,14 +103,14 @@ def _adapter(folder: Path) -> SourceError:
 def _no_checkpoint(folder: Path) -> SourceError:
     held, hint = _held(folder)
     return SourceError(
-        f"the folder has no config.json, so it is no transformers checkpoint{held}",
+        f"the folder has no config.json, so it is not a transformers checkpoint{held}",
         where=str(folder),
         hint=hint,
     )
 
 
 def _held(folder: Path) -> tuple[str, str]:
-    """Return what a folder without a config holds, as the end of a sentence, and what to pass instead."""
+    """Return the content of a folder without a config, as the end of a sentence, and what to pass instead."""
     if ggufs := sorted(folder.glob("*.gguf")):
         return "; it holds GGUF files", f"name one of them: {ggufs[0]}"
     for pattern, (what, hint) in _OTHER_KINDS.items():
@@ -123,24 +123,24 @@ def _held(folder: Path) -> tuple[str, str]:
 
 
 def _check_fetched(file: Path) -> None:
-    """Refuse the note that git leaves in place of a file that git-lfs was to fetch."""
+    """Reject a git-lfs pointer file."""
     try:
         if not file.is_file() or file.stat().st_size > 1024:
             return
         with file.open("rb") as opened:
             is_note = opened.read(len(_LFS)) == _LFS
     except OSError:
-        return  # whoever reads it says what is wrong
+        return  # reading it reports the error
     if is_note:
         raise SourceError(
-            "the file is a note of git-lfs in place of what it should hold",
+            "the file is a git-lfs pointer, and its content was not fetched",
             where=str(file),
             hint=f"git -C {file.parent} lfs pull",
         )
 
 
 def _check_shards(folder: Path, index: str) -> None:
-    """Refuse an index that names files that are not there."""
+    """Reject an index that names missing files."""
     weight_map = _entries(folder / index).get("weight_map")
     names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
     missing = [name for name in names if not (folder / name).is_file()]
@@ -154,18 +154,18 @@ def _check_shards(folder: Path, index: str) -> None:
 
 
 def _check_whole(file: Path) -> None:
-    """Refuse a safetensors file that is cut off or damaged, by its header."""
+    """Reject a safetensors file whose header shows that it is truncated or damaged."""
     try:
         with safe_open(file, framework="pt"):
             return
     except (SafetensorError, OSError) as error:
         raise SourceError(
-            f"the weight file is cut off or damaged: {error}", where=str(file), hint=_DOWNLOAD_AGAIN
+            f"the weight file is truncated or damaged: {error}", where=str(file), hint=_DOWNLOAD_AGAIN
         ) from error
 
 
 def _entries(file: Path) -> dict[str, Any]:
-    """Return the entries of a JSON file, or none where it cannot be read."""
+    """Return the entries of a JSON file; empty if it cannot be read."""
     try:
         entries = read_json(file)
     except (OSError, ValueError):

@@ -1,11 +1,11 @@
 """How a transformers decoder computes its mixtures of experts.
 
-    grouped    tokens are sorted by expert, and each expert multiplies its run of them: what learning
-               and long texts can afford
-    batched    the weights of every token's experts are gathered and multiplied: plain operations, which
-               every exporter knows, and memory for few tokens only
+    grouped    tokens are sorted by expert, and each expert multiplies its run of tokens: efficient for
+               learning and long texts
+    batched    the weights of every token's experts are gathered and multiplied: plain operations that
+               every exporter supports, with too much memory for many tokens
 
-Both read the same parameters, so a plan made with one cuts the other.
+Both read the same parameters, so a plan made with one fits the other.
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ from dispfx.words.choices import choice
 Experts = Literal["grouped", "batched"]
 
 _NAMES = {"grouped": "grouped_mm", "batched": "batched_mm"}
-# Kernels that somebody else chose at load time stay as they are.
+# Kernels that were chosen at load time stay as they are.
 _EXCHANGEABLE = {"eager", None, *_NAMES.values()}
 
 
 def has_choice_of_experts(model: nn.Module) -> bool:
-    """Whether the module is a transformers decoder that can compute its experts in either way."""
+    """Whether the module is a transformers decoder that supports both implementations of experts."""
     with experts_as(model, "grouped"):
         grouped = _chosen(model)
         with experts_as(model, "batched"):
@@ -34,10 +34,10 @@ def has_choice_of_experts(model: nn.Module) -> bool:
 
 @contextmanager
 def experts_as(model: nn.Module, experts: Experts) -> Iterator[None]:
-    """Hold the module's experts in one implementation, where it has a choice; then put its own back.
+    """Use one implementation of experts inside the block, if the module has a choice.
 
     Raises:
-        DispfxError: if there is no such implementation.
+        DispfxError: if the implementation is unknown.
     """
     before = _chosen(model)
     changed = _change(model, choice(_NAMES, experts, "experts"))
@@ -50,7 +50,7 @@ def experts_as(model: nn.Module, experts: Experts) -> Iterator[None]:
 
 
 def _change(model: nn.Module, name: str) -> bool:
-    """Choose an implementation where the module can; return whether it could."""
+    """Choose an implementation if the module supports it; return whether it does."""
     if not isinstance(model, PreTrainedModel) or not set(_chosen(model).values()) <= _EXCHANGEABLE:
         return False
     try:
@@ -61,5 +61,5 @@ def _change(model: nn.Module, name: str) -> bool:
 
 
 def _chosen(model: nn.Module) -> dict[str, str | None]:
-    """Return the implementation of the module and of each of its parts with a config of its own."""
+    """Return the implementation of the module and of each part with its own config."""
     return model.get_experts_implementation() if isinstance(model, PreTrainedModel) else {}

@@ -24,7 +24,7 @@ def build_module(spec: str) -> tuple[nn.Module, None, Any | None]:
     Raises:
         SourceError: if the function cannot be found, raises, or returns something else.
     """
-    # What it prints must not stand between what a command prints for programs.
+    # Its output must not mix with the machine-readable output of a command.
     with _current_directory_importable(), redirect_stdout(sys.stderr):
         function = _find(spec)
         try:
@@ -39,7 +39,7 @@ def build_module(spec: str) -> tuple[nn.Module, None, Any | None]:
             ) from error
     if not isinstance(module, nn.Module):
         raise SourceError(
-            f"MODEL's function must return an nn.Module and returned {_returned(module)}",
+            f"MODEL's function must return an nn.Module, but returned {_returned(module)}",
             where=spec,
             hint="end the function in `return model`, with the decoder alone",
         )
@@ -60,8 +60,8 @@ def _find(spec: str) -> Callable[[], Any]:
         raise _out_of_memory(f"the module {module_name} was imported", error) from error
     except (Exception, SystemExit) as error:
         absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
-        here = current_folder() or "no current folder, for that was removed,"
-        looked = f"it is looked for in {here} and among the installed packages"
+        here = current_folder() or "the current folder, which was removed,"
+        looked = f"it is searched in {here} and among the installed packages"
         hint = (suggestion_for(spec) or looked) if absent else installation(error)
         raise SourceError(
             f"the module {module_name} cannot be imported: {type(error).__name__}: {error}",
@@ -73,7 +73,7 @@ def _find(spec: str) -> Callable[[], Any]:
             raise SourceError(f"{module_name} has no {path}", where=spec, hint=suggestion_for(spec))
         found = getattr(found, name)
     if not callable(found):
-        raise SourceError(f"{path} must be a function and is of type {type(found).__name__}", where=spec)
+        raise SourceError(f"{path} must be a function, but is a {type(found).__name__}", where=spec)
     return found
 
 
@@ -84,7 +84,7 @@ def _current_directory_importable() -> Iterator[None]:
         yield
         return
     sys.path.insert(0, str(here))
-    # A file written a moment ago may be missing from the finder's cached listing of the folder.
+    # A new file may be missing from the finder's cached listing of the folder.
     importlib.invalidate_caches()
     try:
         yield
@@ -93,11 +93,11 @@ def _current_directory_importable() -> Iterator[None]:
 
 
 def _out_of_memory(when: str, error: MemoryError) -> SourceError:
-    said = f": {error}" if str(error) else ""
+    detail = f": {error}" if str(error) else ""
     return SourceError(
-        f"memory ran out while {when}{said}",
+        f"memory ran out while {when}{detail}",
         where=_line_of(error),
-        hint="build a smaller decoder or one of a smaller dtype; code that nests very deeply ends so, too",
+        hint="build a smaller decoder, or use a smaller dtype; very deeply nested code also causes this",
     )
 
 

@@ -1,4 +1,4 @@
-"""How large a decoder's weights are, before one of them is read."""
+"""The size of a decoder's weights, before they are read."""
 
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,16 @@ from dispfx.demo import DECODER_FOLDER
 from dispfx.files.json_text import read_json
 from dispfx.words.model_origin import origin_of
 
-# Of a number, by the names of safetensors; those of less than a byte are packed, and taken for one.
+# Bytes per element by safetensors dtype; packed types below a byte count as one.
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4}
 _BYTES |= {"F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 
 
 def loaded_bytes(spec: str, dtype: torch.dtype | None) -> int | None:
-    """Return the bytes of a decoder's weights once they are loaded, or None where only loading tells.
+    """Return the bytes of a decoder's weights in memory, or None if unknown before loading.
 
-    That is so for the hub, for functions, for other files than safetensors and GGUF, and for files that
-    loading will refuse.
+    It is unknown for the hub, for functions, for files other than safetensors and GGUF, and for invalid
+    files.
 
     Args:
         spec: MODEL.
@@ -50,10 +50,10 @@ def _folder_bytes(folder: Path, dtype: torch.dtype | None) -> int | None:
 
 
 def _loaded_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that transformers loads; there may be others beside them.
+    """Return the safetensors files that transformers loads; the folder may contain more files.
 
-    As `_get_resolved_checkpoint_files` of transformers 5.24: what the config names, `model.safetensors`, or
-    the files that its index names, whichever is there first.
+    As `_get_resolved_checkpoint_files` of transformers 5.24: the file named by the config,
+    `model.safetensors`, or the files in its index, whichever exists first.
 
     Raises:
         OSError, ValueError, KeyError, AttributeError, TypeError: if config or index cannot be read.

@@ -1,13 +1,13 @@
-"""MODEL → `Source`, whatever its form.
+"""MODEL in any form → `Source`.
 
-A decoder predicts each token from the tokens before it; everything else is refused.  Names prove nothing:
-an encoder's checkpoint loads into a causal class without a missing weight.  So the last token is changed,
-and the logits before it must stay.
+A model must predict each token from earlier tokens only; other models are rejected.  The class name is not
+enough: an encoder's checkpoint loads into a causal class without a missing weight.  So the last token is
+changed, and the logits before it must not change.
 
-A decoder moves to a device and a dtype, also one whose class has a `to` of its own:
+A decoder moves to a device and dtype also if its class overrides `to`:
 
     nn.Module:   model.to(device=…, dtype=…)
-    others:      model.to(device), then model.to(dtype): what TransformerLens takes, for one
+    overridden:  model.to(device), then model.to(dtype), as TransformerLens expects
 
 Legend: B batch, T tokens, V vocabulary
 """
@@ -33,7 +33,7 @@ from dispfx.words.chosen_device import chosen_device
 from dispfx.words.model_origin import origin_of
 from dispfx.words.option_names import option
 
-# An index names weights that should lie beside it.
+# An index names weight files in its folder.
 _WEIGHT_ENDINGS = (
     ".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".index.json", ".onnx",
 )  # fmt: skip
@@ -56,18 +56,18 @@ def load_source(
         spec: MODEL: `demo`, a folder, a .gguf file, a hub id, or package.module:function.
         revision: branch, tag or commit of a hub id.
         dtype: float32, bfloat16 or float16; None keeps that of the weights (float32 for GGUF).
-        device: where the decoder shall lie.
+        device: of the decoder.
         trust_remote_code: whether code that comes with the checkpoint may run.
-        tokenizer: folder or hub id of another tokenizer than the decoder's own.
+        tokenizer: folder or hub id of a tokenizer, instead of the decoder's own.
 
     Raises:
-        SourceError: if there is no such decoder, it cannot be read, or it is no decoder.
+        SourceError: if MODEL does not exist, cannot be read, or is not a decoder.
     """
     origin = origin_of(spec)
     _check_revision(spec, origin, revision)
     if config_alone(spec):
         raise SourceError(
-            "the weights cannot be loaded: MODEL is a config alone",
+            "the weights cannot be loaded: MODEL is only a config",
             where=spec,
             hint="`dispfx inspect` shows what can be pruned in it; everything else needs the weights",
         )
@@ -93,22 +93,24 @@ def load_config(
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> Source:
-    """Build the decoder that MODEL's config describes on the meta device: shapes and no values.
+    """Build the decoder of MODEL's config on the meta device: shapes without values.
 
-    No weight is read or downloaded, so a decoder of any size takes little memory.  It has no tokenizer.
+    No weights are read or downloaded, so a decoder of any size takes little memory.  It has no tokenizer.
 
     Args:
-        spec: MODEL, or a config.json; a GGUF file keeps its config among its weights and is refused.
+        spec: MODEL, or a config.json; a GGUF file is rejected, because it has no separate config.
         revision, dtype, trust_remote_code: as in `load_source`; the config's own dtype by default.
 
     Raises:
-        SourceError: if there is no such config, or it is of no decoder.
+        SourceError: if the config does not exist, or does not describe a decoder.
     """
     origin = origin_of(spec)
     _check_revision(spec, origin, revision)
     wanted = dtype_of(dtype)
     if origin == "gguf":
-        raise SourceError("a GGUF file has no config of its own", where=spec, hint="inspect it whole")
+        raise SourceError(
+            "a GGUF file has no separate config", where=spec, hint=f"leave out {option('config_only')}"
+        )
     if origin == "function":
         with torch.device("meta"):
             module, tokenizer, config = build_module(spec)
@@ -129,7 +131,7 @@ def config_alone(spec: str) -> bool:
 def _check_revision(spec: str, origin: str, revision: str | None) -> None:
     if revision is not None and origin != "hub":
         raise SourceError(
-            f"{option('revision')} chooses a version of a hub id, and MODEL is none", where=spec
+            f"{option('revision')} chooses a version of a hub id, but MODEL is not a hub id", where=spec
         )
 
 
@@ -159,10 +161,10 @@ def _with_tokenizer(source: Source, tokenizer: str | None, trust_remote_code: bo
 
 
 def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype of a word, or None for none.
+    """Return the dtype of a name; None stays None.
 
     Raises:
-        DispfxError: if there is none of that name.
+        DispfxError: if the name is unknown.
     """
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
@@ -178,10 +180,10 @@ _IDS_BT = ((1, 0, 1, 1, 0, 1, 0, 1), (1, 0, 1, 1, 0, 1, 0, 0))
 
 
 def check_causal(model: nn.Module, name: str, device: torch.device) -> None:
-    """Check that `model` maps token ids to logits, each from the past alone.
+    """Check that `model` maps token ids to logits, each from earlier tokens only.
 
     Raises:
-        SourceError: if it cannot run, returns no logits, or looks at later tokens.
+        SourceError: if it cannot run, does not return logits, or uses later tokens.
     """
     first_TV, second_TV = (_logits(model, torch.tensor([ids], device=device), name)[0] for ids in _IDS_BT)
     before_TV = first_TV[:-1].double()
@@ -213,9 +215,9 @@ def _logits(model: nn.Module, ids_BT: Tensor, name: str) -> Tensor:
 
 
 def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a decoder on a device, its floating-point tensors of a type; without one they keep theirs.
+    """Return a decoder on a device, with floating-point tensors of a dtype; None keeps their dtypes.
 
-    A decoder that is there already is not asked to move.
+    `to` is not called if nothing has to change.
     """
     wanted: dict[str, Any] = {"device": device} if dtype is None else {"device": device, "dtype": dtype}
     if all(_is_there(tensor, device, dtype) for tensor in (*model.parameters(), *model.buffers())):
@@ -223,9 +225,9 @@ def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None = No
     try:
         inspect.signature(model.to).bind(**wanted)
     except TypeError:
-        for each in wanted.values():
+        for step in wanted.values():
             own: Any = model.to
-            model = own(each) or model  # what moves in place may return nothing
+            model = own(step) or model  # an in-place `to` may return None
         return model
     together: Any = model.to
     return together(**wanted) or model

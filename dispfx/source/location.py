@@ -1,4 +1,4 @@
-"""Where transformers shall look for a checkpoint: a folder, a GGUF file, or the hub."""
+"""The location of a checkpoint for transformers: a folder, a GGUF file, or the hub."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +15,14 @@ _HUB_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Location:
-    """Where transformers shall look.
+    """The location of a checkpoint.
 
     Args:
         path: a folder, or a hub id.
         revision: of the hub id; None for a folder.
         gguf_file: name of the GGUF file in the folder.
         hub: whether `path` is a hub id.
-        offline: whether only what an earlier run downloaded is used.
+        offline: whether to use only the local cache of the hub.
     """
 
     path: str
@@ -40,12 +40,12 @@ class Location:
 
 
 def reach_hub(hub_id: str, revision: str | None, given: str = "MODEL") -> Location:
-    """Return where `hub_id` is loaded from: the hub, or what an earlier run downloaded.
+    """Return the location of `hub_id`: the hub, or the local cache.
 
-    Asked first, because the downloads themselves wait half a minute for a hub that is out of reach.
+    This is checked first, because downloads wait half a minute for an unreachable hub.
 
     Args:
-        given: what the user named so, MODEL or an option.
+        given: the argument that named it, MODEL or an option.
 
     Raises:
         SourceError: if the hub does not have it, or cannot be reached and it was never downloaded.
@@ -54,7 +54,7 @@ def reach_hub(hub_id: str, revision: str | None, given: str = "MODEL") -> Locati
         HfApi().model_info(hub_id, revision=revision, timeout=_HUB_SECONDS)
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise SourceError(
-            f"{given} is no folder here, and the hub has no model of that name that you may read",
+            f"{given} is not a local folder, and the hub has no model of that name that you may read",
             where=hub_id,
             hint=suggestion_for(hub_id) or f"check the spelling; {FORMS}",
         ) from error
@@ -65,7 +65,7 @@ def reach_hub(hub_id: str, revision: str | None, given: str = "MODEL") -> Locati
         cached = try_to_load_from_cache(hub_id, "config.json", revision=revision)
         if not isinstance(cached, str):
             raise SourceError(
-                f"{given} is no folder here, and the hub cannot be reached ({type(error).__name__})",
+                f"{given} is not a local folder, and the hub cannot be reached ({type(error).__name__})",
                 where=hub_id,
                 hint=suggestion_for(hub_id)
                 or f"check the path or the network, or download the model first; {FORMS}",

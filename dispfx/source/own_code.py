@@ -1,7 +1,7 @@
-"""Code that comes with a checkpoint (`auto_map`), and travels with every folder that is made from it.
+"""Code that comes with a checkpoint (`auto_map`), and is copied into every folder made from it.
 
-transformers copies such code into its cache and imports it there, as `transformers_modules.…`.  What is
-written are those copies: the code that ran.
+transformers copies such code into its cache and imports it from there, as `transformers_modules.…`.  These
+copies are written, because they are the code that ran.
 """
 
 import json
@@ -26,7 +26,7 @@ def is_own_code(*parts: Any) -> bool:
 
 
 def carry_code(folder: Path, parts: Mapping[str, Any]) -> None:
-    """Write the code of the parts into `folder`, and let its config.json name that code and no other.
+    """Write the code of the parts into `folder`, and make its config.json name only that code.
 
     Args:
         folder: with a config.json.
@@ -42,7 +42,7 @@ def carry_code(folder: Path, parts: Mapping[str, Any]) -> None:
         named[auto_class] = f"{file.stem}.{type(part).__name__}"
     entries = read_json(folder / _CONFIG_FILE)
     before = entries.get("auto_map") or {}
-    # Further classes, such as the decoder without its head, are kept where their file is.
+    # Other classes, such as the decoder without its head, are kept if their file is written.
     kept = {name: reference for name, reference in before.items() if _is_in(folder, reference)}
     if before == kept | named:
         return
@@ -60,7 +60,7 @@ def _is_in(folder: Path, reference: Any) -> bool:
 
 @contextmanager
 def private_code(folder: Path) -> Iterator[None]:
-    """Remove what transformers keeps of a private folder's code; the folder's name ends in random signs."""
+    """Remove transformers' cached copy of a temporary folder's code; the folder has a random suffix."""
     try:
         yield
     finally:

@@ -1,10 +1,10 @@
-"""Folder, GGUF file or hub id → a transformers decoder with its config and tokenizer; or a config alone.
+"""Folder, GGUF file or hub id → a transformers decoder with its config and tokenizer; or only a config.
 
-transformers fills whatever a checkpoint lacks with random numbers and a warning; here everything that
-would end in a decoder with random weights, or in another kind of model, is refused instead.
+transformers initialises missing weights randomly, with a warning.  Here, missing weights and other kinds of
+models are errors.
 
-dispfx cuts plain weights.  transformers can expand some compressed formats when it is asked to.  Weights of
-other formats stay packed in modules of their library, which cannot be cut; they are refused.
+dispfx cuts plain weights.  transformers can expand some compressed formats.  In other formats the weights
+stay packed in modules of their library; these are rejected, because rows or columns cannot be removed.
 """
 
 import copy
@@ -36,11 +36,11 @@ from dispfx.words.option_names import option
 def load_pretrained(
     location: Location, spec: str, origin: Origin, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> Source:
-    """Load a causal language model whose every weight comes from the checkpoint.
+    """Load a causal language model with all weights from the checkpoint.
 
     Raises:
-        SourceError: if files are missing or broken, the architecture is unknown or no decoder, or a
-            weight would be made up.
+        SourceError: if files are missing or broken, the architecture is unknown or not a decoder, or a weight
+            is not in the checkpoint.
     """
     with quiet(location):
         config = _config(location, spec, trust_remote_code)
@@ -53,11 +53,11 @@ def load_pretrained(
 def build_from_config(
     location: Location, spec: str, origin: Origin, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> Source:
-    """Build the decoder that a config describes on the meta device; no weight is looked for.
+    """Build the decoder of a config on the meta device, without weights.
 
     Args:
         location: as for a checkpoint, or the path of the config itself.
-        dtype: of the decoder; None takes the config's own, or float32 where it has none.
+        dtype: of the decoder; None means the config's dtype, or float32.
 
     Raises:
         SourceError: if the config is missing or broken, or its decoder cannot be built.
@@ -73,7 +73,7 @@ def build_from_config(
                 )
         except Exception as error:
             raise SourceError(
-                f"no decoder can be built from the config: {short(error)}",
+                f"the decoder cannot be built from its config: {short(error)}",
                 where=spec,
                 hint="sizes in config.json may not fit each other",
             ) from error
@@ -128,9 +128,9 @@ def _raw_config(location: Location, spec: str) -> dict[str, Any]:
         return PretrainedConfig.get_config_dict(location.path, **location.options)[0]
     except Exception as error:
         raise SourceError(
-            f"config.json cannot be had: {short(error)}",
+            f"config.json cannot be loaded: {short(error)}",
             where=spec,
-            hint="a transformers checkpoint has one; repositories of adapters or GGUF files alone have none",
+            hint="a transformers checkpoint has one; repositories with only adapters or GGUF files do not",
         ) from error
 
 
@@ -139,23 +139,23 @@ def _check_decoder(config: Any, spec: str) -> None:
         raise SourceError(
             f"transformers has no causal language model of type {config.model_type!r}{_kind(config)}",
             where=spec,
-            hint="pass a decoder that reads and predicts text alone; other models cannot be compiled",
+            hint="pass a decoder that reads and predicts only text; other models cannot be compiled",
         )
     named = list(getattr(config, "architectures", None) or [])
     if named and not _causal_classes().intersection(named):
         raise SourceError(
-            f"its config names {named[0]}, which is no causal language model",
+            f"its config names {named[0]}, which is not a causal language model",
             where=spec,
             hint="encoders, encoder-decoders and models without a language-model head cannot be compiled",
         )
 
 
 def _kind(config: Any) -> str:
-    """Return what a config that is no decoder's describes, as the end of a sentence."""
+    """Describe the model of a config that is not a decoder's, as the end of a sentence."""
     if getattr(config, "is_encoder_decoder", False):
-        return ": it is an encoder with a decoder"
+        return ": it is an encoder-decoder"
     kinds = {
-        "it reads images beside text": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        "it also reads images": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         "it is an encoder": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     }
     return next((f": {kind}" for kind, names in kinds.items() if config.model_type in names), "")
@@ -171,7 +171,7 @@ def _causal_classes() -> set[str]:
 def _model(
     location: Location, spec: str, config: Any, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> Any:
-    # Quantised GGUF weights have no dtype of their own; float32 loses nothing of them.
+    # Quantised GGUF weights have no dtype; float32 represents them exactly.
     kept = torch.float32 if location.gguf_file else "auto"
     options = {"config": expanding(config, spec)} if not location.gguf_file else {}
     try:
@@ -187,7 +187,7 @@ def _model(
         raise SourceError(
             f"the weights cannot be loaded: {short(error)}",
             where=spec,
-            hint=installation(error) or "the checkpoint must hold every weight file, whole",
+            hint=installation(error) or "the checkpoint must contain all weight files, undamaged",
         ) from error
     model, info = loaded
     missing = sorted(info["missing_keys"])
@@ -203,19 +203,19 @@ def _model(
 
 # Its weights are plain, and made ternary in each forward pass.
 _PLAIN = ("bitnet",)
-# How a format's config is asked for plain weights; the second by versions that lack the first.
+# Attribute that requests plain weights; the second one is for older versions.
 _SWITCHES = {"dequantize": True, "run_compressed": False}
 
 
 def method_of(config: Any) -> str | None:
-    """Return the format of a checkpoint's weights, or None where they are plain."""
+    """Return the format of a checkpoint's weights, or None if they are plain."""
     section = getattr(config, "quantization_config", None)
     method = section.get("quant_method") if isinstance(section, dict) else None
     return str(method) if method is not None else None
 
 
 def expanding(config: Any, spec: str) -> Any:
-    """Return a config that lets transformers expand the weights; a plain checkpoint's own.
+    """Return a config that makes transformers expand the weights; unchanged for a plain checkpoint.
 
     Raises:
         SourceError: if weights of this format stay packed.
@@ -228,7 +228,7 @@ def expanding(config: Any, spec: str) -> Any:
     switch = next((name for name in _SWITCHES if name in names), None)
     if switch is None:
         raise SourceError(
-            f"the weights are compressed with {method}, and dispfx can only cut plain weights",
+            f"the weights are compressed with {method}, but dispfx can only cut plain weights",
             where=spec,
             hint="pass the checkpoint that this one was made from, before it was compressed",
         )

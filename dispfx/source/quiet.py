@@ -1,4 +1,4 @@
-"""transformers without its warnings and progress bars, and its errors in one line."""
+"""Silence the warnings and progress bars of transformers, and shorten its errors to one line."""
 
 import contextlib
 import io
@@ -19,15 +19,15 @@ _PIP = re.compile(
 
 @contextlib.contextmanager
 def quiet(location: Location) -> Iterator[None]:
-    """Silence transformers' warnings and bars, and leave its settings as they were.
+    """Silence transformers' warnings and bars inside the block.
 
-    Only a download keeps its bar, on a terminal.
+    Downloads keep their bar on a terminal.
     """
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # The bar of GGUF dequantisation obeys no setting.
+    # The bar of GGUF dequantisation ignores all settings.
     hidden = contextlib.redirect_stderr(io.StringIO()) if location.gguf_file else contextlib.nullcontext()
     try:
         if location.hub and sys.stderr.isatty():
@@ -42,7 +42,7 @@ def quiet(location: Location) -> Iterator[None]:
 
 
 def installation(error: BaseException) -> str | None:
-    """Return how to install what an error says is missing, or None where it says no such thing."""
+    """Return how to install the package that an error reports as missing, or None."""
     named = _PIP.search(str(error))
     if named:
         return f"pip install {named[1] or ''}'{named[2].rstrip('.')}'"

@@ -1,4 +1,4 @@
-"""What is known about a decoder before it is captured, with the number of tokens that it reads."""
+"""A loaded decoder with its config and tokenizer, and the number of tokens that it reads."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +11,17 @@ from dispfx.words.model_origin import Origin
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A decoder in eval mode and what belongs to it.
+    """A decoder in eval mode, with its config and tokenizer.
 
     Args:
         model: the decoder, from token ids (B, T) to logits (B, T, V) or an output with `.logits`.
-        tokenizer: its transformers tokenizer, or None where there is none.
+        tokenizer: its transformers tokenizer, or None.
         config: its transformers config, or None for a module that transformers does not know.
         name: MODEL as the user wrote it.
-        origin: which form of MODEL that is.
+        origin: the form of MODEL.
         generation_config: its transformers generation config, or None.
-        tokenizer_files: the tokenizer's own files on disk, to be copied as they are; empty where the
-            tokenizer was built from something else (a GGUF file), and is to be saved instead.
+        tokenizer_files: the tokenizer's files on disk, to copy; empty if the tokenizer was built from
+            something else (a GGUF file) and must be saved instead.
     """
 
     model: nn.Module
@@ -38,18 +38,18 @@ LONGEST_CONTEXT = 2048
 
 
 def context_of(source: Source) -> int:
-    """Return the window that perplexity is measured with: 2048 tokens, or what the decoder can read."""
+    """Return the window for perplexity: 2048 tokens, or the decoder's context if shorter."""
     if source.origin == "demo":
         return DEMO_CONTEXT
     return longest_context(source.config)
 
 
 def longest_context(config: Any) -> int:
-    """Return 2048 tokens, or what a transformers config says that the decoder can read."""
+    """Return 2048 tokens, or the context in a transformers config if shorter."""
     return min(LONGEST_CONTEXT, named_context(config) or LONGEST_CONTEXT)
 
 
 def named_context(config: Any) -> int | None:
-    """Return how many tokens a transformers config says that the decoder can read, or None."""
+    """Return the context in a transformers config, or None."""
     longest = getattr(config, "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 1 else None

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer and the files it is made of."""
+"""A checkpoint's tokenizer and its files."""
 
 import contextlib
 from pathlib import Path
@@ -29,10 +29,10 @@ _TOKENIZER_FILES = (
 
 
 def load_tokenizer(location: Location, trust_remote_code: bool) -> tuple[Any | None, tuple[Path, ...]]:
-    """Return the tokenizer at `location` and its files, or (None, ()) where there is none.
+    """Return the tokenizer at `location` and its files, or (None, ()) if there are no such files.
 
     Raises:
-        SourceError: if there is one and it cannot be read.
+        SourceError: if it cannot be read.
     """
     with quiet(location):
         files = () if location.gguf_file else _tokenizer_files(location)
@@ -60,13 +60,13 @@ def load_tokenizer(location: Location, trust_remote_code: bool) -> tuple[Any | N
 
 
 def load_folder_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any | None:
-    """Return the tokenizer whose files lie in `folder`, or None where there are none.
+    """Return the tokenizer in `folder`, or None if it has no such files.
 
     Args:
         trust_remote_code: whether code that comes with it may run.
 
     Raises:
-        SourceError: if there are files and they cannot be read.
+        SourceError: if its files cannot be read.
     """
     return load_tokenizer(Location(str(folder)), trust_remote_code)[0]
 

@@ -1,4 +1,4 @@
-"""Which code makes a decoder's class known to transformers: its own, a checkpoint's, or the user's."""
+"""The code that registers a decoder's class: transformers itself, a checkpoint, or the user."""
 
 from pathlib import Path
 from typing import Any
@@ -12,27 +12,27 @@ from dispfx.files.json_text import read_json
 from dispfx.source.own_code import is_own_code
 from dispfx.words.option_names import option
 
-# Classes of the last are code of a checkpoint, which transformers loads itself.
+# Classes in `transformers_modules` are code of a checkpoint, which transformers loads.
 _KNOWN = ("transformers", "dispfx", "transformers_modules")
 
 
 def code_of_class(model: nn.Module) -> str | None:
-    """Return the module that defines a decoder's class, or None where transformers finds it by itself."""
+    """Return the module that defines a decoder's class, or None if transformers finds it."""
     module = type(model).__module__
     return None if module.partition(".")[0] in _KNOWN else module
 
 
 def unknown_class(model: nn.Module) -> str | None:
-    """Return why transformers would not build a decoder of this class from its config, or None.
+    """Return the reason why transformers would not build this class from its config, or None.
 
-    None also where the decoder has no config of transformers, and so claims nothing.
+    None also if the decoder has no transformers config.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type") or is_own_code(model):
         return None
     own, kind = type(model), type(config)
     if not isinstance(model, PreTrainedModel):
-        return f"{own.__name__} has a config of transformers and is no PreTrainedModel"
+        return f"{own.__name__} has a transformers config but is not a PreTrainedModel"
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return f"no class is registered with AutoModelForCausalLM for {kind.__name__}"
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
@@ -41,13 +41,13 @@ def unknown_class(model: nn.Module) -> str | None:
 
 
 def known_config(model: nn.Module) -> Any | None:
-    """Return the config that transformers would build a decoder of this class from, or None."""
+    """Return the transformers config of a decoder, or None."""
     config = getattr(model, "config", None)
     return config if hasattr(config, "model_type") and unknown_class(model) is None else None
 
 
 def require_known_class(folder: Path, trust_remote_code: bool = False) -> None:
-    """Require that transformers knows the class of a checkpoint, or may run the code that comes with it.
+    """Require that transformers knows the class of a checkpoint, or may run its code.
 
     Raises:
         DataError: where the class is code of the folder, which may not run, or is registered by code that was
@@ -56,7 +56,7 @@ def require_known_class(folder: Path, trust_remote_code: bool = False) -> None:
     try:
         config = read_json(folder / "config.json")
     except (OSError, ValueError):
-        return  # whoever reads it says what is wrong
+        return  # reading it reports the error
     if not isinstance(config, dict):
         return
     kind, files = config.get("model_type"), code_files(config.get("auto_map"))
@@ -71,10 +71,10 @@ def require_known_class(folder: Path, trust_remote_code: bool = False) -> None:
         )
     if unknown and not own_code:
         raise DataError(
-            f"transformers must know the decoder's class, and no class is registered for {kind!r}",
+            f"transformers must know the decoder's class, but no class is registered for {kind!r}",
             where=str(folder),
-            hint="where code of your own registers it, import that in Python before dispfx.load; the "
-            "commands do not. Otherwise the decoder needs a newer transformers",
+            hint="if your code registers it, import that code in Python before dispfx.load (commands do "
+            "not). Otherwise the decoder needs a newer transformers",
         )
 
 

@@ -1,4 +1,4 @@
-"""Are two forms of one decoder the same function?
+"""Compare two forms of a decoder.
 
 `require(compare("reloaded = lowered", expected, actual, tolerance))` is the whole use: `compare`
 measures, `require` stops the compilation.  The metric is the contract's: the largest absolute
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dispfx.errors import VerificationError
 
-# (batch, tokens) at which every pair of forms is compared.  Neither is a size that a capture is traced
-# with, so that a graph which silently fixed its batch or its length is found out.
+# (batch, tokens) at which every pair of forms is compared.  A capture is not traced at these sizes, so that a
+# graph with a fixed batch size or length is detected.
 SHAPES_BT = ((2, 9), (1, 17))
 
 
@@ -26,27 +26,27 @@ def shapes_up_to(most: int | None = None, longest: int = 0) -> tuple[tuple[int, 
     """Return the shapes of every comparison.
 
     Args:
-        most: tokens that the decoder reads, if it has a limit.
-        longest: sequence of the run, which is compared too where it is longer than the others.
+        most: maximum number of tokens of the decoder, if it has a limit.
+        longest: sequence length of the run, which is also compared if it is longer than the default shapes.
     """
     shapes = tuple((batch, min(tokens, most or tokens)) for batch, tokens in SHAPES_BT)
     return (*shapes, (1, longest)) if longest > max(tokens for _, tokens in SHAPES_BT) else shapes
 
 
-# How the line of a file ends that is compared with what the report recorded of it.
+# End of the name of a comparison of a file with its digest in the report.
 OF_REPORT = " = report"
 
 
 @dataclass(frozen=True)
 class Verification:
-    """How far two forms of a decoder are apart on one input.
+    """The difference of two forms of a decoder on one input.
 
     Args:
-        name: which two forms, as in "reloaded = lowered".
-        shape: (batch, tokens) of the input ids; empty where files are compared.
-        max_abs_error: max|a - b|; infinite where either side is not finite.
-        max_rel_error: max|a - b| / max|b| with b the expected tensor; 0 where both are all zero.
-        tolerance: largest relative error that passes; 0.0 asks for equal bits.
+        name: the two forms, as in "reloaded = lowered".
+        shape: (batch, tokens) of the input ids; empty for files.
+        max_abs_error: max|a - b|; infinite if either side is not finite.
+        max_rel_error: max|a - b| / max|b| with b the expected tensor; 0 if both are all zero.
+        tolerance: largest allowed relative error; 0.0 requires equal bits.
     """
 
     name: str
@@ -64,24 +64,24 @@ class Verification:
 def compare(
     name: str, expected: Tensor, actual: Tensor, tolerance: float, *, shape: Sequence[int] | None = None
 ) -> Verification:
-    """Measure how far `actual` is from `expected`.
+    """Measure the difference of `actual` and `expected`.
 
-    NaN and infinity never hold, not even on both sides at the same place: a decoder that gives them
-    cannot be verified.
+    NaN and infinity always fail, even on both sides at the same position: such a decoder cannot be
+    verified.
 
     Args:
-        name: which two forms are compared.
+        name: the two forms.
         expected: (B, T, V), the reference.
         actual: (B, T, V), of the same shape and dtype.
-        tolerance: largest relative error that passes, at least 0.
-        shape: of the input ids, for the report; the first two sizes of `expected` where not given.
+        tolerance: largest allowed relative error, at least 0.
+        shape: of the input ids, for the report; by default the first two sizes of `expected`.
 
     Raises:
-        VerificationError: if shape or dtype differ; there is no error to measure then.
+        VerificationError: if shape or dtype differ.
     """
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
         raise VerificationError(
-            f"logits of shape {tuple(expected.shape)} and dtype {expected.dtype} were expected, "
+            f"logits of shape {tuple(expected.shape)} and dtype {expected.dtype} were expected, but "
             f"{tuple(actual.shape)} and {actual.dtype} were found",
             where=name,
         )
@@ -91,10 +91,10 @@ def compare(
 
 
 def require(*verifications: Verification) -> None:
-    """Pass if every comparison holds.
+    """Raise if a comparison fails.
 
     Raises:
-        VerificationError: naming the worst comparison that does not hold.
+        VerificationError: with the worst failing comparison.
     """
     failed = [verification for verification in verifications if not verification.holds]
     if not failed:
@@ -102,8 +102,8 @@ def require(*verifications: Verification) -> None:
     files = [one.name.removesuffix(OF_REPORT) for one in failed if one.name.endswith(OF_REPORT)]
     if files:
         raise VerificationError(
-            f"{', '.join(files)}: missing, or not what was written",
-            hint="copy the folder again, or write it anew; its other forms may be as they were",
+            f"{', '.join(files)}: missing, or changed since it was written",
+            hint="copy the folder again, or write it again; its other forms may be intact",
         )
     worst = max(failed, key=lambda verification: verification.max_rel_error)
     others = f" ({len(failed)} of {len(verifications)} comparisons fail)" if len(failed) > 1 else ""
@@ -125,12 +125,12 @@ def compare_decoders(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> list[Verification]:
-    """Compare two decoders on random token ids, one `Verification` a shape.
+    """Compare two decoders on random token ids, one `Verification` per shape.
 
     Args:
         expected: token ids (B, T) to logits (B, T, V) or an output with `.logits`, the reference.
-        actual: the same, the form under test; it may live on another device.
-        device: where the ids are put.
+        actual: the same, the form under test; it may be on another device.
+        device: of the ids.
 
     Raises:
         VerificationError: if the logits differ in shape or dtype.
@@ -162,7 +162,7 @@ def _errors(expected: Tensor, actual: Tensor) -> tuple[float, float]:
         return math.inf, math.inf
     if expected.numel() == 0 or torch.equal(expected, actual):
         return 0.0, 0.0
-    # float64, so that the difference of two bfloat16 numbers is not rounded to bfloat16 again.
+    # float64, so that the difference of two bfloat16 numbers is exact.
     difference = float((expected.double() - actual.double()).abs().max())
     scale = float(expected.double().abs().max())
     return difference, difference / scale if scale > 0.0 else math.inf

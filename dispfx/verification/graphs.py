@@ -1,25 +1,25 @@
-"""What every compile proves before an output folder exists.
+"""The comparisons of every compile, before an output folder appears.
 
     captured = model     the graph computes what the module computes        (checked by the capture)
-    identity             with everything kept, the gated graph gives the captured graph's very bits
+    identity             with everything kept, the gated graph is bit-identical to the captured graph
     lowered = gated      smaller weights compute what the masks computed
-    lowered = zeroed     so does the user's own module with the removed weights set to zero: this one
-                         shares no graph, no gate and no index with the compiler.  Not where one selection
-                         holds for the whole stream: the module's norms would divide by the full width
+    lowered = zeroed     and what the user's module computes with the removed weights set to zero: this one
+                         shares no graph, gate or index with the compiler.  Left out if one selection holds
+                         for the whole stream, because the module's norms would divide by the full width
     removed is unread    with noise in place of the removed weights, the gated graph gives the same bits:
-                         however little a branch adds, nothing that is kept hangs on what is cut
+                         kept features do not depend on removed ones
     gather-add = lowered
     modules = lowered    the transformers model with smaller modules computes what the lowered graph computes
-    reloaded = modules   read back from disk; reloaded = lowered where there is a graph alone
-    dense = lowered      the full-size checkpoint with zeros, read back, where it was asked for
+    reloaded = modules   read back from disk; reloaded = lowered if there is only a graph
+    dense = lowered      the full-size checkpoint with zeros, read back, if requested
     onnx = checkpoint    on ONNX Runtime's CPU provider
-    program.pt2 = checkpoint, where both are written
+    program.pt2 = checkpoint, if both are written
 
-    modules = zeroed     one token beyond the lengths for which the graph holds, where its arithmetic changes
-                         there and its config says that it reads on
+    modules = zeroed     one token beyond the lengths for which the graph holds, if its arithmetic changes
+                         there and the config allows longer sequences
 
-All but the first run at two batch sizes and lengths that were not traced.  Those that compare another form
-than a graph made by the compiler run at the longest sequence of the run too, where the capture was compared.
+All except the first run at two batch sizes and lengths that were not traced.  Comparisons of forms that are
+not graphs of the compiler also run at the longest sequence of the run, if the capture was compared there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,13 +37,14 @@ from dispfx.plan.plan import Plan
 from dispfx.verification.equivalence import SHAPES_BT, Verification, compare_decoders, shapes_up_to
 
 Shapes = Sequence[tuple[int, int]]
-# A product over fewer features adds the same numbers in another order.  In float32 that moved the logits
-# of tiny decoders by 1e-6 of the largest, and those of SmolLM2-135M, whose stream holds a few very large
-# features through 30 layers, by 2e-5.  A wrong index moves them by 1e-3 and more.  Half precision sums in
-# float32 and rounds each product's result to 11 or 8 bits: another order flips some of these roundings by
-# one step, 2⁻¹⁰ or 2⁻⁷ of a value at most and half of that on average.  Flips of independent sign add up as
-# a walk: a layer writes through about six products, so L layers move a value by √(6 L) · 2⁻⁸ in bfloat16,
-# which is 1.4e-2 for two layers and 5.4e-2 for thirty-two.
+# A product over fewer features adds the same numbers in another order.  In float32 this changed the logits of
+# tiny decoders by 1e-6 of the largest, and those of SmolLM2-135M, whose stream holds a few very large
+# features through 30 layers, by 2e-5.  A wrong index changes them by 1e-3 and more.  Half precision sums in
+# float32 and rounds the result of each product to 11 or 8 bits: another order flips some of these roundings
+# by one step, at most 2⁻¹⁰ or 2⁻⁷ of a value, and half of that on average.  Flips of independent sign add up
+# as a random
+# walk: a layer writes through about six products, so L layers change a value by √(6 L) · 2⁻⁸ in bfloat16,
+# which is 1.4e-2 for 2 layers and 5.4e-2 for 32.
 TOLERANCES = {
     torch.float64: 1e-12,
     torch.float32: 1e-4,
@@ -53,12 +54,12 @@ TOLERANCES = {
 
 
 def tolerance_of(program: Program) -> float:
-    """Return the relative error that summing in another order may cause in the program's dtype."""
+    """Return the relative error that another order of sums may cause in the program's dtype."""
     return TOLERANCES.get(program.dtype, 1e-4)
 
 
 def captured_lines(program: Program) -> list[Verification]:
-    """Return what the capture measured against the module."""
+    """Return the comparisons of the capture with the module."""
     return [
         Verification("captured = model", shape, error.absolute, error.relative, error.allowed)
         for shape, error in program.identity.items()
@@ -66,18 +67,18 @@ def captured_lines(program: Program) -> list[Verification]:
 
 
 def compared_shapes(program: Program) -> tuple[tuple[int, int], ...]:
-    """Return the shapes of every comparison, and the longest sequence that the capture was compared on."""
+    """Return the shapes of every comparison, with the longest sequence that the capture was compared on."""
     longest = max((shape[1] for shape in program.identity if len(shape) == 2), default=0)
     return shapes_up_to(program.lengths.most, longest)
 
 
 def short_shapes(program: Program) -> tuple[tuple[int, int], ...]:
-    """Return the shapes of every comparison, none of them long."""
+    """Return the short shapes of every comparison."""
     return shapes_up_to(program.lengths.most)
 
 
 def identity_lines(program: Program) -> list[Verification]:
-    """Compare the gated graph with every mask one to the captured graph: equal bits."""
+    """Compare the gated graph, with masks of ones, with the captured graph: equal bits."""
     decoder = gate(program)
     ones = [torch.ones(site.size, device=program.device) for site in program.sites]
     return _compare("identity", program, program.graph_module, lambda ids: decoder(ids, ones), tolerance=0.0)
@@ -86,7 +87,7 @@ def identity_lines(program: Program) -> list[Verification]:
 def lowered_lines(
     program: Program, plan: Plan, lowered: nn.Module, model: nn.Module | None
 ) -> list[Verification]:
-    """Compare the lowered decoder with the gated one, the zeroed module, and its fast spelling."""
+    """Compare the lowered decoder with the gated one, the zeroed module, and its fast form."""
     tolerance = tolerance_of(program)
     hard = gated(program, plan)
     lines = _compare("lowered = gated", program, hard, lowered, tolerance)
@@ -101,14 +102,14 @@ def lowered_lines(
 def module_lines(
     program: Program, lowered: nn.Module, modules: nn.Module, *, shapes: Shapes | None = None
 ) -> list[Verification]:
-    """Compare the decoder that is built from smaller modules with the lowered graph."""
+    """Compare the decoder built from smaller modules with the lowered graph."""
     logits = partial(module_logits, modules)
     shapes = shapes or compared_shapes(program)
     return _compare("modules = lowered", program, lowered, logits, tolerance_of(program), shapes)
 
 
 def beyond_lines(program: Program, plan: Plan, model: nn.Module, modules: nn.Module) -> list[Verification]:
-    """Compare smaller modules with the zeroed decoder one token beyond what the graph holds for."""
+    """Compare smaller modules with the zeroed decoder one token beyond the graph's valid lengths."""
     most, claimed = program.lengths.most, program.context
     if most is None or program.lengths.limit or claimed is None or claimed <= most:
         return []
@@ -129,7 +130,7 @@ def dense_lines(program: Program, lowered: nn.Module, dense: nn.Module) -> list[
 def reloaded_lines(
     name: str, program: Program, written: nn.Module, reloaded: nn.Module
 ) -> list[Verification]:
-    """Compare what was read back from disk with what was written: equal bits."""
+    """Compare the decoder read back from disk with the written one: equal bits."""
     logits = [partial(module_logits, module) for module in (written, reloaded)]
     shapes = compared_shapes(program)
     return _compare(f"reloaded = {name}", program, *logits, tolerance=0.0, shapes=shapes)
@@ -152,10 +153,10 @@ def exported_lines(
 
 
 def zeroed_decoder(program: Program, plan: Plan, model: nn.Module) -> nn.Module:
-    """Return the user's module with zeros for what is removed.
+    """Return the user's module with zeros for removed weights.
 
-    A module that scales a weight by a statistic of all of it would scale what is left by another number.
-    There the captured graph takes its place, which holds the dense decoder's statistics.
+    A module that scales a weight by a statistic of the whole weight would scale the kept part differently.
+    The captured graph, which holds the dense decoder's statistics, then replaces it.
     """
     tensors = zeroed_tensors(program, plan)
     if not program.dense_statistics:
@@ -166,7 +167,7 @@ def zeroed_decoder(program: Program, plan: Plan, model: nn.Module) -> nn.Module:
 
 
 class ZeroedDecoder(nn.Module):
-    """The user's own module with other values for some of its parameters; the module is not changed."""
+    """The user's module with other values for some of its parameters; the module is not changed."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]):
         super().__init__()
@@ -179,19 +180,19 @@ class ZeroedDecoder(nn.Module):
 
 
 def unread_lines(program: Program, plan: Plan, hard: nn.Module) -> list[Verification]:
-    """Compare the decoder gated by the plan with itself once its removed weights are noise: equal bits."""
+    """Compare the decoder gated by the plan with and without noise in removed weights: equal bits."""
     twin = program.clone()
     twin.rebuild({**dict(program.tensors()), **noisy_tensors(program, plan)})
     return _compare("removed is unread", program, hard, gated(twin, plan), tolerance=0.0)
 
 
 def zeroed_tensors(program: Program, plan: Plan) -> dict[str, Tensor]:
-    """Return every tensor that the plan cuts, at full size with zeros where it is cut, by path."""
+    """Return every tensor that the plan cuts, at full size with zeros at removed positions, by path."""
     return _refilled(program, plan, torch.zeros_like)
 
 
 def noisy_tensors(program: Program, plan: Plan, seed: int = 0) -> dict[str, Tensor]:
-    """Return every tensor that the plan cuts, with noise of the tensor's own scale where it is cut."""
+    """Return every tensor that the plan cuts, with noise of the same scale at removed positions."""
     generator = torch.Generator(device=program.device).manual_seed(seed)
 
     def noise(removed: Tensor) -> Tensor:
@@ -203,7 +204,7 @@ def noisy_tensors(program: Program, plan: Plan, seed: int = 0) -> dict[str, Tens
 
 
 def _refilled(program: Program, plan: Plan, fill: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Return every tensor that the plan cuts, with `fill` of what is cut in its place."""
+    """Return every tensor that the plan cuts, with removed values replaced by `fill`."""
     tensors = dict(program.tensors())
     filled: dict[str, Tensor] = {}
     for site, kept in zip(program.sites, plan.for_sites(program.sites), strict=True):

@@ -1,4 +1,4 @@
-"""Is an ONNX model the decoder it was made from?
+"""Compare an ONNX model with the decoder it was made from.
 
     onnx = checkpoint               whole texts, the longest of the run among them, against the checkpoint,
                                     which has no cache; with a cache, the last token is a run of its own
@@ -6,9 +6,9 @@
                                     padding on the left, against the checkpoint's graph with a cache;
                                     every output is compared, the caches too
 
-Both run on ONNX Runtime's CPU provider, at sizes that were not traced.  It has no bfloat16 products: such
-a model is compared as its float32 twin, which is the same graph up to types, with the twin of the
-checkpoint.
+Both run on ONNX Runtime's CPU provider, at sizes that were not traced.  The provider has no bfloat16
+products: such a model is compared as its float32 twin, the same graph up to types, with the twin of the
+    checkpoint.
 
 Shape legend: B batch, T new tokens, P cached tokens.
 """
@@ -34,23 +34,23 @@ from dispfx.ir.retype import retyped
 from dispfx.verification.equivalence import SHAPES_BT, Verification, compare, random_token_ids
 
 NAME, CACHED_NAME = "onnx = checkpoint", "onnx with cache = checkpoint"
-# ONNX Runtime has kernels of its own: softmax, norms and products sum in other orders.
+# ONNX Runtime's kernels sum in other orders in softmax, norms and products.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2}
-# (B, T, P), none of them traced: more after some, one after many, one after one.
+# (B, T, P), not traced: several tokens after some, one after many, one after one.
 CACHED_SHAPES = (CachedShape(2, 5, 7), CachedShape(3, 1, 41), CachedShape(1, 1, 1))
-PADDED = (2, 11, 4)  # B, T and how many of the second text's are padding
+PADDED = (2, 11, 4)  # B, T and the number of padding tokens of the second text
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What an ONNX model is compared with.
+    """The reference of an ONNX model.
 
     Args:
         whole: token ids (B, T) to logits (B, T, V), or to an output with `.logits`, without a cache.
         graph: returns the same as a graph.
         vocabulary_size: width of the logits.
         dtype: of the weights.
-        device: where `whole` computes.
+        device: of `whole`.
     """
 
     whole: Callable[[Tensor], Any]
@@ -74,8 +74,8 @@ class _Question:
 
     Args:
         name: which two forms are compared.
-        shape: as it is shown.
-        ask: gives the outputs of a decoder, which is given as a run.
+        shape: for display.
+        ask: runs a decoder and returns its outputs.
     """
 
     name: str
@@ -88,12 +88,12 @@ _Asked = tuple[tuple[_Question, Sequence[Tensor]], ...]
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """What an ONNX model must give, computed before it runs, so that few decoders are held at once.
+    """The expected outputs of an ONNX model, computed first so that few decoders are in memory at once.
 
     Args:
-        dtype: of the decoder that gave them.
-        whole: questions of whole texts, each with the outputs that are expected.
-        cached: questions of a decoder with a cache; None where the model has none.
+        dtype: of the reference decoder.
+        whole: comparisons on whole texts, with the expected outputs.
+        cached: comparisons with a cache; None if the model has none.
     """
 
     dtype: torch.dtype
@@ -102,7 +102,7 @@ class Answers:
 
 
 def whole_answers(reference: Reference, shapes: Sequence[tuple[int, int]] = SHAPES_BT) -> Answers:
-    """Ask the decoder that an ONNX model was made from; bfloat16 is asked in float32."""
+    """Run the decoder that an ONNX model was made from; bfloat16 runs in float32."""
     logits_of = reference.logits
     if reference.dtype == torch.bfloat16:
         graph = retyped(reference.graph(), torch.bfloat16, torch.float32)
@@ -112,7 +112,7 @@ def whole_answers(reference: Reference, shapes: Sequence[tuple[int, int]] = SHAP
 
 
 def with_cached_answers(answers: Answers, program: Program, *, padding: bool = True) -> Answers:
-    """Ask the decoder's program with a cache too.
+    """Also run the decoder's program with a cache.
 
     Args:
         program: on the CPU.
@@ -136,11 +136,11 @@ def _asked(questions: Sequence[_Question], run: _Run) -> _Asked:
 
 
 def onnx_lines(path: Path, answers: Answers) -> list[Verification]:
-    """Compare an ONNX model with what the decoder it was made from has answered.
+    """Compare an ONNX model with the expected outputs.
 
     Raises:
         DataError: if the model is missing or damaged.
-        VerificationError: if it has other outputs, or its twin is another graph.
+        VerificationError: if it has other outputs, or its twin is a different graph.
     """
     if answers.dtype == torch.bfloat16:
         with _twin(path) as twin:
@@ -159,13 +159,13 @@ def _lines(path: Path, answers: Answers) -> list[Verification]:
 
 
 def _in_two_runs(session: CachedSession, ids: Tensor) -> Tensor:
-    """Return the logits of a whole text whose last token comes after all others are cached."""
+    """Return the logits of a text whose last token runs with all earlier tokens cached."""
     decoder = OnnxCachedDecoder(session)
     return torch.cat([decoder(ids[:, :-1]), decoder(ids[:, -1:])], dim=1)
 
 
 def _compared(asked: _Asked, run: _Run, tolerance: float) -> list[Verification]:
-    """Ask the model the same; each line shows the worst of its outputs."""
+    """Run the model on the same inputs; each line shows its worst output."""
     return [
         _worst(
             [
@@ -183,7 +183,7 @@ def _of_whole_texts(shape: tuple[int, int], size: int) -> _Question:
 
 
 def _of_cached(caches: Sequence[CacheTensor], shape: CachedShape, size: int, padding: bool) -> _Question:
-    """Ask for every output for new tokens after cached ones; the line shows the worst."""
+    """Compare every output for new tokens after cached ones; the line shows the worst."""
     inputs = sample_inputs(caches, shape, size, torch.device("cpu"))
     if not padding:
         inputs[1].fill_(1)
@@ -191,7 +191,7 @@ def _of_cached(caches: Sequence[CacheTensor], shape: CachedShape, size: int, pad
 
 
 def _of_padded(caches: Sequence[CacheTensor], size: int) -> _Question:
-    """Ask for the logits of a batch of two, one padded on the left, and of one more token after it."""
+    """Compare the logits of a batch of two, one padded on the left, and of one more token after it."""
     batch, tokens, padding = PADDED
     ids = sample_inputs((), CachedShape(batch, tokens + 1, 0), size, torch.device("cpu"))[0]
     mask = torch.ones_like(ids)
@@ -203,7 +203,7 @@ def _of_padded(caches: Sequence[CacheTensor], size: int) -> _Question:
         seen = mask[:, :tokens].contiguous()
         logits, *past = run((first, seen, positions_of(seen, tokens), *past))
         after, *_ = run((second, mask, positions_of(mask, 1), *past))
-        # What stands at padding is nobody's business, so it may be anything.
+        # Values at padding are undefined.
         return [torch.cat([logits[seen.bool()], after[:, 0]])]
 
     return _Question(CACHED_NAME, (batch, tokens, padding), ask)
@@ -219,11 +219,11 @@ def _worst(found: Sequence[Verification]) -> Verification:
 
 @contextmanager
 def _twin(path: Path) -> Iterator[Path]:
-    """Yield the path of a model's float32 twin, which is there for the time of the block."""
+    """Yield the path of a model's float32 twin, which exists inside the block."""
     model = load_model(path)
     twin = float32_twin(model)
     if other := differences_beyond_types(model, twin):
-        raise VerificationError(f"the float32 twin is another graph: {other[0]}", where=str(path))
+        raise VerificationError(f"the float32 twin is a different graph: {other[0]}", where=str(path))
     with tempfile.TemporaryDirectory(prefix="dispfx-twin-") as folder:
         save_model(twin, Path(folder, path.name))
         yield Path(folder, path.name)

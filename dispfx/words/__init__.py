@@ -1,1 +1,1 @@
-"""What a user writes: MODEL, texts, devices, choices; checked before anything slow is imported."""
+"""The user's arguments: MODEL, texts, devices, choices. Checked before slow imports."""

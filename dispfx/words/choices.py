@@ -1,4 +1,4 @@
-"""Names that a caller chooses: each is looked up in one table, and an unknown one is an error.
+"""Look up a choice by name in one table; an unknown name is an error.
 
     estimator = choice(ESTIMATORS, name, "estimator")
 
@@ -22,14 +22,14 @@ def choice(table: Mapping[str, Entry], name: str, what: str) -> Entry:
         what: the argument or option, for the message.
 
     Raises:
-        DispfxError: if there is none, listing the names that there are.
+        DispfxError: if the name is unknown, listing the known ones.
     """
     require_choice(table, name, what)
     return table[name]
 
 
 def require_choice(known: Iterable[str], name: object, what: str) -> None:
-    """Pass if a name is one of those known.
+    """Raise if a name is unknown.
 
     Raises:
         DispfxError: listing the known names, with the closest ones as a hint.
@@ -41,7 +41,7 @@ def require_choice(known: Iterable[str], name: object, what: str) -> None:
 
 
 def check_choices(settings: Any) -> None:
-    """Pass if every field of a dataclass with a `Literal` type holds one of the values of this type.
+    """Raise if a field of a dataclass with a `Literal` type holds another value.
 
     Raises:
         DispfxError: as `require_choice`.
@@ -54,10 +54,10 @@ def check_choices(settings: Any) -> None:
 
 
 def require_fields(kind: type, names: Iterable[str]) -> None:
-    """Pass if every name is a field of a dataclass.
+    """Raise if a name is not a field of a dataclass.
 
     Raises:
-        DispfxError: naming the first that is not, and the closest field or all of them.
+        DispfxError: with the first unknown name, and the closest field or all fields.
     """
     known = [field.name for field in dataclasses.fields(kind)]
     for name in names:
@@ -69,7 +69,7 @@ def require_fields(kind: type, names: Iterable[str]) -> None:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return `did you mean …?` with the known names that are close to `name`, or None."""
+    """Return `did you mean …?` with the known names close to `name`, or None."""
     names = {entry.lower(): entry for entry in known}
     found = difflib.get_close_matches(name.lower(), names, 3, 0.75)
     return f"did you mean {', '.join(names[entry] for entry in found)}?" if found else None

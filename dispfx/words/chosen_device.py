@@ -1,6 +1,6 @@
-"""The device that a user chose: a word that torch knows, and a card that is there.
+"""The device that a user chose, checked against the devices of this machine.
 
-A word is checked before torch is imported, so that a typo is reported at once.
+The name is checked before torch is imported, so that a typo is reported at once.
 """
 
 import os
@@ -29,10 +29,10 @@ def chosen_device(device: "str | torch.device | None") -> "torch.device":
 
 
 def check_device(device: "str | torch.device | None") -> None:
-    """Pass if there is such a device; None is the CPU.
+    """Raise if the device is not available; None is the CPU.
 
     Raises:
-        DispfxError: if it is neither the CPU nor a CUDA device, or torch does not see this card.
+        DispfxError: if it is neither the CPU nor a CUDA device, or torch does not see it.
     """
     word = "cpu" if device is None else str(device)
     if not _WORD.fullmatch(word):
@@ -47,7 +47,7 @@ def check_device(device: "str | torch.device | None") -> None:
     found = torch.cuda.device_count()
     if int(word.partition(":")[2] or 0) >= found:
         raise DispfxError(
-            f"{option('device', word)} was asked and torch sees {found or 'no'} CUDA device(s)",
+            f"{option('device', word)} was given, but torch sees {found or 'no'} CUDA device(s)",
             hint=f"use {option('device', 'cpu')}, or install a CUDA build of torch"
             if not found
             else f"use {option('device', f'cuda:{found - 1}')} or below",
@@ -55,6 +55,6 @@ def check_device(device: "str | torch.device | None") -> None:
 
 
 def local_device(device: str | None) -> str | None:
-    """Return the card of this process where `cuda` was asked for and several processes share a host."""
+    """Return the GPU of this process if `cuda` was given and several processes share a host."""
     local = os.environ.get("LOCAL_RANK")
     return f"cuda:{local}" if device == "cuda" and local is not None else device

@@ -1,4 +1,4 @@
-"""Which form of MODEL a word has.
+"""Which form of MODEL an argument has.
 
 1. `demo` is the embedded decoder; a folder of that name is `./demo`.
 2. A name that ends in `.gguf` is a GGUF file; one that ends in `.json` is a config without weights.
@@ -6,7 +6,7 @@
 4. `package.module:function` is a function that returns a module.
 5. `name` or `owner/name` is a hub id.
 
-A path that leads nowhere is refused here, before anything slow is imported.
+A path that does not exist is rejected here, before slow imports.
 """
 
 import re
@@ -26,17 +26,17 @@ _FOLDER_HINT = "pass the folder that holds config.json and the weights"
 
 
 def origin_of(spec: str) -> Origin:
-    """Return the form of MODEL that `spec` has.
+    """Return the form of MODEL of `spec`.
 
     Raises:
-        SourceError: if it has none, or is a path that leads nowhere.
+        SourceError: if it has no known form, or is a path that does not exist.
     """
     if spec == "demo":
         return "demo"
     path = Path(spec).expanduser()
     if spec.endswith(".gguf"):
         if not path.is_file():
-            raise SourceError("MODEL names a GGUF file and there is none", where=spec)
+            raise SourceError("MODEL names a GGUF file that does not exist", where=spec)
         return "gguf"
     if spec.endswith(".json") and path.is_file():
         return "config"
@@ -44,7 +44,7 @@ def origin_of(spec: str) -> Origin:
         return "folder"
     if spec and path.exists():
         raise SourceError(
-            "MODEL is a file; only .gguf files can be read by themselves",
+            "MODEL is a file; the only single file that can be read is .gguf",
             where=spec,
             hint=suggestion_for(spec) or _FOLDER_HINT,
         )
@@ -54,5 +54,5 @@ def origin_of(spec: str) -> Origin:
         return "hub"
     if "/" in spec or spec.startswith("~"):
         hint = suggestion_for(spec) or _FOLDER_HINT
-        raise SourceError("MODEL names a folder and there is none", where=spec, hint=hint)
+        raise SourceError("MODEL names a folder that does not exist", where=spec, hint=hint)
     raise SourceError("MODEL has none of the known forms", where=spec, hint=suggestion_for(spec) or FORMS)

@@ -1,9 +1,9 @@
-"""Functions of a user's own, where a setting has choices: `mine.py:score`, or the function itself in Python.
+"""User functions in place of a choice: `mine.py:score`, or in Python the function itself.
 
     entry = own_or_choice(SCORES, value, "method")      the table's entry, or an `OwnFunction`
 
-Only a value that the user gave in this run may come here: naming a file runs it.  What came from a report, a
-plan or a file of settings needs the user's permission first (`names_function` tells).
+Pass only values that the user gave in this run: naming a file runs it.  Values from a report, a plan or a
+settings file need the user's permission first (`names_function`).
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class OwnFunction:
         """Call the function.
 
         Raises:
-            SourceError: with the user's own line, if it raises anything but an error of dispfx.
+            SourceError: with the line in the user's code, if it raises anything but a `DispfxError`.
         """
         try:
             return self.function(*args)
@@ -60,10 +60,10 @@ def names_function(value: object) -> bool:
 
 
 def own_or_choice(table: Mapping[str, Entry], value: Any, what: str) -> Entry | OwnFunction:
-    """Return a user's function, or the entry of a table.
+    """Return a user function, or the entry of a table.
 
     Raises:
-        DispfxError: if there is no such entry.
+        DispfxError: if the entry is unknown.
         SourceError: if the file or the function cannot be loaded.
     """
     return own_function(value) if names_function(value) else choice(table, value, what)
@@ -72,7 +72,7 @@ def own_or_choice(table: Mapping[str, Entry], value: Any, what: str) -> Entry | 
 def own_function(value: Any) -> OwnFunction:
     """Return the function that `file.py:function` names, or a Python function, with its digest.
 
-    A file runs once, until it changes; what stands beside it can be imported.
+    A file runs once until it changes, and can import modules from its own folder.
 
     Raises:
         SourceError: if there is no such file or function, or the file raises.
@@ -99,7 +99,7 @@ def own_function(value: Any) -> OwnFunction:
 
 
 def require_functions(*values: object) -> None:
-    """Load the functions among some values, so that a fault in one is told before the work.
+    """Load the functions among some values, so that errors in them are reported before the work.
 
     Raises:
         SourceError: as `own_function`.
@@ -110,12 +110,12 @@ def require_functions(*values: object) -> None:
 
 
 def shown(value: object) -> str:
-    """Return a setting's value as messages name it."""
+    """Return a setting's value as shown in messages."""
     return _name_of(value) if callable(value) else str(value)
 
 
 def identity_of(value: object) -> object:
-    """Return what a state says of a setting: its value, or the name and digest of a user's function."""
+    """Return what a state stores for a setting: its value, or the name and digest of a user function."""
     if not names_function(value):
         return value
     found = own_function(value)
@@ -126,7 +126,7 @@ def identity_of(value: object) -> object:
 def _module(path: Path, content: bytes) -> ModuleType:
     """Run a file's content as a module.
 
-    Bytecode that Python has cached is not used: it knows a file by its second and its size.
+    Python's cached bytecode is not used: it identifies a file by modification second and size.
     """
     module = ModuleType(f"_own_{path.stem}_{_digest(content)}")
     module.__file__ = str(path)
@@ -162,7 +162,7 @@ def _digest(content: bytes) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the last line of the user's code, and not of a library, that ran before an error."""
+    """Return the last line of the user's code, not of a library, that ran before an error."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"

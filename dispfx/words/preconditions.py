@@ -1,6 +1,6 @@
-"""What can be checked about a user's words before anything slow begins.
+"""Checks of a user's arguments before anything slow begins.
 
-Nothing here imports torch, so that a wrong word is answered at once.
+Nothing here imports torch, so that wrong arguments are reported at once.
 """
 
 import os
@@ -17,14 +17,14 @@ SELECTIONS = ("after-norm", "before-norm")
 
 
 def check_current_folder() -> None:
-    """Check that the folder that the command runs in is still there: libraries look at it when they start.
+    """Check that the current folder still exists: libraries read it on import.
 
     Raises:
-        DispfxError: if it is not, or may not be looked at.
+        DispfxError: if it does not exist, or may not be read.
     """
     if current_folder() is None:
         raise DispfxError(
-            "the current folder does not exist any more, or may not be looked at",
+            "the current folder does not exist any more, or may not be read",
             hint="change to a folder that exists",
         )
 
@@ -37,53 +37,54 @@ def check_ratio(ratio: float) -> None:
     """
     if not 0.0 < ratio < 1.0:
         raise BudgetError(
-            f"the ratio is the share to remove, between 0 and 1, and {ratio:g} was given",
+            f"the ratio is the share to remove, between 0 and 1; {ratio:g} was given",
             hint=f"{option('ratio', 0.3)} removes 30%",
         )
 
 
 def check_select(select: str, *, constrained: bool, costs: bool) -> None:
-    """Check that a selection before the norms is one for the whole residual stream.
+    """Check that a selection before the norms applies to the whole residual stream.
 
     Raises:
-        DispfxError: if branches were to select for themselves, or to be left dense by what they cost.
+        DispfxError: if branches would select separately, or be left dense by their latency.
     """
     require_choice(SELECTIONS, select, option("select"))
     if select == "after-norm":
         return
     if not constrained:
         raise DispfxError(
-            "a selection before the norms is one for the whole residual stream",
+            "a selection before the norms applies to the whole residual stream",
             hint=f"add {option('constrained', True)} to {option('select', 'before-norm')}",
         )
     if costs:
         raise DispfxError(
-            "one selection for the whole stream cuts every branch, so none can be left dense by its costs",
+            "one selection for the whole stream cuts every branch, "
+            f"so {option('costs')} cannot leave a branch dense",
             hint=f"leave out {option('costs')}",
         )
 
 
 def check_files(paths: Sequence[str | os.PathLike[str]], what: str) -> None:
-    """Check that every path is a file with something in it.
+    """Check that every path is a non-empty file.
 
     Args:
         paths: what the user named.
-        what: what they should be, for the message: "text", "plan".
+        what: what the files should be, for messages: "text", "plan".
 
     Raises:
-        DataError: naming the first one that is missing, a folder, or empty.
+        DataError: with the first one that is missing, a folder, or empty.
     """
     for path in (Path(path).expanduser() for path in paths):
         if not path.exists():
-            raise DataError(f"a {what} file was named and there is none", where=str(path))
+            raise DataError(f"the {what} file does not exist", where=str(path))
         if path.is_dir():
-            raise DataError(f"a {what} file was expected and this is a folder", where=str(path))
+            raise DataError(f"a {what} file was expected, but this is a folder", where=str(path))
         if path.is_file() and path.stat().st_size == 0:
             raise DataError(f"the {what} is empty", where=str(path))
 
 
 def is_saved_again(folder: Path) -> bool:
-    """Whether transformers wrote a folder, from a decoder that dispfx had pruned: it then has no report."""
+    """Whether transformers saved a pruned decoder into this folder, which then has no report."""
     if (folder / "report.json").is_file():
         return False
     try:
@@ -94,17 +95,17 @@ def is_saved_again(folder: Path) -> bool:
 
 
 def check_folder(path: str | os.PathLike[str], *, report: bool = False) -> None:
-    """Check that a folder of a pruned decoder can be there.
+    """Check that a path is the folder of a pruned decoder.
 
     Args:
-        report: whether it must have a report, which a folder saved again by transformers has not.
+        report: whether it must have a report. A folder that transformers saved has none.
 
     Raises:
-        OutputError: if there is no folder of that name, or dispfx did not prune what is in it.
+        OutputError: if the folder does not exist, or does not hold a decoder pruned by dispfx.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise OutputError("a folder written by dispfx was named and there is none", where=str(path))
+        raise OutputError("the folder does not exist", where=str(path), hint="pass one that dispfx wrote")
     saved_again = is_saved_again(folder)
     if saved_again and report:
         raise OutputError(

@@ -1,6 +1,6 @@
-"""What a user may have meant by a MODEL that names Python code and no function in it.
+"""Suggest functions for a MODEL that names Python code without a function.
 
-Nothing is imported or run: files are found as Python would find them, and read.
+Nothing is imported or run: files are found as Python would find them, and only read.
 """
 
 import ast
@@ -14,7 +14,7 @@ _MOST_NAMES = 4
 
 
 def current_folder() -> Path | None:
-    """Return the folder that this process runs in, or None where it was removed or may not be looked at."""
+    """Return the current folder, or None if it was removed or may not be read."""
     try:
         return Path(os.getcwd())
     except OSError:
@@ -22,7 +22,7 @@ def current_folder() -> Path | None:
 
 
 def suggestion_for(spec: str) -> str | None:
-    """Return how to name the functions of the Python code that `spec` names, or None where it names none.
+    """Return how to name the functions of the Python code in `spec`, or None if `spec` is not Python code.
 
     Args:
         spec: `package.module`, `module.py` or `module.py:function`, as a user wrote it for MODEL.
@@ -48,13 +48,13 @@ def suggestion_for(spec: str) -> str | None:
 
 def _file_of(name: str) -> Path | None:
     """Return the source of a module, looked for in the current directory first; no package is imported."""
-    # A file written a moment ago may be missing from the finder's cached listing of the folder.
+    # A new file may be missing from the finder's cached listing of the folder.
     importlib.invalidate_caches()
     current = current_folder()
     places: list[str] | None = [*([] if current is None else [str(current)]), *sys.path]
     found = None
     for part in name.split("."):
-        # A finder of files looks at the last part of a name alone, so no parent is imported for it.
+        # A file finder looks only at the last part of a name, so no parent package is imported.
         found = PathFinder.find_spec(part, places) if part.isidentifier() and places is not None else None
         if found is None:
             return None
@@ -64,7 +64,7 @@ def _file_of(name: str) -> Path | None:
 
 
 def _functions(file: Path) -> list[str] | None:
-    """Return the public functions that can be called without arguments, or None where it is no Python."""
+    """Return the public functions that can be called without arguments, or None if it is not Python."""
     try:
         tree = ast.parse(file.read_bytes())
     except (
@@ -73,7 +73,7 @@ def _functions(file: Path) -> list[str] | None:
         ValueError,
         RecursionError,
         MemoryError,
-    ):  # the last two: it nests too deeply
+    ):  # the last two: nested too deeply
         return None
     defined = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     return [node.name for node in defined if not node.name.startswith("_") and not _required(node.args)]

@@ -1,11 +1,11 @@
-"""Which form of text a word of --data or --eval-data has.
+"""Which form of text an argument of --data or --eval-data has.
 
 1. `datasets:NAME[:CONFIG[:SPLIT]]` is a data set that the `datasets` library loads: a hub id or a folder.
    SPLIT is `train` by default, and CONFIG may be empty.
-2. A file is known by its name: `.safetensors` holds tokens, `.jsonl`, `.json` and `.jsonl.gz` JSON,
+2. The name tells the format of a file: `.safetensors` holds tokens, `.jsonl`, `.json` and `.jsonl.gz` JSON,
    `.parquet` columns.  Every other file is UTF-8 text.
 
-Nothing here imports torch, so that a wrong word is answered at once.
+Nothing here imports torch, so that wrong arguments are reported at once.
 """
 
 import filecmp
@@ -36,7 +36,7 @@ _ENDINGS: dict[str, TextForm] = {
     ".jsonl.gz": "json-lines",
     ".parquet": "parquet",
 }
-# Of compressed files one kind is read.
+# The only compressed format that is read.
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z")
 _LIBRARIES = {"parquet": "pyarrow", "dataset": "datasets"}
 _FORMS = f"{DATASET}NAME[:CONFIG[:SPLIT]], as in {DATASET}Salesforce/wikitext:wikitext-2-raw-v1:train"
@@ -65,7 +65,7 @@ class TextOrigin:
 
     @property
     def name(self) -> str:
-        """What a report calls it: without the folders that it lies in."""
+        """Name for the report: without parent folders."""
         if self.form != "dataset":
             return PurePath(self.place).name
         local = Path(self.place).expanduser().is_dir()
@@ -79,11 +79,11 @@ class Reading:
 
     Args:
         field: of JSON lines, parquet and data sets, that holds the text.
-        most_bytes: of all texts together; of longer ones, evenly spaced pieces are read.
-        between: what stands between two texts or records.
+        most_bytes: of all texts together; longer ones are sampled in evenly spaced pieces.
+        between: separator of two texts or records.
         bos: whether every sequence begins with the beginning-of-sequence token: `auto` where the tokenizer
             puts one in front of a text, `on` or `off`.
-        allow_unknown: read a text that is mostly unknown to the tokenizer, or no text at all.
+        allow_unknown: accept data that the tokenizer mostly does not know, or that is not text.
     """
 
     field: str = TEXT_FIELD
@@ -93,19 +93,19 @@ class Reading:
     allow_unknown: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse to read nothing, and a choice that is none.
+        """Reject a limit below one byte, and unknown choices.
 
         Raises:
-            DataError: if fewer than one byte may be read.
-            DispfxError: if there is no such choice of `bos`.
+            DataError: if `most_bytes` is below one.
+            DispfxError: if `bos` is unknown.
         """
         require_choice(get_args(Bos), self.bos, option("bos"))
         if self.most_bytes < 1:
-            raise DataError(f"one byte of text or more must be read, and {self.most_bytes} were asked")
+            raise DataError(f"{option('data_bytes')} must be at least 1, and {self.most_bytes} was given")
 
 
 def text_origin(word: str | PurePath) -> TextOrigin:
-    """Return the form of text that a word has; whether it is there is not asked.
+    """Return the form of text of an argument, without checking that it exists.
 
     Raises:
         DataError: if it is a malformed name of a data set, or a file that is compressed in a way that is
@@ -117,13 +117,13 @@ def text_origin(word: str | PurePath) -> TextOrigin:
     ending = next((ending for ending in _ENDINGS if place.endswith(ending)), None)
     if ending is None and place.endswith(_PACKED):
         raise DataError(
-            "of compressed files only .jsonl.gz is read", where=place, hint="unpack it, and name the result"
+            "the only compressed text format is .jsonl.gz", where=place, hint="unpack it, and name the result"
         )
     return TextOrigin("text" if ending is None else _ENDINGS[ending], place)
 
 
 def check_texts(words: Sequence[str | PurePath], weights: Sequence[float] | None = None) -> None:
-    """Check what a user said about text, as far as that needs no reading.
+    """Check the arguments about text, as far as possible without reading it.
 
     Raises:
         DataError: if a file is missing, a folder or empty, a library that reads it is not installed, or
@@ -135,15 +135,15 @@ def check_texts(words: Sequence[str | PurePath], weights: Sequence[float] | None
         library = _LIBRARIES.get(origin.form)
         if library is not None and find_spec(library) is None:
             raise DataError(
-                f"{library} is needed to read this text, and it is not installed",
+                f"reading this text needs {library}, which is not installed",
                 where=origin.place,
                 hint="pip install 'dispfx[data]'",
             )
     if weights and len(weights) != len(words):
         raise DataError(
-            f"one {option('data_weight')} per {option('data')} is needed, "
-            f"and there are {len(weights)} for {len(words)}",
-            hint="give as many weights as texts, in the same order, or none",
+            f"{option('data_weight')} must be given once per {option('data')}: "
+            f"there are {len(weights)} for {len(words)} texts",
+            hint="give one weight per text in the same order, or none",
         )
 
 
@@ -157,17 +157,17 @@ def same_text(one: TextOrigin, other: TextOrigin) -> bool:
         sizes = {one.path.stat().st_size, other.path.stat().st_size}
         return len(sizes) == 1 and max(sizes) <= TEXT_BYTES and filecmp.cmp(one.path, other.path, False)
     except OSError:
-        return False  # whoever reads them says what is wrong
+        return False  # reading them reports the error
 
 
 def repeated_texts(data: Sequence[str | PurePath], eval_data: Sequence[str | PurePath]) -> list[str]:
-    """Return a line of warning for every text that is named where it was named before."""
+    """Return a warning for every text that is named twice."""
     learned, measured = list(map(text_origin, data)), list(map(text_origin, eval_data))
     twice = [one for index, one in enumerate(learned) if any(same_text(one, o) for o in learned[:index])]
     both = [one for one in measured if any(same_text(one, other) for other in learned)]
     of_both = "{} is learned from and measured on: perplexity is measured on text that was learned from"
     return [
-        *(f"{one.name} is named twice: text that is held out is learned from too" for one in twice),
+        *(f"{one.name} is named twice: held-out text is also learned from" for one in twice),
         *(of_both.format(one.name) for one in both),
     ]
 
@@ -175,6 +175,6 @@ def repeated_texts(data: Sequence[str | PurePath], eval_data: Sequence[str | Pur
 def _dataset(word: str) -> TextOrigin:
     parts = word.removeprefix(DATASET).split(":")
     if not parts[0] or len(parts) > 3 or (len(parts) == 3 and not parts[2]):
-        raise DataError("this is no name of a data set", where=word, hint=_FORMS)
+        raise DataError("this is not a valid data set name", where=word, hint=_FORMS)
     name, config, split = [*parts, "", ""][:3]
     return TextOrigin("dataset", name, config or None, split or "train")

@@ -68,7 +68,7 @@ def test_sites_that_would_keep_nothing_keep_one_feature_and_a_line_says_so(tmp_p
         MODEL, 0.97, out=tmp_path / "p", data=tokens, **options_of(settings), align=1, observer=watcher
     )
     assert plan.emptied and all(len(selection.kept) >= 1 for selection in plan.selections)
-    told = f"{len(plan.emptied)} of {len(plan.selections)} sites keep the least that a site may, 1 of their "
+    told = f"{len(plan.emptied)} of {len(plan.selections)} sites keep the allowed minimum, 1 of their "
     assert any(note.startswith(f"{told}features: {plan.emptied[0]}") for note in watcher.notes)
 
 
@@ -137,7 +137,9 @@ def test_verify_sees_weights_that_were_changed_where_there_is_one_form(compiled:
     assert not torch.equal(before, after), "it is another decoder, and runs"
     lines = verify(copy)
     assert [(line.name, line.holds) for line in lines] == [("program.pt2 = report", False)]
-    with pytest.raises(VerificationError, match=r"^program.pt2: missing, or not what was written") as failure:
+    with pytest.raises(
+        VerificationError, match=r"^program.pt2: missing, or changed since it was written"
+    ) as failure:
         require(*lines)
     assert failure.value.exit_code == 1
 
@@ -217,7 +219,7 @@ def test_export_writes_a_program_that_agrees_and_no_other(
 
 
 def test_a_folder_of_a_plain_module_holds_its_final_form(compiled: Compiled):
-    with pytest.raises(OutputError, match=r"the folder holds program\.pt2 alone"):
+    with pytest.raises(OutputError, match=r"the folder holds only program\.pt2"):
         export(compiled.path, onnx=True)
     assert load(compiled.path)(token_ids(2, 9)).shape == (2, 9, 61)
 
@@ -244,7 +246,7 @@ def test_a_folder_where_the_state_would_be_is_left_alone_with_all_that_is_in_it(
     mine = tmp_path / "plan.safetensors.state" / "letters.txt"
     mine.parent.mkdir()
     mine.write_text("mine")
-    with pytest.raises(OutputError, match="this is something else") as error:
+    with pytest.raises(OutputError, match="it holds something else") as error:
         learn_plan(
             MODEL,
             RATIO,

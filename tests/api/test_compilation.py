@@ -305,7 +305,7 @@ def test_a_gate_that_changes_nothing_is_never_written(tmp_path: Path, tokens: Pa
 REFUSED = {
     "a ratio of one": ({"ratio": 1.0}, BudgetError, "between 0 and 1"),
     "a ratio of zero": ({"ratio": 0.0}, BudgetError, "between 0 and 1"),
-    "a ratio out of reach": ({"ratio": 0.999}, BudgetError, "the sites can give up at most"),
+    "a ratio out of reach": ({"ratio": 0.999}, BudgetError, "the sites can remove at most"),
     "no text": ({"data": None}, DataError, "text to learn from is needed"),
     "a text shorter than a sequence": ({"data": random_tokens(12)}, DataError, "16"),
     "sequences longer than it reads": (

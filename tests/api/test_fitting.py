@@ -24,7 +24,7 @@ def test_experts_that_sort_tokens_get_one_mask_a_batch_and_a_note_says_so():
     said: list[str] = []
     of_recipe = learn_settings("a-model")
     assert settings_for(sorts("grouped"), of_recipe, said.append).samples == 1
-    assert len(said) == 1 and "one mask a batch" in said[0]
+    assert len(said) == 1 and "one mask per batch" in said[0]
     assert settings_for(sorts("batched"), of_recipe, said.append) == of_recipe and len(said) == 1
 
 
@@ -40,7 +40,7 @@ def test_a_decoder_of_short_texts_gets_more_of_them_and_a_note_says_so(recipe):
     found = fitted_settings(of_recipe, context=512, note=said.append)
     assert (found.seq_len, found.batch_size) == (512, 4 * of_recipe.batch_size)
     assert found.samples == (found.batch_size if of_recipe.samples > 1 else 1)
-    assert said == ["sequences of 512 tokens: the decoder reads no longer ones"]
+    assert said == ["sequences of 512 tokens: the decoder does not read longer ones"]
     assert fitted_settings(of_recipe, context=4096, note=pytest.fail) == of_recipe
 
 
@@ -81,7 +81,7 @@ def test_all_limits_count_at_once_whatever_is_known_first(named, length):
     program, of_recipe, said = with_table(), learn_settings("a-model"), []
     found = fitted_settings(of_recipe, context=named, program=program, note=said.append)
     assert (found.seq_len, found.batch_size) == (length, 2 * round(2048 / length))
-    assert said == [f"sequences of {length} tokens: the decoder reads no longer ones"]
+    assert said == [f"sequences of {length} tokens: the decoder does not read longer ones"]
     program.context = named
     assert settings_of(program, of_recipe) == found
 

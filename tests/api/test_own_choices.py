@@ -114,7 +114,7 @@ def test_learning_starts_from_a_plan_and_stays_near_it(program: dispfx.Program, 
     assert all(torch.equal(learned.kept[name], kept) for name, kept in plan.kept.items())
     with pytest.raises(PlanMismatchError, match="made for a decoder"):
         dispfx.learn(program, ids, 0.3, start=dispfx.Plan.random(program_of("pre-norm"), 0.3, 0), **SMALL)
-    with pytest.raises(DispfxError, match="starts from no plan"):
+    with pytest.raises(DispfxError, match="cannot start from a plan"):
         dispfx.learn(program, ids, 0.3, start=plan, method="wanda", **SMALL)
 
 

@@ -87,7 +87,7 @@ def test_a_pass_that_is_wrong_is_not_called_a_fault_of_dispfx(program: dispfx.Pr
 
 
 def test_capture_says_what_it_takes_and_reads_one_pattern_as_one(model: nn.Module):
-    with pytest.raises(CaptureError, match=r"capture takes an nn\.Module, and 'demo' was given"):
+    with pytest.raises(CaptureError, match=r"capture takes an nn\.Module, but 'demo' was given"):
         dispfx.capture("demo")  # type: ignore[arg-type]
     program = dispfx.capture(model, skip="*mlp*")
     assert {branch.kind for branch in program.branches} == {"attention"}

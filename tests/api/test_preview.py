@@ -35,7 +35,7 @@ def test_a_preview_writes_nothing_and_tells_what_the_compile_did(
 def test_a_ratio_out_of_reach_a_missing_text_and_an_unfinished_run_are_refused_as_by_compile(
     compiled: Compiled, tokens: Path, tmp_path: Path
 ):
-    with pytest.raises(BudgetError, match="can give up at most"):
+    with pytest.raises(BudgetError, match="can remove at most"):
         preview(run_of(ratio=0.999, out=tmp_path / "out", data=tokens))
     with pytest.raises(DataError, match="text to learn from"):
         preview(run_of(out=tmp_path / "out"))

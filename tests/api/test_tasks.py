@@ -87,7 +87,7 @@ def test_data_that_cannot_be_reached_is_the_inputs_fault_and_says_what_to_do(
 ):
     file = tasks / "mine.yaml"
     file.write_text(file.read_text().replace("dataset_path: json", "dataset_path: nobody/nothing"))
-    with pytest.raises(DataError, match="no question can be made of the task mine") as caught:
+    with pytest.raises(DataError, match="the task mine gives no questions") as caught:
         score_tasks("demo", tasks=["mine"], task_folder=tasks)
     assert "`task_folder`" in str(caught.value.hint)
 
@@ -126,5 +126,5 @@ def test_a_question_begins_as_the_tokenizer_begins_a_text_unless_told_otherwise(
     score_tasks("demo", tasks=["mine"], task_folder=tasks, limit=1)
     score_tasks("demo", tasks=["mine"], task_folder=tasks, limit=1, bos="off")
     assert asked == [None, False]
-    with pytest.raises(DataError, match="this one adds none"):
+    with pytest.raises(DataError, match="this tokenizer adds none"):
         score_tasks("demo", tasks=["mine"], task_folder=tasks, limit=1, bos="on")

@@ -136,8 +136,8 @@ UNUSABLE = {
     "no field 'text'": "a.jsonl",
     "byte 2 is not": "latin.txt",
     "the text is empty": "blank.txt",
-    "line 2 is no JSON": "broken.jsonl",
-    "this is no safetensors file": "a.safetensors",
+    "line 2 is not JSON": "broken.jsonl",
+    "this is not a safetensors file": "a.safetensors",
 }
 
 
@@ -170,11 +170,11 @@ def test_text_that_cannot_be_used_is_refused_before_the_decoder_is_opened(
 @pytest.mark.parametrize(
     ("data", "weights", "reason"),
     [
-        (["a", "a"], [1, 0], "positive number"),
+        (["a", "a"], [1, 0], "positive numbers"),
         (["a", "a"], [1, 1e-5], "one sequence in a thousand"),
         (["a", "a"], [1], "there are 1 for 2"),
-        (torch.arange(9), [1], "none was named"),
-        (None, [1], "none was named"),
+        (torch.arange(9), [1], "no text to learn from was named"),
+        (None, [1], "no text to learn from was named"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path, data, weights, reason: str):
@@ -220,11 +220,11 @@ def test_what_a_text_is_warned_of_and_refused_for_reaches_every_command(decoder_
     (tmp_path / "nul.txt").write_bytes("no text ".encode("utf-16-le") * 60)
     watcher = Watcher()
     evaluate(str(decoder_folder), eval_data=tmp_path / "ids.txt", context=32, observer=watcher)
-    assert len(watcher.notes) == 1 and "token ids belong into" in watcher.notes[0]
+    assert len(watcher.notes) == 1 and "token ids belong in" in watcher.notes[0]
     nul: dict[str, Any] = {"eval_data": tmp_path / "nul.txt", "context": 32}
-    with pytest.raises(DataError, match="characters are no text"):
+    with pytest.raises(DataError, match="characters are not text"):
         evaluate(str(decoder_folder), **nul)
     protocol = evaluate(str(decoder_folder), **nul, allow_unknown=True).protocol
     assert protocol["unknown_share"] == 0.0
-    with pytest.raises(DataError, match="characters are no text"):
+    with pytest.raises(DataError, match="characters are not text"):
         dispfx.compile(MODEL, 0.3, out=tmp_path / "out", data=tmp_path / "nul.txt")

@@ -1,4 +1,4 @@
-"""`compile --config`: the settings of an earlier run, under those that are given anew."""
+"""`compile --config`: the settings of an earlier run, overridden by the command line."""
 
 import json
 from dataclasses import replace
@@ -126,7 +126,7 @@ def test_a_file_gives_no_permission_to_run_code(
     words = ["compile", "--config", path, "--out", tmp_path / "second"]
 
     result = dispfx(*words)
-    assert result.exit_code == 2 and "executes code" in result.output and not compile_.called
+    assert result.exit_code == 2 and "asks to run code" in result.output and not compile_.called
     result = dispfx(*words, "--trust-remote-code")
     assert result.exit_code == 0 and asked(compile_)["trust_remote_code"]
 
@@ -148,7 +148,9 @@ def test_a_file_gives_no_permission_to_run_a_function_of_a_setting(
 
     for more in ((), ("demo",)):
         result = dispfx(words[0], *more, *words[1:])
-        assert result.exit_code == 2 and "executes code" in result.output and "mine.py:own" in result.output
+        assert (
+            result.exit_code == 2 and "asks to run code" in result.output and "mine.py:own" in result.output
+        )
     assert not compile_.called and not Path("it-ran").exists()
     assert dispfx(*words, "--trust-remote-code").exit_code == 0
     assert asked(compile_)[name] == "mine.py:own"

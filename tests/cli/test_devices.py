@@ -60,7 +60,7 @@ def test_every_verb_refuses_a_device_that_is_not_there_before_anything_else(
 ):
     result = dispfx(verb, *WORDS[verb], f"--device={device}")
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 2
-    told = f"--device {device} was asked and torch sees no CUDA device"
+    told = f"--device {device} was given, but torch sees no CUDA device"
     if device in UNKNOWN:
         told = f"--device must be cpu, cuda or cuda:N, and {device!r} was given"
     assert result.stderr.startswith(f"error: {told}")

@@ -91,7 +91,7 @@ def test_a_full_disk_under_what_is_printed_is_no_fault_of_ours(dispfx, replaced,
     result = compile_demo(dispfx, tmp_path / "out")
     assert result.exit_code == 2
     assert result.stderr.startswith(
-        "error: what this command prints cannot be written: No space left on device"
+        "error: the output of this command cannot be written: No space left on device"
     )
 
 

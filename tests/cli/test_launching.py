@@ -40,7 +40,7 @@ def test_one_of_the_processes_launches_nothing(monkeypatch):
 
 def test_a_killed_process_is_named_and_not_those_that_ended_for_its_sake():
     failures = {0: failure(-15, "SIGTERM", 1), 1: failure(2, "", 2), 2: failure(-9, "SIGKILL", 3)}
-    with pytest.raises(DispfxError, match=r"rank 2 \(process 77\) was ended by SIGKILL"):
+    with pytest.raises(DispfxError, match=r"rank 2 \(process 77\) was killed by SIGKILL"):
         launching._raise(failures)
 
 

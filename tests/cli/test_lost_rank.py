@@ -61,7 +61,7 @@ def test_a_killed_rank_ends_the_run_with_its_name_and_the_run_goes_on(tmp_path: 
         _, said = run.communicate(timeout=LONGEST_SECONDS)
     assert time.monotonic() - began < LONGEST_SECONDS
     assert run.returncode == 2 and not plan.exists()
-    assert f"rank 1 (process {killed}) was ended by SIGKILL" in said and "--resume" in said
+    assert f"rank 1 (process {killed}) was killed by SIGKILL" in said and "--resume" in said
     step = saved_step(state)
     assert step is not None
     with start(plan, "--steps", str(step + 2), "--resume") as again:

@@ -154,14 +154,22 @@ def test_wrong_words_are_refused_before_the_compiler_is_asked(
     empty.touch()
     out = tmp_path / "out"
     wrong = {
-        "there is none": [tmp_path / "absent", "--data", text],
-        "a text file was named": [decoder, "--data", tmp_path / "absent.txt"],
+        "a folder that does not exist": [tmp_path / "absent", "--data", text],
+        "the text file does not exist": [decoder, "--data", tmp_path / "absent.txt"],
         "this is a folder": [decoder, "--data", decoder],
         "the text is empty": [decoder, "--data", empty],
         "text to learn from is needed": [decoder],
-        "one --data-weight per --data": [decoder, "--data", text, "--data-weight", 1, "--data-weight", 1],
-        "no name of a data set": [decoder, "--data", "datasets:"],
-        "only .jsonl.gz is read": [decoder, "--data", "text.txt.gz"],
+        "--data-weight must be given once per --data": [
+            decoder,
+            "--data",
+            text,
+            "--data-weight",
+            1,
+            "--data-weight",
+            1,
+        ],
+        "not a valid data set name": [decoder, "--data", "datasets:"],
+        "compressed text format is .jsonl.gz": [decoder, "--data", "text.txt.gz"],
         "data-bytes": [decoder, "--data", text, "--data-bytes", 1000],
         "Unknown option: --ratios. Did you mean --ratio?": ["demo", "--ratios", "1"],
         "estimator must be reinmax or gumbel or straight-through, and 'guess' was given": [
@@ -259,4 +267,4 @@ def test_apply_hands_on_model_plan_and_folder(dispfx, replaced, report: Report, 
 def test_apply_refuses_a_plan_that_is_not_there(dispfx, replaced, tmp_path: Path):
     apply = replaced("run_apply")
     result = dispfx("apply", "demo", tmp_path / "absent", "--out", tmp_path / "out")
-    assert result.exit_code == 2 and "plan file was named" in result.stderr and not apply.called
+    assert result.exit_code == 2 and "plan file does not exist" in result.stderr and not apply.called

@@ -83,7 +83,7 @@ def test_a_config_alone_can_be_inspected_and_nothing_else(dispfx, tmp_path: Path
     text = tmp_path / "text.txt"
     text.write_text("text")
     result = dispfx("compile", file, "--ratio", 0.3, "--data", text, "--out", tmp_path / "out")
-    assert result.exit_code == 2 and "MODEL is a config alone" in " ".join(result.stderr.split())
+    assert result.exit_code == 2 and "MODEL is only a config" in " ".join(result.stderr.split())
 
 
 def test_verify_shows_each_comparison(dispfx, replaced, written: Path):

@@ -227,7 +227,7 @@ def test_a_folder_of_a_later_format_names_both_versions(written: Written) -> Non
     path.write_text(json.dumps(entries))
 
     with pytest.raises(
-        OutputError, match=f"format {SCHEMA_VERSION + 1}, this program reads 3 and {SCHEMA_VERSION}"
+        OutputError, match=f"format {SCHEMA_VERSION + 1}, but this version reads 3 and {SCHEMA_VERSION}"
     ):
         read_section(written.folder)
 

@@ -71,7 +71,7 @@ def test_only_a_folder_of_dispfx_is_said_to_be_removable(tmp_path: Path) -> None
         hints[path] = error.value.hint
     assert hints[model] == hints[plain] == "name another folder with `out`"
     assert hints[own] == "name another folder with `out`, or remove this one"
-    assert hints[own / "report.json"] == "move it elsewhere to write it anew"
+    assert hints[own / "report.json"] == "move it elsewhere to write it again"
 
 
 def test_a_folder_that_appears_during_the_work_is_not_replaced(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def folder_of(path: Path, config: object) -> Path:
 def test_a_class_that_only_the_users_code_registers_is_refused_with_that_reason(read, tmp_path: Path):
     with pytest.raises(DataError, match="no class is registered for 'mine'") as error:
         read(folder_of(tmp_path, {"model_type": "mine"}))
-    assert "import that in Python" in str(error.value) and "pip install" not in str(error.value)
+    assert "import that code in Python" in str(error.value) and "pip install" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def wrapped() -> nn.Module:
     [
         (scaled, "would build LlamaForCausalLM, not Scaled"),
         (unregistered, "no class is registered with AutoModelForCausalLM for OwnConfig"),
-        (wrapped, "is no PreTrainedModel"),
+        (wrapped, "is not a PreTrainedModel"),
     ],
     ids=["another class", "no class", "wrapped"],
 )

@@ -38,7 +38,7 @@ def test_a_module_that_transformers_does_not_know_has_no_dense_checkpoint(tmp_pa
     model = build(FORMS["pre-norm"])
     plan = Plan.random(capture(model), 0.3, 0)
 
-    with pytest.raises(DispfxError, match="`export='dense'` writes a checkpoint of transformers"):
+    with pytest.raises(DispfxError, match="`export='dense'` writes a transformers checkpoint"):
         apply(model, plan, out=tmp_path / "out", export="dense")
 
     assert not (tmp_path / "out").exists()

@@ -119,5 +119,5 @@ def test_the_config_of_a_loaded_model_does_not_build_the_dense_one(
     model.save_pretrained(tmp_path)
 
     for config in (model.config, model.base_model.config, AutoConfig.from_pretrained(tmp_path)):
-        with pytest.raises(OutputError, match="kept indices lie with its weights"):
+        with pytest.raises(OutputError, match="kept indices are stored with its weights"):
             AutoModel.from_config(config)

@@ -138,7 +138,7 @@ def test_the_body_without_the_head_loads_and_is_saved_again(llama: Folder, tmp_p
 
 
 def test_a_config_alone_does_not_build_the_dense_decoder(llama: Folder) -> None:
-    with pytest.raises(OutputError, match="kept indices lie with its weights"):
+    with pytest.raises(OutputError, match="kept indices are stored with its weights"):
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(llama.path))
 
 

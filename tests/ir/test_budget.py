@@ -256,7 +256,7 @@ def test_a_ratio_beyond_the_sites_is_a_budget_error_with_numbers():
 @pytest.mark.parametrize(
     ("logits", "budget", "message"),
     [
-        (torch.zeros(3), Budget(0.3), "128 logits were expected"),
+        (torch.zeros(3), Budget(0.3), r"one logit per feature \(128\) was expected"),
         (torch.full((128,), torch.nan), Budget(0.3), "finite"),
         (torch.zeros(128), Budget(0.3, "total"), "counts total"),
     ],
@@ -305,5 +305,5 @@ def test_an_alignment_beyond_all_widths_leaves_every_site_whole(align):
         assert found.tolist() == [12, 5]
     sites, shapes = decoder_sites(1, 12, 20, key_width=4)
     count = ParameterCount.of_sites(sites, shapes)
-    with pytest.raises(BudgetError, match=r"can give up at most 0\.0000"):
+    with pytest.raises(BudgetError, match=r"can remove at most 0\.0000"):
         check_reachable(sites, count, Budget(0.3, align=max(align, 20)))

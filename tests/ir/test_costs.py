@@ -113,19 +113,19 @@ def test_a_plan_keeps_its_table(program: Program, tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"rows": [2, 1]}, "must rise"),
-        ({"columns": []}, "must rise"),
+        ({"rows": [2, 1]}, "must increase"),
+        ({"columns": []}, "must increase"),
         ({"seconds": [[1.0, 1.0]]}, "every pair"),
         ({"seconds": [[1.0, 1.0], [1.0, -1.0]]}, "positive"),
         ({"seconds": [[1.0, 1.0], [1.0, float("nan")]]}, "positive"),
         ({"selection_seconds": -1.0}, "positive"),
-        ({"tokens": "many"}, "no table"),
+        ({"tokens": "many"}, "not a latency table"),
     ],
 )
 def test_a_damaged_table_is_refused(change: dict, problem: str):
     with pytest.raises(DataError, match=problem):
         CostTable.of_plain({**asdict(FAIR), **change})
-    with pytest.raises(DataError, match="no table"):
+    with pytest.raises(DataError, match="not a latency table"):
         CostTable.of_plain([1, 2])
 
 
@@ -134,9 +134,9 @@ def test_a_table_is_read_from_json_and_nothing_else(tmp_path: Path):
     file.write_text(json.dumps(asdict(FAIR)))
     assert read_costs(file) == FAIR
     file.write_text("{")
-    with pytest.raises(DataError, match="table of costs"):
+    with pytest.raises(DataError, match="latency table"):
         read_costs(file)
-    with pytest.raises(DataError, match="table of costs"):
+    with pytest.raises(DataError, match="latency table"):
         read_costs(tmp_path / "missing.json")
 
 

@@ -203,7 +203,7 @@ def test_tensors_without_our_header_are_refused(tmp_path: Path):
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path):
     for path in (tmp_path / "absent", tmp_path):
-        with pytest.raises(DataError, match="a plan file was expected"):
+        with pytest.raises(DataError, match="the plan file does not exist"):
             Plan.load(path)
 
 
@@ -330,7 +330,7 @@ def test_an_aligned_plan_has_aligned_widths(program: Program):
 
 
 def test_a_ratio_out_of_reach_is_refused_with_the_largest(program: Program):
-    with pytest.raises(BudgetError, match="the sites can give up at most"):
+    with pytest.raises(BudgetError, match="the sites can remove at most"):
         Plan.random(program, 0.9999, 0)
 
 

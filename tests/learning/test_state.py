@@ -225,7 +225,7 @@ def test_the_folder_holds_whole_files_only_and_no_pickle(tmp_path):
         ({"chosen": replace(CHOSEN, seed=4)}, r"seed was 3 and is 4"),
         ({"budget": Budget(0.4)}, r"ratio was 0\.3 and is 0\.4"),
         ({"text": markov_tokens(2_000, seed=1)}, r"text was '"),
-        ({"chosen": replace(CHOSEN, steps=5)}, r"is at step 6, and 5 steps were asked"),
+        ({"chosen": replace(CHOSEN, steps=5)}, r"is at step 6, but only 5 steps were requested"),
     ],
 )
 def test_a_state_of_other_settings_is_refused_and_says_what_differs(tmp_path, changes, message):
@@ -278,12 +278,12 @@ def without_optimizer(tensors: dict[str, Tensor], position: dict[str, Any]) -> N
     [
         (
             lambda tensors, _: tensors.update({MOMENT: tensors[MOMENT][:5].clone()}),
-            r"exp_avg is float32 \[5\], and this run has float32 \[128\]",
+            r"exp_avg is float32 \[5\], but this run has float32 \[128\]",
         ),
-        (lambda tensors, _: tensors.pop(MOMENT), r"exp_avg is not there, and"),
+        (lambda tensors, _: tensors.pop(MOMENT), r"exp_avg is not there, but"),
         (lambda tensors, _: tensors.update({MOMENT: tensors[MOMENT].double()}), r"exp_avg is float64"),
         (lambda tensors, _: tensors.update(generator=tensors["generator"].int()), r"generator is int32"),
-        (lambda tensors, _: tensors.update(more=torch.ones(2)), r"more is float32 \[2\], and .* not there"),
+        (lambda tensors, _: tensors.update(more=torch.ones(2)), r"more is float32 \[2\], but .* not there"),
         (without_optimizer, r"exp_avg is not there"),
         (lambda _, position: position.update(bad_steps=7), "more bad steps than steps"),
     ],

@@ -74,7 +74,9 @@ def test_the_digest_follows_content_and_length():
 
 
 def test_a_text_shorter_than_one_sequence_is_a_data_error_with_both_numbers():
-    with pytest.raises(DataError, match=r"one sequence needs 2,048 tokens, .* has 1,800 beside 200 held out"):
+    with pytest.raises(
+        DataError, match=r"one sequence needs 2,048 tokens, .* has 1,800 without the 200 held"
+    ):
         TokenBatches.split(torch.arange(2000), seq_len=2048, batch_size=1)
 
 
@@ -127,15 +129,15 @@ def test_token_ids_of_every_kind_of_array_are_taken_as_they_are():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("a text", "learning takes token ids, and a str was given"),
-        (["one", "two"], "learning takes token ids, and a str was given"),
-        (Path("text.txt"), "learning takes token ids, and a .*Path was given"),
+        ("a text", "learning takes token ids, but a str was given"),
+        (["one", "two"], "learning takes token ids, but a str was given"),
+        (Path("text.txt"), "learning takes token ids, but a .*Path was given"),
         ([1, 2, 5], r"token ids must be in \[0, 5\) for this decoder, found 5"),
         (np.array([1, -1]), "found -1"),
         (np.array([[1, 2], [3, 4]]), r"found shape \(2, 2\)"),
         ([0.5, 1.5], "found shape .* of torch.float32"),
-        ([[1, 2], [3]], "no array was given"),
-        (None, "no array was given"),
+        ([[1, 2], [3]], "this is not an array"),
+        (None, "this is not an array"),
     ],
 )
 def test_what_are_no_token_ids_of_the_decoder_is_refused(data: object, message: str):

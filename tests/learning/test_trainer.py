@@ -146,6 +146,6 @@ def test_a_cosine_schedule_gives_another_result_than_a_constant_rate():
 
 
 def test_logits_that_are_not_finite_choose_nothing_and_are_the_inputs_fault(decoder):
-    with pytest.raises(DispfxError, match="behind step 3 the logits are not finite") as caught:
+    with pytest.raises(DispfxError, match="the logits are not finite after step 3") as caught:
         run(decoder, Budget(0.3), settings(steps=3, lr=1e38))
     assert not isinstance(caught.value, PassError) and "`lr`" in str(caught.value)

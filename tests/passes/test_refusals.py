@@ -279,7 +279,7 @@ def test_what_is_no_decoder_of_token_ids_is_refused_at_capture(name: str):
 
 
 def test_something_else_than_a_module_is_refused():
-    with pytest.raises(CaptureError, match=r"capture takes an nn\.Module, and \[\] was given"):
+    with pytest.raises(CaptureError, match=r"capture takes an nn\.Module, but \[\] was given"):
         dispfx.capture([])  # type: ignore[arg-type]
 
 

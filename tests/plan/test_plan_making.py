@@ -69,8 +69,8 @@ def test_boolean_masks_and_indices_of_every_kind_of_array_give_the_same_plan(pro
         ([0, 48], r"indices lie in \[0, 48\), found 48"),
         ([-1, 4], r"indices lie in \[0, 48\), found -1"),
         (torch.ones(48), "a mask is boolean or holds indices, found float32"),
-        ("all of them", "the mask is no array of numbers"),
-        ([[0, 1], [2]], "the mask is no array of numbers"),
+        ("all of them", "the mask is not an array of numbers"),
+        ([[0, 1], [2]], "the mask is not an array of numbers"),
     ],
 )
 def test_a_mask_that_does_not_fit_its_site_is_refused(program: Program, mask: Any, message: str):
@@ -84,7 +84,7 @@ def test_sites_without_a_mask_and_masks_without_a_site_are_refused(program: Prog
     with pytest.raises(PlanMismatchError, match=r"did you mean layers\.0\.mlp\.inner"):
         Plan.from_masks(program, masks | {"layers.0.mlp.iner": masks[INNER]})
     del masks[INNER]
-    with pytest.raises(PlanMismatchError, match="every site needs a mask, and 1 of 10 have none"):
+    with pytest.raises(PlanMismatchError, match="every site needs a mask, but 1 of 10 have none"):
         Plan.from_masks(program, masks)
 
 

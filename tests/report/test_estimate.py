@@ -60,7 +60,7 @@ def test_a_device_says_whether_learning_fits_beside_the_weights(free: int, said:
 
 def test_each_card_says_how_long_and_how_many():
     lines = estimate_lines(estimate())
-    assert "  H100: about 5.0 h on one for 10,000 steps; needs the memory of 2 at least (80 GB)" in lines
+    assert "  H100: about 5.0 h on one for 10,000 steps; needs the memory of at least 2 (80 GB)" in lines
     least = estimate_lines(estimate(weights=125 * GIGA))
     assert any("H200" in line and "fits on one with checkpoints (141 GB)" in line for line in least)
     small = estimate_lines(estimate(weights=GIGA))

@@ -153,7 +153,7 @@ def test_a_report_with_a_wrong_field_is_refused_by_its_place(report: Report, cha
 
 def test_what_is_no_report_is_refused(tmp_path: Path):
     for text in ("", "[]", "null", "{", '"report"'):
-        with pytest.raises(DataError, match="no report"):
+        with pytest.raises(DataError, match="not a report"):
             from_json(text)
     with pytest.raises(DataError, match="cannot be read"):
         load_report(tmp_path / "absent.json")

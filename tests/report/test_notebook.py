@@ -22,7 +22,7 @@ def test_a_program_shows_its_branches_and_what_is_left_dense():
 
 def test_a_plan_shows_what_every_site_keeps():
     shown = plan_of()._repr_html_()
-    assert "30.04% of blocks removed (30.00% asked)" in shown
+    assert "30.04% of blocks removed (30.00% requested)" in shown
     assert "<td>layers.2.mlp.inner</td><td>S4</td><td>11 of 20</td><td>55.0%</td>" in shown
 
 
@@ -36,7 +36,7 @@ def test_a_program_and_a_plan_print_in_at_most_25_lines():
     assert lines[-2:] == ["  and 4 more branches", "  left dense: 1 (program.refused)"]
     assert len(lines) <= 25 and max(map(len, lines)) < 120
     lines = repr(dispfx.Plan.random(program, 0.3, seed=0)).splitlines()
-    assert "of blocks removed (30.00% asked), 60 sites" in lines[0]
+    assert "of blocks removed (30.00% requested), 60 sites" in lines[0]
     assert lines[-1] == "  and 40 more sites" and len(lines) <= 25
     assert repr(Program(torch.fx.symbolic_trace(torch.nn.Identity()), "Empty", "")).count("\n") == 0
 

@@ -22,7 +22,7 @@ def selection(name: str, size: int, *kept: int) -> Selection:
 def test_a_plan_differs_from_itself_in_nothing():
     difference = plan_difference(plan_of(), plan_of())
     assert all(site.overlap == 1.0 for site in difference.sites)
-    assert "15 of 15 sites keep the very same features" in difference_lines(difference)
+    assert "15 of 15 sites keep exactly the same features" in difference_lines(difference)
 
 
 def test_the_overlap_counts_shared_features_over_those_of_any():
@@ -42,7 +42,7 @@ def test_sites_of_one_plan_alone_are_named_and_unlike_weights_too():
     difference = plan_difference(first, second)
     assert (difference.only_first, difference.only_second) == (("b.read",), ("c.read",))
     said = "\n".join(difference_lines(difference))
-    assert "first plan alone: b.read" in said and "unlike weights" in said
+    assert "only in the first plan: b.read" in said and "different weights" in said
 
 
 def test_plans_of_different_decoders_are_refused():

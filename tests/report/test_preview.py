@@ -32,11 +32,13 @@ def example_preview() -> Preview:
 
 def test_a_preview_in_sentences():
     lines = preview_lines(example_preview(), "a plan")
-    assert lines[0] == "ratio: 30.00% of blocks asked, 30.04% can be met with widths of multiples of 8"
+    assert (
+        lines[0] == "ratio: 30.00% of blocks requested, 30.04% possible with widths that are multiples of 8"
+    )
     assert lines[1] == "parameters: 1,000 → about 760 (-24.0%)"
     assert lines[3].startswith("learning: 100 steps of 2 × 50 tokens read 0.5 times")
     assert "  this CPU: about 4.0 min for 100 steps" in lines
-    assert lines[-2] == "would write out/x (a plan), and meanwhile out/x.state, going on at step 40"
+    assert lines[-2] == "would write out/x (a plan), and meanwhile out/x.state, resuming at step 40"
     card = preview_lines(replace(example_preview(), cpu_seconds=None, resumes_at=None), "a plan")
     assert not any("this CPU" in line for line in card) and card[-2].endswith("out/x.state")
 

@@ -42,5 +42,5 @@ def test_null_is_a_number_that_is_none_and_another_line_is_named(tmp_path: Path)
 def test_a_damaged_table_of_speeds_is_refused(tmp_path: Path, text: str):
     folder = write_run(tmp_path)
     (folder / "speed.json").write_text(text)
-    with pytest.raises(DataError, match="no table of speeds"):
+    with pytest.raises(DataError, match="not a speed table"):
         read_run(folder)

@@ -24,7 +24,7 @@ def test_the_table_says_what_changed_and_by_how_much(report: Report):
             "922,112",
             "701,204",
             "-24.0%",
-            "30.00% asked",
+            "30.00% requested",
             "30.04% achieved",
             "3.200",
             "3.280",

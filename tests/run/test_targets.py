@@ -67,7 +67,7 @@ def test_a_target_of_ones_own_is_written_read_back_and_reported(plan: dispfx.Pla
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("unproved", VerificationError, "must return comparisons of what it wrote, and returned None"),
+        ("unproved", VerificationError, "must return comparisons of its output, but returned None"),
         ("wrong", VerificationError, "wrong = lowered"),
         ("fails", SourceError, "mine.py:fails raised ZeroDivisionError"),
         ("absent", SourceError, "has no function absent"),

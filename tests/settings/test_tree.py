@@ -71,7 +71,7 @@ def test_an_unknown_setting_is_told_the_closest_one():
 def test_a_setting_without_default_must_be_given():
     with pytest.raises(DispfxError, match="`ratio` is needed"):
         RunSettings.of(model="demo")
-    with pytest.raises(OutputError, match="a place to write is needed"):
+    with pytest.raises(OutputError, match="an output path is needed"):
         _ = RunSettings.of(model="demo", ratio=0.3).output.path
 
 

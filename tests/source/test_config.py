@@ -79,7 +79,7 @@ def test_the_demo_and_a_function_are_built_without_values(tmp_path: Path, monkey
 
 def test_a_config_alone_is_refused_where_weights_are_needed(config_folder: Path):
     for spec in (config_folder, config_folder / "config.json"):
-        with pytest.raises(SourceError, match="MODEL is a config alone") as caught:
+        with pytest.raises(SourceError, match="MODEL is only a config") as caught:
             load_source(str(spec))
         assert "dispfx inspect" in str(caught.value)
 
@@ -89,7 +89,7 @@ def test_a_config_alone_is_refused_where_weights_are_needed(config_folder: Path)
     [
         ("{", "not readable JSON"),
         ("[]", "must hold an object"),
-        ('{"model_type": "bert"}', "no causal language model|which is no causal|cannot be compiled"),
+        ('{"model_type": "bert"}', "no causal language model|which is not a causal|cannot be compiled"),
         ('{"model_type": "no such model"}', "config.json cannot be used"),
         ('{"model_type": "llama", "hidden_size": 10, "num_attention_heads": 3}', "config"),
         ('{"model_type": "llama", "hidden_size": -8}', "config"),
@@ -108,7 +108,7 @@ def test_a_config_of_no_decoder_is_refused(tmp_path: Path, text: str, said: str)
 def test_a_gguf_file_and_a_revision_of_a_file_are_refused(tmp_path: Path, config_folder: Path):
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF")
-    with pytest.raises(SourceError, match="no config of its own"):
+    with pytest.raises(SourceError, match="no separate config"):
         load_config(str(gguf))
     with pytest.raises(SourceError, match="`revision`"):
         load_config(str(config_folder), revision="main")

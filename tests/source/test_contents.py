@@ -46,7 +46,7 @@ def sharded(folder: Path) -> list[Path]:
     [
         ("model_index.json", "diffusion pipeline"),
         ("params.json", "publisher's own format"),
-        ("model.onnx", "ONNX model alone"),
+        ("model.onnx", "only an ONNX model"),
         ("small.Q4.gguf", "GGUF files"),
         ("inner/config.json", "there is one in inner"),
     ],
@@ -63,13 +63,13 @@ def test_a_folder_of_another_kind_is_called_that(tmp_path: Path, name: str, held
 def test_a_folder_with_an_adapter_alone_gets_the_command_that_merges_it(tmp_path: Path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
     said = refusal(tmp_path)
-    assert "adapter alone" in said and "some/base" in said
+    assert "only an adapter" in said and "some/base" in said
     assert f"A.from_pretrained('{tmp_path}').merge_and_unload().save_pretrained('MERGED')" in said
 
 
 def test_an_adapter_beside_a_decoder_is_refused_because_it_would_be_loaded_with_it(copied: Path):
     (copied / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
-    assert "beside the decoder's own files" in refusal(copied)
+    assert "next to the decoder's own files" in refusal(copied)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
@@ -94,7 +94,7 @@ def test_a_shard_that_is_cut_off_is_named(copied: Path):
     shard = sharded(copied)[1]
     shard.write_bytes(shard.read_bytes()[:-10])
     said = refusal(copied)
-    assert "cut off or damaged" in said and shard.name in said and "download" in said
+    assert "truncated or damaged" in said and shard.name in said and "download" in said
 
 
 @pytest.mark.parametrize(
@@ -133,10 +133,10 @@ def test_weights_in_bin_files_are_read_without_running_them(copied: Path, shard:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("t5", "an encoder with a decoder"),
+        ("t5", "an encoder-decoder"),
         ("roberta_is_no_decoder", "cannot be used"),
         ("clip", "no causal language model"),
-        ("llava", "reads images beside text"),
+        ("llava", "also reads images"),
         ("deberta-v2", "it is an encoder"),
     ],
 )

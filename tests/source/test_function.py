@@ -191,7 +191,7 @@ def test_where_the_current_folder_is_gone_a_function_is_looked_for_among_package
     monkeypatch.chdir(gone)
     gone.rmdir()
     before = list(sys.path)
-    with pytest.raises(SourceError, match="no current folder, for that was removed, and among the installed"):
+    with pytest.raises(SourceError, match="the current folder, which was removed, and among the installed"):
         load_source("absent_everywhere:build")
     assert sys.path == before
     name = f"elsewhere_of_{tmp_path.name}"

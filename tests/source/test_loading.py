@@ -151,7 +151,7 @@ def test_a_folder_without_weights_is_refused(copied: Path):
 def test_a_cut_off_weight_file_is_refused(copied: Path):
     path = copied / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(SourceError, match="cut off or damaged"):
+    with pytest.raises(SourceError, match="truncated or damaged"):
         load_source(str(copied))
 
 
@@ -168,13 +168,13 @@ def test_a_config_that_is_no_json_is_refused(copied: Path):
 
 def test_a_folder_that_dispfx_wrote_is_refused(copied: Path):
     (copied / "plan.safetensors").touch()
-    with pytest.raises(SourceError, match="pruned already"):
+    with pytest.raises(SourceError, match="already pruned"):
         load_source(str(copied))
 
 
 def test_a_folder_with_a_graph_that_dispfx_wrote_is_refused_with_the_way_to_see_its_plan(tmp_path: Path):
     (tmp_path / "plan.safetensors").touch()
-    with pytest.raises(SourceError, match="pruned already") as error:
+    with pytest.raises(SourceError, match="already pruned") as error:
         load_source(str(tmp_path))
     assert f"inspect {tmp_path / 'plan.safetensors'}" in str(error.value)
 
@@ -209,12 +209,12 @@ def test_code_of_a_checkpoint_runs_only_when_it_is_trusted(copied: Path):
 
 def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path):
     for spec in (str(tmp_path / "absent"), "./absent", "absent.gguf", "~/absent/absent"):
-        with pytest.raises(SourceError, match="there is none"):
+        with pytest.raises(SourceError, match="does not exist"):
             load_source(spec)
 
 
 def test_a_file_that_is_no_gguf_is_refused(decoder_folder: Path):
-    with pytest.raises(SourceError, match=r"only \.gguf files"):
+    with pytest.raises(SourceError, match=r"is \.gguf"):
         load_source(str(decoder_folder / "model.safetensors"))
 
 
@@ -235,9 +235,9 @@ def test_a_revision_belongs_to_a_hub_id(decoder_folder: Path):
 
 
 def test_a_hub_id_out_of_reach_is_refused_at_once():
-    with pytest.raises(SourceError, match="MODEL is no folder here, and the hub cannot be reached"):
+    with pytest.raises(SourceError, match="MODEL is not a local folder, and the hub cannot be reached"):
         load_source("nobody/nothing")
-    with pytest.raises(SourceError, match="`tokenizer` is no folder here, and the hub cannot be reached"):
+    with pytest.raises(SourceError, match="`tokenizer` is not a local folder, and the hub cannot be reached"):
         load_source("demo", tokenizer="nobody/nothing")
 
 

@@ -102,4 +102,6 @@ def test_the_pages_show_every_name_and_can_be_reached(reference: ModuleType, tmp
         assert f'href="{page.relative_to(tmp_path)}"' in index
     assert "share of the counted parameters to remove" in pages[0].read_text(encoding="utf-8")
     learning = (tmp_path / "dispfx" / "settings" / "learning_settings.html").read_text(encoding="utf-8")
-    assert "Weight of the budget loss." in learning and "2048, or what the decoder reads" in learning
+    assert (
+        "Weight of the budget loss." in learning and "2048, or the decoder's context if shorter" in learning
+    )

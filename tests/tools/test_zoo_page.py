@@ -50,7 +50,7 @@ def test_totals_are_counted_from_the_rows(zoo):
     lines = zoo.totals(rows)
     assert lines[0] == "**6 architectures**"
     assert lines[1].startswith("**3 compile**, 1 of them with no refusal and at least 95%")
-    assert "2 captured graphs gave the very bits of the module, the others were within 3e-07" in lines[2]
+    assert "2 captured graphs are bit-identical to the module, the rest within 3e-07" in lines[2]
     assert lines[4].startswith(
         "1 mixtures of experts were lowered by one plan in both captures, within 5e-07"
     )
@@ -59,7 +59,7 @@ def test_totals_are_counted_from_the_rows(zoo):
         "**1 are refused by name**: d",
         "1 cannot be built with these versions: e",
         "1 gave a wrong result: f",
-        "None ended in an error",
+        "None failed with an error",
     ]
 
 

@@ -71,7 +71,7 @@ CASES = {
         "slice a table of the longest length",
     ),
     by_value: ("depends on the values of a tensor", "# the value", "torch.where"),
-    encoder_with_a_mask: ("depends on the values of a tensor", "# the mask", "give is_causal=True"),
+    encoder_with_a_mask: ("depends on the values of a tensor", "# the mask", "pass is_causal=True"),
 }
 
 

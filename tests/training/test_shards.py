@@ -96,7 +96,7 @@ def test_a_run_with_parts_resumes_to_the_same_plan(seen):
 
 
 def test_one_rank_cannot_have_a_part():
-    with pytest.raises(DispfxError, match="several processes, and there is one"):
+    with pytest.raises(DispfxError, match="but there is only one"):
         learn(program_of("pre-norm"), text_of(changed()), 0.3, settings=changed(), compute=IN_PARTS)
 
 

@@ -90,7 +90,7 @@ def test_costs_of_infinitely_many_tokens_are_refused(tmp_path: Path):
     table = {"device": "", "dtype": "", "tokens": float("inf"), "rows": [1], "columns": [1]}
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({**table, "seconds": [[1.0]], "selection_seconds": 0.0}), encoding="utf-8")
-    with pytest.raises(DataError, match="no table of costs"):
+    with pytest.raises(DataError, match="not a latency table"):
         read_costs(path)
 
 
@@ -122,7 +122,7 @@ def test_a_header_that_claims_more_bytes_than_there_are_is_refused(tmp_path: Pat
 def test_an_odd_table_of_speeds_is_a_data_error(speed: str, tmp_path: Path):
     write_run(tmp_path)
     (tmp_path / "speed.json").write_text(speed, encoding="utf-8")
-    with pytest.raises(DataError, match="no table of speeds"):
+    with pytest.raises(DataError, match="not a speed table"):
         read_run(tmp_path)
 
 
@@ -130,7 +130,7 @@ def test_an_odd_table_of_speeds_is_a_data_error(speed: str, tmp_path: Path):
 def test_an_odd_line_of_metrics_is_a_data_error(line: bytes, tmp_path: Path):
     write_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_bytes(line)
-    with pytest.raises(DataError, match="no step of learning"):
+    with pytest.raises(DataError, match="not a step of learning"):
         read_run(tmp_path)
 
 
@@ -203,7 +203,7 @@ def test_weights_of_an_onnx_model_outside_its_folder_are_refused(place: str, tmp
     (folder / "escape").symlink_to(tmp_path / "outside")
     (folder / "loop").symlink_to(folder / "loop")
     (folder / "model.onnx").write_bytes(onnx_model(place))
-    with pytest.raises(DataError, match="must lie beside the model"):
+    with pytest.raises(DataError, match="must be in the folder of the model"):
         check_external_data(folder / "model.onnx")
 
 

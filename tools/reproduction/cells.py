@@ -18,11 +18,11 @@ class Options:
 
     Args:
         ratio: of tables with one ratio.
-        ratios, lambdas, seeds: of the others.
+        ratios, lambdas, seeds: of all other tables.
         price: of one hour of one device, in dollars.
         prompts: of the generation samples.
-        tasks: of lm-eval; the paper's five where there are none, or the demo's own skills.
-        task_folder: with task files of one's own, where lm-eval's data cannot be had.
+        tasks: of lm-eval; by default the paper's five, or the demo's own skills.
+        task_folder: folder with custom task files, if lm-eval's data cannot be reached.
         task_limit: questions of each at most.
     """
 

@@ -22,7 +22,7 @@ COST = {
 # Throughput over the dense decoder's, least and most.
 THROUGHPUT = {"LLaMA-13B": (1.08, 1.50)}
 
-# To stand beside every one of them.
+# Shown next to each of them.
 SECOND_HAND = (
     "The paper's figures are second-hand: as later papers quote them, not compared with the paper itself."
 )

@@ -43,7 +43,7 @@ from dispfx.source import Source, encode, load_source
 from dispfx.source.source import context_of
 from reproduction.setup import Common, Outcome, Setup
 
-# Settings that differ between the runs of a folder, or say only who chose the others.
+# Settings that differ between the runs of a folder, or only record which settings were chosen.
 _OF_A_RUN = ("seed", "adaptable")
 FACTS_FILE, RUN_FILE, PLAN_FILE = "facts.json", "run.json", "plan.safetensors"
 # The demo's other text: two of its five skills, in lines of their own.
@@ -104,7 +104,7 @@ class Bench:
         return None if self.run(setup) is None else Plan.load(self._folder(setup) / PLAN_FILE)
 
     def steps(self, setup: Setup) -> tuple[StepRecord, ...]:
-        """Return the steps of a run, as `run`; none where there are none."""
+        """Return the steps of a run, as `run`; empty if there are no steps."""
         return () if self.run(setup) is None else read_steps(self._folder(setup) / METRICS_FILE)
 
     def kept(self, setup: Setup | None, file: str, measured: Callable[[], Any]) -> Any:

@@ -40,7 +40,7 @@ class Outcome:
         achieved: share of the counted parameters that the plan removes.
         parameters: of the pruned decoder, counted from its tensors.
         steps: of learning, 0 for a score.
-        batch_tokens: tokens a step.
+        batch_tokens: tokens per step.
         learning_seconds: preparing and compiling included; None where the run was cut off in between.
         notes: how the decoder was run.
     """

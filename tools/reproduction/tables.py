@@ -59,7 +59,7 @@ def lambda_rows(bench: Bench, options: Options) -> list[Row]:
 
 
 def _changed(ratio: float, **changes: Any) -> Setup:
-    """Return a setup without the changes that are none, so that tables share its run."""
+    """Return a setup without changes of None, so that tables share its run."""
     return Setup(ratio, tuple(sorted((key, value) for key, value in changes.items() if value is not None)))
 
 
@@ -203,7 +203,7 @@ RUN_TABLES = {
         PERPLEXITIES,
         draw=curve("Perplexity against steps of learning.", _steps_of, "steps", logarithmic=True),
     ),
-    "scores": RunTable("Scored once, beside learned", score_rows, (*PERPLEXITIES, ("seconds", seconds))),
+    "scores": RunTable("Scored once, and learned", score_rows, (*PERPLEXITIES, ("seconds", seconds))),
     "cost": RunTable(
         "Cost (Table 6)",
         cost_rows,

@@ -1,8 +1,8 @@
 """The table of tasks: lm-eval asks the dense and each pruned decoder.
 
-The demo was trained on a grammar of its own and knows nothing that the paper's tasks ask for, so it is asked
-for the skills of its grammar, in task files that are written for that: a question is answered right where the
-whole answer is the likeliest continuation, token by token.
+The demo was trained on its own grammar and cannot solve the paper's tasks, so task files test the skills of
+its
+grammar: an answer is correct if it is the likeliest continuation, token by token.
 """
 
 import json

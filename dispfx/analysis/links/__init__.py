@@ -1,7 +1,7 @@
 """Which positions of an operation's operands and result are the same feature.
 
-Entry point: `links(node)`.  One rule an operation says how it connects dimensions;
-`dispfx.analysis.label_map` walks these connections and knows no operation itself.
+Entry point: `links(node)`.  One rule per operation says how it connects dimensions;
+`dispfx.analysis.label_map` follows these connections, without knowing operations.
 
 Kinds of connection:
     Link         position `a_positions[i]` of one dimension is position `b_positions[i]` of another
@@ -9,10 +9,10 @@ Kinds of connection:
     Mixing       the operation combines all positions of a dimension (a softmax, a norm, a mean)
     Free         all positions of a dimension are alike, and the graph spells out how many there are
 
-A dimension that a rule leaves out is Mixing: what is not known to be safe refuses the site.  Dimensions
-of size one are broadcast and need no connection.  An operation without a rule gives None: it is opaque.
+A dimension that a rule leaves out is Mixing, which refuses the site.  Dimensions of size one are broadcast
+and need no connection.  An operation without a rule gives None: it is opaque.
 
-`register` adds a rule for an operation of one's own (`docs/extending.md`).
+`register` adds a rule for a custom operation (`docs/extending.md`).
 """
 
 import operator
@@ -49,36 +49,36 @@ Rule = Callable[[fx.Node], list[Connection] | None]
 
 
 def register(operation: object, rule: Rule) -> None:
-    """Say how an operation of one's own connects dimensions; a second rule replaces the first.
+    """Register how a custom operation connects dimensions; a second rule replaces the first.
 
-    An operation that keeps every position where it is, such as an activation function, has the rule
-    `pointwise`.  Matrix products of one's own cannot be pruned: no weight of theirs is cut.
+    An operation that keeps every position in place, such as an activation function, has the rule `pointwise`.
+    Custom matrix products cannot be pruned: their weights are not cut.
 
     Args:
-        operation: `torch.ops.NAMESPACE.NAME`, or one overload of it; a rule holds for all overloads.
-        rule: takes a node that calls the operation, and returns its connections; None where there is no rule.
+        operation: `torch.ops.NAMESPACE.NAME`, or one of its overloads; the rule holds for all overloads.
+        rule: takes a node that calls the operation, and returns its connections, or None for no rule.
 
     Raises:
-        DispfxError: if this is no operation, or it has a rule of dispfx.
+        DispfxError: if this is not an operation, or dispfx has a rule for it.
     """
     found = getattr(operation, "overloadpacket", operation)
     if not isinstance(found, torch._ops.OpOverloadPacket):
         raise DispfxError(
-            f"a link rule is for an operation, and a {type(operation).__name__} was given",
+            f"a link rule is for an operation, but a {type(operation).__name__} was given",
             hint="pass torch.ops.NAMESPACE.NAME, as torch.library.custom_op named it",
         )
     if found in _RULES:
-        raise DispfxError(f"{found} has a link rule already, which cannot be replaced")
+        raise DispfxError(f"{found} has a built-in link rule, which cannot be replaced")
     _REGISTERED[found] = rule
 
 
 def registered_operators() -> set[str]:
-    """Return the overloads of operations with a rule from outside, as `torch.ops.mylib.op.default`."""
+    """Return the overloads of operations with a registered rule, such as `torch.ops.mylib.op.default`."""
     return {f"torch.ops.{found}.{overload}" for found in _REGISTERED for overload in found.overloads()}
 
 
 def is_registered(node: fx.Node) -> bool:
-    """Whether a node calls an operation whose rule came from outside."""
+    """Whether a node calls an operation with a registered rule."""
     return packet(node) in _REGISTERED
 
 
@@ -105,9 +105,9 @@ def contractions(node: fx.Node) -> list[Contraction]:
 
 
 def _left_out(node: fx.Node, found: list[Connection]) -> list[Connection]:
-    """Return a Mixing for every dimension that a rule says nothing of.
+    """Return a Mixing for every dimension that a rule leaves out.
 
-    Operands that only lend a dtype or a shape do not count: whatever is cut of them changes nothing here.
+    Operands that only give a dtype or a shape do not count: cutting them has no effect here.
     """
     known = {dimension for connection in found for dimension in ends(connection)}
     values = [value for value in (node, *ops.operands(node)) if ops.is_tensor(value)]
@@ -120,10 +120,10 @@ def _left_out(node: fx.Node, found: list[Connection]) -> list[Connection]:
 
 
 def _checked(node: fx.Node, rule: Rule) -> list[Connection] | None:
-    """Return what a registered rule says, after checking that it speaks of the node's own dimensions.
+    """Return the result of a registered rule, after checking that it names dimensions of the node.
 
     Raises:
-        DispfxError: if the rule raises, or returns something else.
+        DispfxError: if the rule raises an error, or returns something else.
     """
     try:
         found = rule(node)
@@ -136,7 +136,7 @@ def _checked(node: fx.Node, rule: Rule) -> list[Connection] | None:
         ) from error
     if strange:
         raise DispfxError(
-            f"the link rule of {packet(node)} names a dimension that is not there: {strange[0]}",
+            f"the link rule of {packet(node)} names a dimension that does not exist: {strange[0]}",
             where=str(node),
         )
     return found

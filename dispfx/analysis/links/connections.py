@@ -41,7 +41,7 @@ class Contraction:
 
 @dataclass(frozen=True, eq=False)
 class Mixing:
-    """All positions of a dimension enter each result; `average` where the result divides a sum."""
+    """All positions of a dimension enter each result; `average` if the result is a divided sum."""
 
     operand: Dimension
     average: bool = False
@@ -58,7 +58,7 @@ Connection: TypeAlias = Link | Alternatives | Contraction | Mixing | Free
 
 
 def ends(connection: Connection) -> tuple[Dimension, ...]:
-    """Return the dimensions that a connection speaks of."""
+    """Return the dimensions of a connection."""
     match connection:
         case Link(a=a, b=b) | Contraction(a=a, b=b):
             return (a, b)
@@ -75,7 +75,7 @@ def same(a: fx.Node, a_dim: int, b: fx.Node, b_dim: int) -> list[Connection]:
 
 
 def aligned(value: fx.Node, node: fx.Node, *, but_last: int = 0) -> list[Connection]:
-    """Link dimensions from the right, the last `but_last` of both left out."""
+    """Link dimensions from the right, except the last `but_last` of both."""
     found: list[Connection] = []
     for back in range(1 + but_last, min(rank(value), rank(node)) + 1):
         found += same(value, rank(value) - back, node, rank(node) - back)

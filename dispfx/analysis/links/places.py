@@ -1,4 +1,4 @@
-"""Rules of operations that put positions elsewhere by constants: flips, rolls, pads, and fixed indices."""
+"""Rules of operations that move positions by constants: flips, rolls, pads, and fixed indices."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from dispfx.analysis.links.connections import Connection, Link, Mixing, dimensio
 from dispfx.ir import ops
 from dispfx.ir.ops import argument, aten, packet, rank, shape_of
 
-# Longer ones are no order of features.
+# A longer index is not an order of features.
 _MOST_POSITIONS = 2**20
 
 
@@ -116,7 +116,7 @@ def indexed_by_constant(node: fx.Node) -> tuple[int, np.ndarray] | None:
 
 
 def taken(node: fx.Node, dim: int, positions: np.ndarray) -> list[Connection]:
-    """Link a dimension from which an index takes known positions; the others pass through."""
+    """Link a dimension from which an index takes known positions; other dimensions pass through."""
     value = operand(node, 0)
     found = [link for other in range(rank(value)) if other != dim for link in same(value, other, node, other)]
     if len(np.unique(positions)) == 0:

@@ -75,7 +75,7 @@ def reduction(call: fx.Node, result: fx.Node | None = None) -> list[Connection]:
 
 
 def ordered(call: fx.Node, result: fx.Node | None = None) -> list[Connection]:
-    """A softmax, a scan or a sort along one dimension; the others pass through."""
+    """A softmax, a scan or a sort along one dimension; other dimensions pass through."""
     value, node = operand(call, 0), result or call
     at = 2 if packet(call) is aten.topk else 1
     mixed = dimension(value, argument(call, at, "dim", -1))

@@ -82,7 +82,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
                 left.append(i + len(left))
             elif j + len(right) < len(after):
                 right.append(j + len(right))
-            else:  # sizes that depend on data, of which it is not known that they agree
+            else:  # sizes that depend on data, which may differ
                 return [*groups, (list(range(i, len(before))), list(range(j, len(after))))]
         i, j = i + len(left), j + len(right)
         groups.append((left, right))
@@ -94,7 +94,7 @@ def _product(sizes: Sequence[int], dims: Sequence[int]) -> int:
 
 
 def _factored(whole: fx.Node, dim: int, parts: fx.Node, dims: Sequence[int]) -> Alternatives:
-    """Say which position of each factor a position of the whole dimension has."""
+    """Return the position in each factor for every position of the whole dimension."""
     sizes = [shape_of(parts)[part] for part in dims]
     index = np.unravel_index(np.arange(shape_of(whole)[dim]), sizes)
     everything = np.arange(shape_of(whole)[dim])
@@ -106,7 +106,7 @@ def _factored(whole: fx.Node, dim: int, parts: fx.Node, dims: Sequence[int]) -> 
 
 
 def expanded(node: fx.Node) -> list[Connection]:
-    """An expand repeats along the dimensions that its operand does not have, or has one position of."""
+    """An expand repeats along dimensions that its operand lacks, or that have size one."""
     value = operand(node, 0)
     new = rank(node) - rank(value)
     repeated = [dim for dim in range(rank(node)) if dim < new or shape_of(value)[dim - new] == 1]
@@ -213,7 +213,7 @@ def indexed(node: fx.Node) -> list[Connection] | None:
         return taken(node, *fixed)
     assert isinstance(indices, list | tuple)
     leading = [dim for dim, index in enumerate(indices) if index is not None]
-    # Behind leading dimensions that stay, as in `x[None, i]` or `x[:, i]`, one index alone is known.
+    # After leading dimensions that stay, as in `x[None, i]` or `x[:, i]`, only one index is supported.
     if len(leading) != 1 and leading != list(range(len(leading))):
         return None
     at, more = leading[0], rank(node) - rank(value)
@@ -226,7 +226,7 @@ def indexed(node: fx.Node) -> list[Connection] | None:
 
 
 def repeated(node: fx.Node) -> list[Connection]:
-    """`repeat` and `tile` put copies of a dimension one after the other."""
+    """`repeat` and `tile` concatenate copies of a dimension."""
     value, given = operand(node, 0), node.args[1]
     assert isinstance(given, list | tuple)
     times = [1] * (rank(node) - len(given)) + list(given)  # `tile` may name the last dimensions alone

@@ -1,10 +1,10 @@
-"""The decoder as an ONNX model: made, repaired and legalized, written, run and looked at.
+"""The decoder as an ONNX model: export, repair, legalize, write, run and inspect.
 
     exporting   lowered graph → ONNX model in memory, through torch's exporter
     legalize    operators that ONNX Runtime has fast kernels for; its steps are files of their own
-    files       models on disk, with their weights beside them
+    files       models on disk, with their external weights
     session     models that run on torch tensors
     placement   which nodes ran on the CPU
 
-This package alone knows onnx and ONNX Runtime.
+Only this package knows onnx and ONNX Runtime.
 """

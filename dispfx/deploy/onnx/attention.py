@@ -43,7 +43,7 @@ class _Cached:
 
 @dataclass(frozen=True)
 class _TokensFirst:
-    """An operand (B, heads, T, size) that was (B, T, heads, size), and the rotation behind that."""
+    """An operand (B, heads, T, size) that was (B, T, heads, size), and the rotation after that."""
 
     value: ir.Value
     heads: int
@@ -110,7 +110,7 @@ def _cached(value: ir.Value | None) -> _Cached | None:
 
 
 def _take_name(value: ir.Value, old: ir.Value) -> None:
-    """Put `value` wherever `old` is read or returned."""
+    """Replace all reads and returns of `old` by `value`."""
     name = old.name
     value.type, value.shape = old.type, old.shape
     ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)

@@ -1,7 +1,7 @@
-"""Models on disk: written whole with their weights beside them, and read only if those lie there.
+"""Models on disk: written atomically with external weights in the same folder, and checked when read.
 
-Every path to weights is relative and stays in the model's own folder, so the folder can be moved, and a
-model from elsewhere cannot read other files.
+Every path to weights is relative and stays in the model's own folder, so the folder can be moved, and an
+untrusted model cannot read other files.
 """
 
 import shutil
@@ -20,18 +20,18 @@ from dispfx.errors import DataError, OutputError, UnsupportedGraphError
 from dispfx.words.option_names import option
 
 MODEL_FILE = "model.onnx"
-# A protobuf message holds 2 GB; the weights lie in a file beside the model well before that.
+# A protobuf message holds at most 2 GB; weights are stored externally well below that.
 MAX_INLINE_BYTES = 2**27
 _INTEGERS = {2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def save_model(model: ir.Model, path: Path, *, max_inline_bytes: int = MAX_INLINE_BYTES) -> None:
-    """Write `model` to `path`; one with more weights gets them in `<name>.data` beside it.
+    """Write `model` to `path`, and large weights to `<name>.data` in the same folder.
 
     The files appear when they are complete and `onnx.checker` accepts them.
 
     Args:
-        max_inline_bytes: weights up to here lie in the model file itself.
+        max_inline_bytes: up to this size, weights are stored in the model file.
 
     Raises:
         OutputError: if the files cannot be written.
@@ -135,7 +135,7 @@ def check_external_data(path: Path) -> None:
         # Of two places, one reader takes the first and another the last.
         if len(places) != 1 or not _lies_in(path.parent, places[0]):
             raise DataError(
-                f"the weights {tensor.name} must lie beside the model, not in "
+                f"the weights {tensor.name} must be in the folder of the model, not in "
                 f"{' and '.join(map(repr, places)) or 'no file'}",
                 where=str(path),
             )

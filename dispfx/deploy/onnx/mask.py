@@ -56,7 +56,7 @@ def _nodes(graph: ir.Graph, operator: str) -> list[ir.Node]:
 
 
 def _conjuncts(mask: ir.Value) -> Iterator[ir.Value]:
-    """Yield the values of which a mask is the conjunction (rule 3)."""
+    """Yield the operands of the conjunction that a mask consists of (rule 3)."""
     node = mask.producer()
     if node is not None and node.op_type == "And" and node.domain == "":
         for value in node.inputs:

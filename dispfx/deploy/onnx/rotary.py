@@ -120,7 +120,7 @@ def _slice_of(value: ir.Value | None, x: ir.Value | None) -> tuple[int, int] | N
 
 
 def _table(value: ir.Value | None) -> ir.Value | None:
-    """Return the table (B, T, 2h) behind an Unsqueeze, if its halves are equal."""
+    """Return the table (B, T, 2h) that an Unsqueeze takes, if its halves are equal."""
     node = made_by(value, "Unsqueeze")
     if node is None or integers(node.inputs[1]) != (1,):
         return None

@@ -14,7 +14,7 @@ from onnxscript import optimizer, rewriter
 from onnxscript.rewriter import onnx_fusions
 from onnxscript.rewriter.rules import common as rules
 
-ROUNDS = 2  # Constants that a rule leaves behind are folded once more.
+ROUNDS = 2  # Constants that a rule creates are folded in the next round.
 _RULES = rewriter.RewriteRuleSet(
     [
         rules.mul_by_1_rule,

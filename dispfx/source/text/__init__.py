@@ -1,6 +1,6 @@
-"""From the words of --data to token ids.
+"""From the arguments of --data to token ids.
 
-reading     what every form has in common: sharing, joining, checking
+reading     common to all forms: sharing the limit, joining, checking
 plain       UTF-8 files                      line_pieces  evenly spaced pieces of a large file
 json_lines  .jsonl, .json and .jsonl.gz      documents    records with a field → one text
 json_array  a list of JSON records
@@ -8,7 +8,7 @@ parquet     .parquet (pyarrow)               extras       libraries that only so
 dataset     datasets:NAME (datasets)
 token_file  .safetensors, mapped into memory
 tokenizing  text → token ids, in bounded memory, and the tokens that every sequence begins with
-legibility  how much of a text a decoder can make sense of
+legibility  share of a text that the tokenizer does not know
 """
 
 from dispfx.source.text.reading import (

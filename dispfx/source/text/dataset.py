@@ -1,9 +1,9 @@
 """Data sets that the `datasets` library loads, from the hub or from a folder, as a stream.
 
-1. Nothing is downloaded whole: reading stops when enough was read.
-2. How long a data set is, only reading it tells.  So its files are put into at most 16 groups, in order; an
-   equal share is read from the start of every group, and what is then left over goes to the groups that
-   have more, the first ones first.  A data set that is short enough is read whole, in its order.
+1. Reading stops when enough was read, so a large data set is not downloaded completely.
+2. The length of a data set is unknown before it is read.  So its files form at most 16 groups, in order; an
+   equal share is read from the start of every group, and the rest of the limit goes to groups with more text,
+   in order.  A short data set is read completely, in its order.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from dispfx.words.text_origin import DATASET, LINE_BREAK, TextOrigin
 
 _MOST_GROUPS = 16
 _HUB_SECONDS = 10.0
-# What `datasets` leaves in a folder that it saved itself, which another of its functions reads.
+# Marks a folder written by `save_to_disk`, which needs `load_from_disk`.
 _SAVED = ("dataset_dict.json", "dataset_info.json")
 
 
@@ -35,11 +35,11 @@ class NamedDataset:
         self._between = between
 
     def size(self) -> None:
-        """Return None: only reading tells."""
+        """Return None: the size is unknown before reading."""
         return None
 
     def texts(self, most_bytes: int) -> Iterator[str]:
-        """Yield the texts in order, with line breaks between them, or what else is to be there.
+        """Yield the texts in order, with line breaks or the given separator between them.
 
         Raises:
             DataError: if there is no such data set, configuration, split or field, it cannot be reached, or
@@ -54,7 +54,7 @@ class NamedDataset:
         except DataError:
             raise
         except Exception as error:
-            # The library and those under it have an exception of their own for every kind of file.
+            # The library and its dependencies have many unrelated exceptions.
             raise DataError(
                 f"the data set cannot be read: {short(error)}",
                 where=self.where,
@@ -89,7 +89,7 @@ class NamedDataset:
         )
 
     def _reach_hub(self) -> None:
-        """Ask first, because the downloads themselves try half a minute long to reach a hub.
+        """Check first that the hub can be reached, because downloads retry for half a minute.
 
         Raises:
             DataError: if the hub does not have the data set, or cannot be reached.
@@ -98,14 +98,14 @@ class NamedDataset:
             HfApi().dataset_info(self._origin.place, timeout=_HUB_SECONDS)
         except (RepositoryNotFoundError, HFValidationError) as error:
             raise DataError(
-                "this is no folder here, and the hub has no data set of that name that you may read",
+                "this is not a local folder, and the hub has no data set of that name that you may read",
                 where=self.where,
                 hint="check the spelling",
             ) from error
         except Exception as error:
             # Proxies, DNS, time-outs, HF_HUB_OFFLINE: each client version has its own exceptions for them.
             raise DataError(
-                f"this is no folder here, and the hub cannot be reached ({type(error).__name__})",
+                f"this is not a local folder, and the hub cannot be reached ({type(error).__name__})",
                 where=self.where,
                 hint=f"check the network, or download the data set and name its folder: {DATASET}FOLDER",
             ) from error
@@ -118,7 +118,7 @@ class NamedDataset:
 
 
 def _shared_out(groups: list[Iterator[str]], most_bytes: int) -> list[str]:
-    """Return the documents of all groups that `most_bytes` have room for, by rule 2."""
+    """Return the documents of all groups within `most_bytes`, by rule 2."""
     taken: list[list[str]] = [[] for _ in groups]
     left = most_bytes
     for share in (max(1, most_bytes // len(groups)), None):

@@ -1,6 +1,6 @@
 """Records of a table or of JSON lines → one text: texts of a field, joined by line breaks.
 
-A text that ends in a line break gets no second one, so that a data set of lines is the text it was made of.
+A text that ends in a line break gets no second one, so that a data set of lines gives the original text.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from dispfx.words.text_origin import LINE_BREAK
 
 
 def joined(documents: Iterable[str], between: str = LINE_BREAK) -> Iterator[str]:
-    """Yield texts that make all documents in order, each on lines of its own or separated by `between`."""
+    """Yield all documents in order, on separate lines or separated by `between`."""
     separator = ""
     for document in documents:
         yield separator + document
@@ -20,7 +20,7 @@ def joined(documents: Iterable[str], between: str = LINE_BREAK) -> Iterator[str]
 
 
 def until_full(documents: Iterable[str], most_bytes: int) -> Iterator[str]:
-    """Yield documents until they reach `most_bytes`; the one that does is the last."""
+    """Yield documents until they reach `most_bytes`, including the one that reaches it."""
     taken = 0
     for document in documents:
         yield document
@@ -33,15 +33,15 @@ def text_of(record: Any, field: str, *, where: str, record_name: str) -> str:
     """Return the text in a field of a record.
 
     Args:
-        field: its name, or names joined by dots for a field inside of others, as `message.content`.
+        field: its name, or a dotted path to a nested field, such as `message.content`.
         where: the file or data set, for the message.
-        record_name: which record it is, as "line 3".
+        record_name: name of the record in messages, such as "line 3".
 
     Raises:
-        DataError: if the record has no such field, or that holds no text that UTF-8 can spell.
+        DataError: if the record has no such field, or the field does not hold valid text.
     """
     if not isinstance(record, dict):
-        raise DataError(f"{record_name} holds a {type(record).__name__} and no fields", where=where)
+        raise DataError(f"{record_name} is a {type(record).__name__} without fields", where=where)
     values = _values(record, field)
     if not values:
         raise missing_field(field, list(record), where=where, record_name=record_name)
@@ -49,7 +49,7 @@ def text_of(record: Any, field: str, *, where: str, record_name: str) -> str:
     if not isinstance(text, str):
         found = "nothing" if text is None else f"a value of type {type(text).__name__}"
         raise DataError(
-            f"{field!r} must hold text, and in {record_name} it holds {found}",
+            f"{field!r} must hold text, but in {record_name} it holds {found}",
             where=where,
             hint=f"name another field with {option('data_field')}",
         )
@@ -59,7 +59,7 @@ def text_of(record: Any, field: str, *, where: str, record_name: str) -> str:
 
 
 def _values(record: dict[str, Any], field: str) -> list[Any]:
-    """Return what a field holds, if it is there: a name that has a dot in it goes before a path."""
+    """Return the value of a field; a name that contains a dot takes precedence over a path."""
     if field in record:
         return [record[field]]
     places = [place for place, letter in enumerate(field) if letter == "."]
@@ -68,7 +68,7 @@ def _values(record: dict[str, Any], field: str) -> list[Any]:
 
 
 def missing_field(field: str, fields: list[str], *, where: str, record_name: str) -> DataError:
-    """Return the error for a field that is not there, with those that are."""
+    """Return the error for a missing field, with the existing ones."""
     shown = ", ".join(map(repr, fields[:8])) + (", …" if len(fields) > 8 else "")
     return DataError(
         f"{record_name} has no field {field!r}; it has {shown or 'none'}",

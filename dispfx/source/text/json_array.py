@@ -1,6 +1,6 @@
 """A list of JSON records, `[{"text": …}, {"text": …}]`, read one record after the other.
 
-Only the record that is being read is held in memory, so the list may be as long as it likes.
+Only one record is held in memory, so the list may have any length.
 """
 
 import codecs
@@ -15,7 +15,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def is_array(file: BinaryIO) -> bool:
-    """Whether the first byte that is no space opens a list; the file is left at its start."""
+    """Whether the first non-space byte opens a list; the file is left at its start."""
     beginning = file.read(_BLOCK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
     file.seek(0)
     return beginning.startswith(b"[")
@@ -46,7 +46,7 @@ def records_of(file: BinaryIO, most_bytes: int) -> Iterator[object]:
 
 
 class _Text:
-    """The part of a file that was read, and how much of it was used."""
+    """A buffer over a file, and the position in it."""
 
     def __init__(self, file: BinaryIO, most_bytes: int):
         self._file = file
@@ -55,7 +55,7 @@ class _Text:
         self._held, self._used = "", 0
 
     def next_letter(self) -> str:
-        """Return the next letter that is no space and stay before it, or return nothing at the end."""
+        """Return the next non-space character without consuming it; empty at the end."""
         while True:
             space = _SPACE.match(self._held, self._used)
             self._used = self._used if space is None else space.end()
@@ -63,13 +63,13 @@ class _Text:
                 return self._held[self._used : self._used + 1]
 
     def take(self, letter: str) -> None:
-        """Pass over one letter, and the spaces before it."""
+        """Consume one character, and the spaces before it."""
         if (found := self.next_letter()) != letter:
-            raise ValueError(f"{letter!r} was expected, and {found or 'the end of the file'!r} is there")
+            raise ValueError(f"{letter!r} was expected, but {found or 'the end of the file'!r} was found")
         self._used += 1
 
     def value(self) -> object:
-        """Pass over one value and return it."""
+        """Consume one value and return it."""
         self.next_letter()
         while True:
             try:

@@ -15,17 +15,16 @@ from dispfx.source.text.line_pieces import Span, file_size, spans, unreadable
 from dispfx.source.text.plain import other_form
 from dispfx.words.text_origin import LINE_BREAK
 
-# A file without line breaks, as one JSON document, must not be read into memory whole.
+# A file without line breaks, such as one JSON document, must not be read into memory at once.
 _LONGEST_LINE_BYTES = 64 * 2**20
 
 
 class JsonLines:
     """A `.jsonl`, `.json` or `.jsonl.gz` file.
 
-    1. Of a longer file of lines, evenly spaced pieces are read: the lines that begin in them.
-    2. Nothing can be found in a gzipped file without unpacking what is before it, so that it is read from
-       its start; so is a list of records.
-    3. A byte-order mark is no part of the first line.
+    1. A longer file of lines is sampled in evenly spaced pieces: the lines that begin in them are read.
+    2. A gzipped file does not allow random access, so it is read from its start; so is a list of records.
+       3. A byte-order mark is not part of the first line.
     """
 
     def __init__(self, path: Path, field: str, between: str = LINE_BREAK):
@@ -36,7 +35,7 @@ class JsonLines:
         self._packed = path.suffix == ".gz"
 
     def size(self) -> int | None:
-        """Return its bytes, or None where only reading tells.
+        """Return its bytes, or None if unknown before reading.
 
         Raises:
             DataError: if there is no such file.
@@ -45,15 +44,15 @@ class JsonLines:
         return None if self._packed else size
 
     def texts(self, most_bytes: int) -> Iterator[str]:
-        """Yield the texts in order, with line breaks between them, or what else is to be there.
+        """Yield the texts in order, with line breaks or the given separator between them.
 
         Raises:
-            DataError: naming the first line that is broken, has no such field, or holds no text in it.
+            DataError: with the first line that is broken, lacks the field, or holds no text in it.
         """
         try:
             yield from joined(self._documents(most_bytes), self._between)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(f"this is no whole gzip file: {error}", where=self.where) from error
+            raise DataError(f"this is not a complete gzip file: {error}", where=self.where) from error
         except OSError as error:
             raise unreadable(self._path, error) from error
 
@@ -64,7 +63,7 @@ class JsonLines:
             if is_array(file):
                 yield from until_full(self._in_array(file), most_bytes)
             elif size is None:
-                # Read to the end or until enough was read, whichever comes first.
+                # Read to the end or to the limit, whichever comes first.
                 yield from until_full(self._in_span(file, None), most_bytes)
             else:
                 for span in spans(size, most_bytes):
@@ -78,7 +77,7 @@ class JsonLines:
         except UnicodeDecodeError as error:
             raise DataError("this list of JSON records is not UTF-8", where=self.where) from error
         except ValueError as error:
-            raise DataError(f"this is no list of JSON records: {error}", where=self.where) from error
+            raise DataError(f"this is not a list of JSON records: {error}", where=self.where) from error
 
     def _in_span(self, file: BinaryIO, span: Span | None) -> Iterator[str]:
         """Yield the text of every line that begins in a span, or of every line."""
@@ -96,7 +95,7 @@ class JsonLines:
     def _lines_in(self, file: BinaryIO, span: Span) -> Iterator[tuple[str, bytes]]:
         start = span.start
         if start:
-            # The line that holds the byte before is not ours, even if it ends there.
+            # The line with the previous byte belongs to the previous span, even if it ends there.
             file.seek(start - 1)
             skipped = file.readline(_LONGEST_LINE_BYTES + 1)
             self._check_length(skipped, f"the line around byte {start:,}")
@@ -125,7 +124,7 @@ class JsonLines:
             ) from error
         except ValueError as error:
             raise DataError(
-                f"{name} is no JSON: {error}", where=self.where,
+                f"{name} is not JSON: {error}", where=self.where,
                 hint="a file holds one JSON record per line, or one list of records",
             ) from error  # fmt: skip
 

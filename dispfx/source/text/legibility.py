@@ -1,11 +1,11 @@
-"""How much of a text a decoder can make sense of.
+"""Detect data that is not text, and text that the tokenizer does not know.
 
-1. Characters that no text has (NUL and other control characters, and U+FFFD, which stands for what a program
-   could not decode) say that a file is of another encoding, or no text.
-2. A tokenizer has a token for what it does not know, or drops it; one that falls back to bytes does neither.
-   What is dropped is looked for in the text's beginning.
+1. Control characters such as NUL, and U+FFFD, the replacement of undecodable bytes, indicate another
+   encoding, or data that is not text.
+2. A tokenizer maps unknown text to a special token, or drops it; one with byte fallback does neither.
+   Dropped text is searched for in the beginning of the text.
 
-More than WARNED of either gets a line of warning, more than REFUSED is refused unless the user allows it.
+More than WARNED of either gives a warning; more than REFUSED is rejected unless the user allows it.
 """
 
 import re
@@ -19,7 +19,7 @@ from dispfx.errors import DataError
 from dispfx.words.option_names import option
 
 WARNED, REFUSED = 0.05, 0.5
-# Every second byte of English in UTF-16 is NUL: half, but for what is not English.
+# Every second byte of English in UTF-16 is NUL: about half.
 REFUSED_CHARACTERS = 0.3
 _NO_TEXT = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f\ufffd]")
 _NUMBERS = re.compile(r"[\d\s,\[\]]+")
@@ -27,7 +27,7 @@ _SAMPLE_CHARACTERS = 2**16
 
 
 class Beginning:
-    """The first characters of a text that others read, and how many of all characters are no text."""
+    """The beginning of a text while it is read, and the number of characters that are not text."""
 
     def __init__(self) -> None:
         self.sample = ""
@@ -35,7 +35,7 @@ class Beginning:
         self._no_text = 0
 
     def watch(self, texts: Iterator[str]) -> Iterator[str]:
-        """Yield what is read, and look at it."""
+        """Pass the text through, and inspect it."""
         for text in texts:
             if len(self.sample) < _SAMPLE_CHARACTERS:
                 self.sample += text[: _SAMPLE_CHARACTERS - len(self.sample)]
@@ -44,13 +44,13 @@ class Beginning:
             yield text
 
     def notes(self, where: str, allow: bool) -> list[str]:
-        """Return lines of warning for a text that was read whole.
+        """Return warnings for a text that was read to its end.
 
         Raises:
-            DataError: if too much of it is no text, unless that is allowed.
+            DataError: if too much of it is not text, unless that is allowed.
         """
         share = self._no_text / max(1, self._characters)
-        found = f"{share:.0%} of the characters are no text (NUL, control or replacement characters)"
+        found = f"{share:.0%} of the characters are not text (NUL, control or replacement characters)"
         if share > REFUSED_CHARACTERS and not allow:
             raise DataError(
                 found, where=where,
@@ -58,19 +58,19 @@ class Beginning:
             )  # fmt: skip
         notes = [f"{where}: {found}"] if share > WARNED else []
         if len(self.sample) > 1 and _NUMBERS.fullmatch(self.sample):
-            notes.append(f"{where}: numbers are read as text; token ids belong into a .safetensors file")
+            notes.append(f"{where}: numbers are read as text; token ids belong in a .safetensors file")
         return notes
 
 
 def unknown_share(tokens: Tensor, sample: str, tokenizer: Any) -> float | None:
-    """Return the share of a text that the tokenizer does not know, or None where that cannot be seen.
+    """Return the share of a text that the tokenizer does not know, or None if that cannot be determined.
 
     Args:
         tokens: (N,) ids of the text, N at least 1.
         sample: the text's beginning.
     """
     unknown = getattr(tokenizer, "unk_token_id", None)
-    # Tokenizers that know everything name another special token here.
+    # Tokenizers without unknown text name another special token here.
     others = [getattr(tokenizer, f"{name}_token_id", None) for name in ("eos", "bos")]
     if isinstance(unknown, int) and unknown not in others:
         return int(torch.count_nonzero(tokens == unknown)) / len(tokens)
@@ -78,7 +78,7 @@ def unknown_share(tokens: Tensor, sample: str, tokenizer: Any) -> float | None:
 
 
 def judged(share: float | None, where: str, allow: bool) -> list[str]:
-    """Return a line of warning where the tokenizer does not know much of a text.
+    """Return a warning if the tokenizer does not know a large part of a text.
 
     Raises:
         DataError: if it is more than half, unless that is allowed.
@@ -96,7 +96,7 @@ def judged(share: float | None, where: str, allow: bool) -> list[str]:
 
 
 def _dropped_share(sample: str, tokenizer: Any) -> float:
-    """Return the share of characters, spaces aside, that are in no token."""
+    """Return the share of non-space characters that are not in any token."""
     found = tokenizer([sample], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     covered = bytearray(len(sample))
     for start, stop in found["offset_mapping"][0]:

@@ -1,9 +1,9 @@
 """Evenly spaced pieces of a file, so that a file of any size is read in bounded time and memory.
 
-1. A file that may be read whole is one piece.
-2. Of a larger one, pieces of equal length begin at equal distances, the first at the file's start.  What
-   they are depends on the file's size and the bytes that may be read, and on nothing else.
-3. Whoever reads a piece cuts it at line breaks.
+1. A file within the limit is one piece.
+2. In a larger file, pieces of equal length begin at equal distances, the first at the file's start.  They
+   depend only on the file's size and the limit.
+3. The reader of a piece cuts it at line breaks.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dispfx.errors import DataError
 
-# Long beside a sequence that is learned from, so that few sequences cross from one piece to the next.
+# Long compared with a training sequence, so that few sequences cross from one piece to the next.
 _PIECE_BYTES = 2**20
 _FEWEST_PIECES = 16
 
@@ -25,7 +25,7 @@ class Span:
 
 
 def spans(size: int, most_bytes: int) -> list[Span]:
-    """Return what to read of a file of `size` bytes: at most `most_bytes` in all."""
+    """Return the pieces of a file of `size` bytes to read: at most `most_bytes` in total."""
     if size <= most_bytes:
         return [Span(0, size)]
     length = max(1, min(_PIECE_BYTES, most_bytes // _FEWEST_PIECES))
@@ -42,11 +42,11 @@ def file_size(path: Path) -> int:
             it and once to learn from it.
     """
     if not path.is_file():
-        found = "this is no regular file" if path.exists() else "there is no such file"
+        found = "this is not a regular file" if path.exists() else "there is no such file"
         raise unreadable(path, OSError(0, found))
     return path.stat().st_size
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """Return the error for a text that the system does not let us read."""
+    """Return the error for a text that cannot be read."""
     return DataError(f"the text cannot be read: {error.strerror or error}", where=str(path))

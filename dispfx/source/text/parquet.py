@@ -17,7 +17,7 @@ _MOST_GROUPS = 256
 
 
 class Parquet:
-    """A `.parquet` file; of a longer one, the beginnings of evenly spaced row groups are read."""
+    """A `.parquet` file; a longer one is sampled at the beginnings of evenly spaced row groups."""
 
     def __init__(self, path: Path, field: str, between: str = LINE_BREAK):
         self.where = str(path)
@@ -29,16 +29,16 @@ class Parquet:
         """Return the bytes of the column.
 
         Raises:
-            DataError: if this is no parquet file, or has no such column.
+            DataError: if this is not a parquet file, or the column is missing.
         """
         with self._opened() as file:
             return sum(self._group_bytes(file))
 
     def texts(self, most_bytes: int) -> Iterator[str]:
-        """Yield the texts in order, with line breaks between them, or what else is to be there.
+        """Yield the texts in order, with line breaks or the given separator between them.
 
         Raises:
-            DataError: as for `size`, and naming the first row that holds no text.
+            DataError: as for `size`, and for the first row without text.
         """
         with self._opened() as file:
             yield from joined(self._documents(file, most_bytes), self._between)
@@ -48,7 +48,7 @@ class Parquet:
         arrow, parquet = (library(name, where=self.where) for name in ("pyarrow", "pyarrow.parquet"))
         file_size(self._path)
         try:
-            # Buffered, so that a row group is not read into memory whole.
+            # Buffered, to avoid reading a complete row group into memory.
             with parquet.ParquetFile(self._path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
                 yield file
         except UnicodeDecodeError as error:
@@ -78,9 +78,9 @@ class Parquet:
                 yield text_of(record, self._field, where=self.where, record_name=f"row {row}")
 
     def _group_bytes(self, file: Any) -> list[int]:
-        """Return the unpacked bytes of the column in every row group."""
+        """Return the uncompressed bytes of the column in every row group."""
         paths = [file.schema.column(index).path for index in range(len(file.schema))]
-        # A dot is in the name of a column, or leads to a field inside of it.
+        # A dot is part of a column's name, or separates a nested field.
         own = [index for index, path in enumerate(paths) if f"{path}.".startswith(f"{self._field}.")]
         if not own:
             names = list(file.schema_arrow.names)
@@ -88,7 +88,7 @@ class Parquet:
         return [self._bytes_in_group(file, group, own) for group in range(file.metadata.num_row_groups)]
 
     def _bytes_in_group(self, file: Any, group: int, own: list[int]) -> int:
-        # Read from first: what pyarrow says of a damaged column ends the process, and reading it does not.
+        # Read it first: pyarrow aborts the process if asked about a damaged column, but not if it reads one.
         next(file.iter_batches(1, row_groups=[group], columns=[self._field]), None)
         described = file.metadata.row_group(group)
         if described.num_columns <= max(own):

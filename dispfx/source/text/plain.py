@@ -9,7 +9,7 @@ from dispfx.errors import DataError
 from dispfx.source.text.line_pieces import Span, file_size, spans, unreadable
 
 _BLOCK_BYTES = 2**20
-# How files begin that are often taken for text.
+# Magic bytes of files that are often mistaken for text.
 _OTHER_FORMS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
@@ -24,7 +24,7 @@ _OTHER_FORMS = {
 
 
 class PlainText:
-    """A file that is text as it stands."""
+    """A plain text file."""
 
     def __init__(self, path: Path):
         self.where = str(path)
@@ -39,10 +39,10 @@ class PlainText:
         return file_size(self._path)
 
     def texts(self, most_bytes: int) -> Iterator[str]:
-        """Yield the text in order, block by block; of a longer one, evenly spaced pieces.
+        """Yield the text in order, block by block; a longer file in evenly spaced pieces.
 
         Raises:
-            DataError: naming the first byte that is not UTF-8.
+            DataError: with the first byte that is not UTF-8.
         """
         size = self.size()
         try:
@@ -73,7 +73,7 @@ class PlainText:
             done += len(block)
 
     def _piece(self, file: BinaryIO, span: Span) -> str:
-        """Return the whole lines of a span, or whole characters where it holds no whole line."""
+        """Return the complete lines of a span, or complete characters if it has no complete line."""
         file.seek(span.start)
         raw = file.read(span.stop - span.start)
         first = raw.find(b"\n") + 1 if span.start else 0
@@ -82,7 +82,7 @@ class PlainText:
             first = _characters_begin(raw)
         kept = raw[first:last] if last > first else raw[first:]
         try:
-            # Not final: the last character may be cut.
+            # Not final: the last character may be incomplete.
             text = codecs.getincrementaldecoder("utf-8")().decode(kept)
         except UnicodeDecodeError as error:
             raise self._not_utf_8(span.start + first + error.start) from error
@@ -92,19 +92,19 @@ class PlainText:
     def _not_utf_8(self, byte: int) -> DataError:
         like = other_form(self._path)
         return DataError(
-            f"the text must be UTF-8, and byte {byte} is not" + (f": it looks like {like}" if like else ""),
+            f"the text must be UTF-8, but byte {byte} is not" + (f": it looks like {like}" if like else ""),
             where=self.where,
             hint="convert the file",
         )
 
 
 def other_form(path: Path) -> str | None:
-    """Return what a file is that begins like no text, or None."""
+    """Return the type of a file by its magic bytes, or None if it may be text."""
     with path.open("rb") as file:
         beginning = file.read(8)
     return next((form for mark, form in _OTHER_FORMS.items() if beginning.startswith(mark)), None)
 
 
 def _characters_begin(raw: bytes) -> int:
-    """Return where the first whole character begins: a character goes on for three bytes at most."""
+    """Return the start of the first complete character: a character has at most three more bytes."""
     return next((index for index, byte in enumerate(raw[:4]) if byte & 0xC0 != 0x80), 0)

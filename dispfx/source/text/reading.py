@@ -2,8 +2,8 @@
 
 1. Texts are joined by line breaks and tokenised together, not line by line; a token file between them
    keeps its place.
-2. Texts that are longer than what may be read share that: each gets an equal part, and what a short text
-   leaves of its part goes to the others.
+2. Texts that exceed the limit share it: each text gets an equal part, and the unused part of a short text
+   goes to longer ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,19 +30,19 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 class TextStream(Protocol):
-    """A text that is read from its start, as far as needed."""
+    """A text that is read from its start, up to a limit."""
 
     @property
     def where(self) -> str:
-        """What the user called it, for messages."""
+        """Name given by the user, for messages."""
         ...
 
     def size(self) -> int | None:
-        """Return its bytes, or None where only reading tells."""
+        """Return its bytes, or None if unknown before reading."""
         ...
 
     def texts(self, most_bytes: int) -> Iterator[str]:
-        """Yield texts whose concatenation is the text; evenly spaced parts of one that is longer."""
+        """Yield pieces of the text in order; evenly spaced ones if it exceeds the limit."""
         ...
 
 
@@ -51,12 +51,12 @@ class ReadText:
     """Token ids and what they are.
 
     Args:
-        tokens: (N,) integers; a token file's stay on disk until they are used.
-        name: of the texts, and how much of them was read where that is not all.
+        tokens: (N,) integers; those of a token file stay on disk until they are used.
+        name: of the texts, with the amount that was read if not all.
         largest: of the token ids.
-        given_ids: whether some of them came as ids, and not as text.
-        unknown_share: of the text, that the tokenizer does not know; None where that cannot be seen.
-        notes: lines of warning.
+        given_ids: whether some of them were given as ids instead of text.
+        unknown_share: share of the text that the tokenizer does not know; None if undetermined.
+        notes: warnings.
     """
 
     tokens: Tensor
@@ -71,31 +71,31 @@ def read_text(words: Words, tokenizer: Any | None, reading: Reading | None = Non
     """Return the token ids of all texts in order, without special tokens.
 
     Args:
-        words: files and data sets, as `dispfx.words.text_origin` tells them apart.
+        words: files and data sets, as in `dispfx.words.text_origin`.
         tokenizer: of the decoder; token files need none.
-        reading: which field, and how much at most.
+        reading: field, limit and other options.
 
     Raises:
         DataError: if a text is missing, empty, not UTF-8, broken or without the field, or there is no
-            tokenizer for it, or most of it is unknown to the tokenizer or no text.
+            tokenizer for it, or most of it is not text or unknown to the tokenizer.
     """
     return _read(_opened(words, reading), tokenizer, reading or Reading())
 
 
 def read_apart(words: Words, tokenizer: Any | None, reading: Reading | None = None) -> list[ReadText]:
-    """As `read_text`, but return every text by itself."""
+    """As `read_text`, but return the texts separately."""
     return [_read([one], tokenizer, reading or Reading()) for one in _opened(words, reading)]
 
 
 def read_tokens(words: Words, tokenizer: Any | None, reading: Reading | None = None) -> Tensor:
-    """As `read_text`, and return the token ids alone."""
+    """As `read_text`, but return only the token ids."""
     return read_text(words, tokenizer, reading).tokens
 
 
 def check_readable(words: Words, reading: Reading | None = None) -> None:
     """Read every text as `read_text` would, without a tokenizer; of a data set, only its first record.
 
-    To be called before a decoder is loaded, which can take longer than any text.
+    Call this before loading a decoder, which can take longer than reading texts.
 
     Raises:
         DataError: as `read_text`.
@@ -111,12 +111,12 @@ def check_readable(words: Words, reading: Reading | None = None) -> None:
 
 
 def listed(words: Words) -> list[str | PurePath]:
-    """Return what a user named, one or several, as a list."""
+    """Return one or several given texts as a list."""
     return [words] if isinstance(words, str | PurePath) else list(words)
 
 
 def text_stream(origin: TextOrigin, field: str, between: str = LINE_BREAK) -> TextStream:
-    """Return what reads a text that is no token file."""
+    """Return the reader of a text that is not a token file."""
     if origin.form == "dataset":
         return NamedDataset(origin, field, between)
     if origin.form == "json-lines":
@@ -125,7 +125,7 @@ def text_stream(origin: TextOrigin, field: str, between: str = LINE_BREAK) -> Te
 
 
 def shares(sizes: Sequence[int | None], most_bytes: int) -> list[int]:
-    """Return how much of each text may be read, by rule 2; a text of unknown size takes what it gets."""
+    """Return the limit of each text by rule 2; a text of unknown size may use its full part."""
     found = {}
     left = most_bytes
     by_size = sorted(enumerate(sizes), key=lambda entry: (entry[1] is None, entry[1] or 0))
@@ -137,10 +137,10 @@ def shares(sizes: Sequence[int | None], most_bytes: int) -> list[int]:
 
 
 class _Opened:
-    """A text that is about to be read.
+    """A text to read.
 
     Args:
-        origin: what the user named.
+        origin: the text that the user named.
         stream: None for a token file.
         room: bytes that may be read.
         allow_unknown: as of `Reading`.
@@ -158,7 +158,7 @@ class _Opened:
         """Yield the text, and count its bytes.
 
         Raises:
-            DataError: at the end, if there was nothing but spaces and line breaks, or it was no text.
+            DataError: at the end, if it contained only spaces and line breaks, or was not text.
         """
         assert self.stream is not None
         blank, beginning = True, Beginning()
@@ -172,7 +172,7 @@ class _Opened:
 
     @property
     def name(self) -> str:
-        """What a report calls it, with how much was read where that is not all."""
+        """Name for the report, with the amount that was read if not all."""
         size = None if self.stream is None else self.stream.size()
         if self.stream is None or (size is not None and size <= self._room):
             return self.origin.name
@@ -186,7 +186,7 @@ def _opened(words: Words, reading: Reading | None) -> list[_Opened]:
     chosen = reading or Reading()
     origins = [text_origin(word) for word in listed(words)]
     if not origins:
-        raise DataError("a text file is needed and none was given")
+        raise DataError("a text file is needed, but none was given")
     streams = [None if o.form == "tokens" else text_stream(o, chosen.field, chosen.between) for o in origins]
     sizes = [0 if stream is None else stream.size() for stream in streams]
     rooms = shares(sizes, chosen.most_bytes)
@@ -218,7 +218,7 @@ def _read(opened: Sequence[_Opened], tokenizer: Any | None, reading: Reading) ->
 
 
 def _mean(shares: Sequence[tuple[float | None, int]]) -> float | None:
-    """Return the mean of shares by their numbers of tokens, of those that are known."""
+    """Return the mean of the known shares, weighted by numbers of tokens."""
     known = [(share, count) for share, count in shares if share is not None]
     return sum(share * count for share, count in known) / sum(c for _, c in known) if known else None
 
@@ -231,7 +231,7 @@ def _joined(opened: Sequence[_Opened], between: str) -> Iterator[str]:
 
 
 def _sized(count: int) -> str:
-    """Return a number of bytes with the unit that leaves one to four digits before the point."""
+    """Format a number of bytes with one to four digits before the point."""
     power = 0
     while count >= 1024 ** (power + 1) and power + 1 < len(_UNITS):
         power += 1

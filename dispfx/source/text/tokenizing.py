@@ -1,17 +1,16 @@
 """Text → token ids, in bounded memory.
 
-1. A text of at most 4 Mi characters is tokenised in one go: a tokenizer sees another text when it is fed
-   piece by piece, and perplexity is a figure of the one text.
-2. A longer one is cut into pieces of at most 512 Ki characters after line breaks (before spaces, or
-   anywhere, where there are none), which are tokenised eight at a time.
+1. A text of at most 4 Mi characters is tokenised at once: piecewise tokenisation gives slightly different
+   tokens, which would change perplexity.
+2. A longer text is cut into pieces of at most 512 Ki characters after line breaks (otherwise before spaces,
+   otherwise anywhere), which are tokenised eight at a time.
 3. No special token is added.
 
 Every text may begin with tokens of its own, such as the beginning-of-sequence token:
 
-1. `auto` does what the tokenizer does with a text of its own: what it puts in front, none or several tokens,
-   is found by encoding a text with and without special tokens.  Ids that somebody else made are left as they
-   are.
-2. `on` takes the same, or where the tokenizer adds nothing, its beginning-of-sequence token.
+1. `auto` does what the tokenizer does: the tokens that it adds in front, possibly none or several, are found
+   by encoding a text with and without special tokens.  Given token ids are left as they are.
+2. `on` adds the same tokens, or the beginning-of-sequence token if the tokenizer adds nothing.
 3. `off` adds nothing.
 """
 
@@ -27,7 +26,7 @@ from dispfx.source.text.token_file import TOKENS
 from dispfx.words.option_names import option
 from dispfx.words.text_origin import Bos
 
-# A tokenizer needs about 300 bytes a token while it works: 0.4 GB for so long an English text.
+# A tokenizer needs about 300 bytes per token while it works: 0.4 GB for an English text of this length.
 _WHOLE_CHARACTERS = 4 * 2**20
 _PIECE_CHARACTERS = 512 * 2**10
 _PIECES_AT_ONCE = _WHOLE_CHARACTERS // _PIECE_CHARACTERS
@@ -37,7 +36,7 @@ def encode(text: str, tokenizer: Any | None, *, where: str | None = None) -> Ten
     """Return the token ids of a text, shape (N,), int64, without special tokens.
 
     Args:
-        where: the file that the text is from, for the message.
+        where: the file of the text, for the message.
 
     Raises:
         DataError: if there is no tokenizer, or it finds no token.
@@ -46,14 +45,14 @@ def encode(text: str, tokenizer: Any | None, *, where: str | None = None) -> Ten
 
 
 def encode_stream(texts: Iterable[str], tokenizer: Any | None, *, where: str | None = None) -> Tensor:
-    """Return the token ids of the text that `texts` make together, shape (N,), int32, as `encode`.
+    """Return the token ids of the concatenation of `texts`, shape (N,), int32, as `encode`.
 
     Raises:
         DataError: as for `encode`.
     """
     if tokenizer is None:
         raise DataError(
-            "a tokenizer is needed to read text, and this model has none",
+            "a tokenizer is needed to read text, but this model has none",
             where=where,
             hint=f"name one with {option('tokenizer')}, "
             f"or pass a .safetensors file with an integer vector '{TOKENS}'",
@@ -61,7 +60,7 @@ def encode_stream(texts: Iterable[str], tokenizer: Any | None, *, where: str | N
     cut = pieces(texts)
     found = []
     while batch := list(islice(cut, _PIECES_AT_ONCE)):
-        # verbose=False: a text longer than one window is the usual case here, not worth a warning.
+        # verbose=False: a text longer than the context is the usual case here, not worth a warning.
         lists = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
         found += [torch.tensor(ids, dtype=torch.int32) for ids in lists]
     tokens = torch.cat(found) if found else torch.zeros(0, dtype=torch.int32)
@@ -71,7 +70,7 @@ def encode_stream(texts: Iterable[str], tokenizer: Any | None, *, where: str | N
 
 
 def pieces(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the pieces that are tokenised each by itself, by rules 1 and 2; together they are the text."""
+    """Yield the pieces that are tokenised separately, by rules 1 and 2."""
     stream = iter(texts)
     held, characters = [], 0
     for text in stream:
@@ -98,7 +97,7 @@ def pieces(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _cut(text: str, start: int) -> int:
-    """Return where the piece that begins at `start` ends."""
+    """Return the end of the piece that begins at `start`."""
     stop = start + _PIECE_CHARACTERS
     line_break = text.rfind("\n", start, stop)
     if line_break >= 0:
@@ -108,12 +107,12 @@ def _cut(text: str, start: int) -> int:
     return space if space >= 0 else stop
 
 
-# A tokenizer of one alphabet may find no token in a text of another.
+# A tokenizer for one alphabet may find no token in a text of another.
 _PROBES = ("text", "0", "漢", " ")
 
 
 def tokens_in_front(tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that a tokenizer puts in front of a text."""
+    """Return the ids that a tokenizer adds in front of a text."""
     for probe in _PROBES:
         plain, whole = (
             list(tokenizer([probe], add_special_tokens=special, verbose=False)["input_ids"][0])
@@ -134,13 +133,13 @@ def bos_tokens(choice: Bos, tokenizer: Any | None, *, given_ids: bool = False) -
         given_ids: whether the text came as token ids.
 
     Raises:
-        DataError: if there shall be such a token and the tokenizer has none.
+        DataError: if `on` is requested and the tokenizer has no such token.
     """
     if choice == "off" or (choice == "auto" and (given_ids or tokenizer is None)):
         return ()
     if tokenizer is None:
         raise DataError(
-            f"{option('bos', 'on')} takes the token from a tokenizer, and this decoder has none",
+            f"{option('bos', 'on')} takes the token from a tokenizer, but this decoder has none",
             hint=f"name one with {option('tokenizer')}, or leave out {option('bos', 'on')}",
         )
     front = tokens_in_front(tokenizer)
@@ -149,7 +148,7 @@ def bos_tokens(choice: Bos, tokenizer: Any | None, *, given_ids: bool = False) -
     token = getattr(tokenizer, "bos_token_id", None)
     if not isinstance(token, int):
         raise DataError(
-            f"{option('bos', 'on')} needs a beginning-of-sequence token, and the tokenizer has no bos_token",
+            f"{option('bos', 'on')} needs a beginning-of-sequence token, but the tokenizer has no bos_token",
             where=type(tokenizer).__name__,
             hint=f"leave out {option('bos', 'on')}: the decoder was trained without such a token",
         )
@@ -157,5 +156,5 @@ def bos_tokens(choice: Bos, tokenizer: Any | None, *, given_ids: bool = False) -
 
 
 def with_bos(ids: list[int], bos: tuple[int, ...]) -> list[int]:
-    """Return token ids that begin with the tokens, once where they do so already."""
+    """Return token ids that begin with the tokens; they are not added twice."""
     return ids if tuple(ids[: len(bos)]) == bos else [*bos, *ids]

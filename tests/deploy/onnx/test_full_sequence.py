@@ -220,7 +220,7 @@ def test_weights_outside_the_folder_are_refused(exported: Path, tmp_path: Path, 
     (tmp_path / "link").symlink_to("/etc")
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
 
-    with pytest.raises(DataError, match="beside the model"):
+    with pytest.raises(DataError, match="in the folder of the model"):
         OnnxDecoder(tmp_path / "model.onnx")
 
 
@@ -233,7 +233,7 @@ def test_weights_outside_the_folder_are_found_inside_a_subgraph_too(tmp_path: Pa
     model = onnx.helper.make_model(onnx.helper.make_graph([node], "graph", [], []))
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
 
-    with pytest.raises(DataError, match="beside the model"):
+    with pytest.raises(DataError, match="in the folder of the model"):
         OnnxDecoder(tmp_path / "model.onnx")
 
 

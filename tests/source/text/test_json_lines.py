@@ -56,9 +56,9 @@ def test_a_long_gzipped_file_is_read_from_its_start(tmp_path: Path):
 
 
 BROKEN = {
-    "line 2 is no JSON": b'{"text": "a"}\n{"text": \n',
-    "line 1 is no JSON": b"text\n",
-    "line 3 holds a list": b'{"text": "a"}\n\n["text"]\n',
+    "line 2 is not JSON": b'{"text": "a"}\n{"text": \n',
+    "line 1 is not JSON": b"text\n",
+    "line 3 is a list": b'{"text": "a"}\n\n["text"]\n',
     "line 2 has no field 'text'; it has 'body', 'id'": b'{"text": "a"}\n{"body": "b", "id": 1}\n',
     "line 1 has no field 'text'; it has none": b"{}\n",
     "in line 2 it holds a value of type int": b'{"text": "a"}\n{"text": 3}\n',
@@ -66,7 +66,7 @@ BROKEN = {
     "in line 1 it holds a value of type list": b'{"text": ["a"]}\n',
     "line 2 is not UTF-8 at its byte 10": b'{"text": "a"}\n{"text": "\xff"}\n',
     "line 1 holds half a character": b'{"text": "\\ud800"}\n',
-    "line 1 is no JSON: it nests too deeply": b'{"text": ' + b"[" * 100_000,
+    "line 1 is not JSON: it nests too deeply": b'{"text": ' + b"[" * 100_000,
 }
 
 
@@ -86,7 +86,7 @@ def test_a_broken_line_in_a_long_file_is_refused_by_its_byte(tmp_path: Path, mon
     lines[5002] = "{'text': 'bad'}\n"
     path = tmp_path / "a.jsonl"
     path.write_text("".join(lines))
-    with pytest.raises(DataError, match=f"the line at byte {5002 * 18:,} is no JSON"):
+    with pytest.raises(DataError, match=f"the line at byte {5002 * 18:,} is not JSON"):
         text_in(path, most=20_000)
 
 
@@ -105,7 +105,7 @@ def test_one_large_json_document_is_no_line(tmp_path: Path, monkeypatch):
 def test_a_damaged_gzip_file_is_refused(tmp_path: Path, damage):
     path = written(tmp_path / "a.jsonl.gz", *({"text": f"{number * 77777}"} for number in range(100)))
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match="no whole gzip file"):
+    with pytest.raises(DataError, match="not a complete gzip file"):
         text_in(path)
 
 
@@ -147,10 +147,10 @@ def test_a_list_of_records_is_read_record_by_record(tmp_path: Path, name: str, i
     ("content", "reason"),
     [
         (b"[]", None),
-        (b'[{"text": "a"}, 3]', "record 2 holds a int and no fields"),
-        (b'[{"text": "a"}', "']' was expected, and 'the end of the file' is there"),
+        (b'[{"text": "a"}, 3]', "record 2 is a int without fields"),
+        (b'[{"text": "a"}', "']' was expected, but 'the end of the file' was found"),
         (b'[{"text": "a"}]\n[{"text": "b"}]', "something after the list"),
-        (b'[{"text": "a"}, {"text"]', "no list of JSON records: Expecting"),
+        (b'[{"text": "a"}, {"text"]', "not a list of JSON records: Expecting"),
         (b'[{"text": "\xff"}]', "is not UTF-8"),
         (b"[" * 100_000, "nests too deeply"),
         (b'[{"text": "' + b"a" * 2000 + b'"}, ', "a record is longer than 1,000 bytes"),

@@ -75,11 +75,11 @@ def test_a_tokenizer_of_bytes_knows_everything(tmp_path: Path):
 def test_what_is_no_text_is_refused_before_a_decoder_is_opened(tmp_path: Path, content: bytes):
     path = tmp_path / "a.txt"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"of the characters are no text") as refusal:
+    with pytest.raises(DataError, match=r"of the characters are not text") as refusal:
         check_readable(path)
     assert refusal.value.where == str(path) and refusal.value.exit_code == 2
     check_readable(path, ALLOWED)
-    with pytest.raises(DataError, match="of the characters are no text"):
+    with pytest.raises(DataError, match="of the characters are not text"):
         read_text(path, byte_tokenizer())
 
 
@@ -87,7 +87,7 @@ def test_a_text_with_some_broken_characters_gets_a_warning(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_text("na\ufffdve and caf\ufffd" * 9, encoding="utf-8")
     (note,) = read_text(path, byte_tokenizer()).notes
-    assert note.startswith(f"{path}: 14% of the characters are no text")
+    assert note.startswith(f"{path}: 14% of the characters are not text")
     path.write_text("\tcolumns\r\n\x0cpages \x1b[1mbold\x1b[0m\n" * 9)
     assert read_text(path, byte_tokenizer()).notes == ()
 
@@ -97,7 +97,7 @@ def test_numbers_that_may_be_token_ids_get_a_warning(tmp_path: Path, content: st
     path = tmp_path / "ids.txt"
     path.write_text(content)
     (note,) = read_text(path, byte_tokenizer()).notes
-    assert "token ids belong into a .safetensors file" in note
+    assert "token ids belong in a .safetensors file" in note
     path.write_text(content + "a word")
     assert read_text(path, byte_tokenizer()).notes == ()
 

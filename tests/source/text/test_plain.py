@@ -100,7 +100,7 @@ def test_a_bad_byte_in_a_piece_of_a_long_file_is_named_by_its_place(tmp_path: Pa
 
 def test_a_pipe_is_refused_since_it_could_be_read_only_once(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         list(PlainText(tmp_path / "pipe").texts(1000))
 
 

@@ -134,7 +134,7 @@ def test_the_largest_id_of_all_texts_is_known(text: Path, tmp_path: Path):
 @pytest.mark.parametrize("ids", [[1, -1], [2**31], [2**40, 1]])
 def test_an_id_that_can_be_none_is_refused(tmp_path: Path, ids: list[int]):
     save_file({"tokens": torch.tensor(ids)}, tmp_path / "tokens.safetensors")
-    with pytest.raises(DataError, match="from 0 to 2,147,483,647, and it holds"):
+    with pytest.raises(DataError, match="from 0 to 2,147,483,647, but holds"):
         read_tokens(tmp_path / "tokens.safetensors", None)
 
 
@@ -173,5 +173,5 @@ def test_what_cannot_be_read_is_refused_by_the_check_as_by_reading(text: Path, t
 
 
 def test_reading_nothing_is_refused():
-    with pytest.raises(DataError, match="one byte of text or more"):
+    with pytest.raises(DataError, match="must be at least 1"):
         Reading(most_bytes=0)

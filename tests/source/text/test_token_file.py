@@ -27,7 +27,7 @@ def test_every_type_of_integers_is_read_as_it_is(tmp_path: Path, dtype: torch.dt
         ({"tokens": torch.tensor([1.0])}, "vector of integers"),
         ({"tokens": torch.tensor([True])}, "vector of integers"),
         ({"tokens": torch.tensor([[1, 2]])}, "vector of integers"),
-        ({"tokens": torch.zeros(0, dtype=torch.int64)}, "from 0 upwards"),
+        ({"tokens": torch.zeros(0, dtype=torch.int64)}, "it is empty"),
     ],
     ids=["other-name", "floats", "booleans", "matrix", "empty"],
 )
@@ -39,14 +39,14 @@ def test_a_token_file_of_another_shape_is_refused(tmp_path: Path, tensors, reaso
 
 def test_a_broken_or_missing_token_file_is_refused(tmp_path: Path):
     (tmp_path / "broken.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(DataError, match="no safetensors file"):
+    with pytest.raises(DataError, match="not a safetensors file"):
         stored_tokens(tmp_path / "broken.safetensors")
     save_file({"tokens": torch.arange(1000)}, tmp_path / "cut.safetensors")
     whole = (tmp_path / "cut.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(whole[:-100])
-    with pytest.raises(DataError, match="no safetensors file"):
+    with pytest.raises(DataError, match="not a safetensors file"):
         stored_tokens(tmp_path / "cut.safetensors")
-    with pytest.raises(DataError, match="there is none"):
+    with pytest.raises(DataError, match="does not exist"):
         stored_tokens(tmp_path / "absent.safetensors")
 
 
@@ -79,5 +79,5 @@ def test_one_vector_is_joined_to_itself_without_a_copy(tmp_path: Path):
     ("ids", "found"), [([2**40, 2**40], "1,099,511,627,776 to 1,099"), ([7, -3], "-3 to 7")]
 )
 def test_ids_out_of_range_are_told_as_they_are(ids: list[int], found: str):
-    with pytest.raises(DataError, match=f"from 0 to 2,147,483,647, and it holds {found}"):
+    with pytest.raises(DataError, match=f"from 0 to 2,147,483,647, but holds {found}"):
         largest_id(torch.tensor(ids), where="tokens.safetensors")
