@@ -140,7 +140,7 @@ def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], P
     teacher = for_training(job.program, job.settings.seq_len)
     teacher.graph_module.requires_grad_(False)
     text = _batches(job)
-    held_out = text.held_out_batches(_held_out_sequences(job.settings))
+    held_out = text.held_out_batches(held_out_sequences(job.settings))
     if not held_out:
         raise DataError(
             f"held-out text needs {job.settings.seq_len} tokens or more, and the last tenth of the data has "
@@ -161,7 +161,7 @@ def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], P
     return lowered, pupil, task
 
 
-def _held_out_sequences(settings: RecoverySettings) -> int:
+def held_out_sequences(settings: RecoverySettings) -> int:
     """Return how many sequences are measured: a quarter of what is learned from between two measurements."""
     learned = settings.measure_every * settings.batch_size
     most = max(1, _MOST_HELD_OUT_TOKENS // settings.seq_len)
