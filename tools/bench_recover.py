@@ -27,7 +27,7 @@ import torch
 
 from dispfx import api
 from dispfx.errors import DispfxError
-from dispfx.files.atomic import replacing
+from dispfx.files.disk import replacing
 from dispfx.report import NullObserver, load_report
 from dispfx.run.folder_report import device_name, versions
 
