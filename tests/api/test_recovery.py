@@ -88,7 +88,8 @@ def test_a_recovered_folder_is_nearer_to_the_dense_decoder_and_verifies(
     assert told.kl_before == pytest.approx(reports[0].behaviour[-1].kl, rel=1e-4)
     by_hand = agree(out, dense="demo", eval_data=str(other), eval_windows=1).kl_nats
     assert reports[1].behaviour[0].kl == pytest.approx(by_hand, rel=1e-4)
-    values = [evaluate(str(folder), eval_data=str(other), eval_windows=1).value for folder in (pruned, out)]
+    protocol: dict[str, Any] = {"eval_windows": 1, "context": told.protocol.context}
+    values = [evaluate(str(folder), eval_data=str(other), **protocol).value for folder in (pruned, out)]
     assert [told.before, told.after] == pytest.approx(values, rel=1e-5)
     lines = verify(out)
     assert lines and all(line.holds for line in lines)
