@@ -141,7 +141,7 @@ class Bench:
             dense=self.args.model,
             data=self.args.data,
             eval_data=self.args.choose or self.args.test,
-            eval_windows=1,
+            eval_windows=self.args.windows,
             out=folder,
             train=kind,
             resume=True,

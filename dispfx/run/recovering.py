@@ -36,7 +36,7 @@ from dispfx.source import Source
 from dispfx.words.option_names import option
 
 # Held-out text is measured again and again.
-_MOST_HELD_OUT_TOKENS = 2**15
+_MOST_HELD_OUT_TOKENS, _FEWEST_HELD_OUT = 2**15, 16
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -140,8 +140,7 @@ def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], P
     teacher = for_training(job.program, job.settings.seq_len)
     teacher.graph_module.requires_grad_(False)
     text = _batches(job)
-    count = max(1, _MOST_HELD_OUT_TOKENS // job.settings.seq_len)
-    held_out = text.held_out_batches(count)
+    held_out = text.held_out_batches(held_out_sequences(job.settings))
     if not held_out:
         raise DataError(
             f"held-out text needs {job.settings.seq_len} tokens or more, and the last tenth of the data has "
@@ -160,6 +159,13 @@ def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], P
         ranks=job.ranks,
     )
     return lowered, pupil, task
+
+
+def held_out_sequences(settings: RecoverySettings) -> int:
+    """Return how many sequences are measured: a quarter of what is learned from between two measurements."""
+    learned = settings.measure_every * settings.batch_size
+    most = max(1, _MOST_HELD_OUT_TOKENS // settings.seq_len)
+    return min(most, max(_FEWEST_HELD_OUT, learned // 4))
 
 
 def _batches(job: Recovery) -> TokenBatches:

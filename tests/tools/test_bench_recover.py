@@ -36,15 +36,15 @@ def test_every_row_is_there_with_both_texts_and_a_second_run_trains_nothing(
         texts += [f"--{name}", str(tmp_path / f"{name}.safetensors")]
     out = tmp_path / "out"
     words = [
-        "--model", MODEL, *texts, "--out", str(out), "--ratios", "0.3", "--learn-steps", "2", "--steps", "3",
-        "--seq-len", "16", "--batch-size", "2", "--windows", "4", "--context", "16", "--lr", "1e-2",
+        "--model", MODEL, *texts, "--out", str(out), "--ratios", "0.3", "--learn-steps", "2", "--steps", "12",
+        "--seq-len", "16", "--batch-size", "2", "--windows", "4", "--context", "16", "--lr", "1e-3",
     ]  # fmt: skip
     assert bench.main(words) == 0
     found = json.loads((out / "recover.json").read_text())["rows"]
     assert [row["recover"] for row in found] == ["dense", "none", "scales", "weights"]
     dense, none, scales, weights = found
     assert none["parameters"] == scales["parameters"] == weights["parameters"]
-    assert weights["test"]["kl"] < none["test"]["kl"] and weights["tokens"] == 3 * 2 * 16
+    assert weights["test"]["kl"] < none["test"]["kl"] and weights["tokens"] == 12 * 2 * 16
     assert dense["second"]["kl"] == 0.0 != none["second"]["kl"]
     by_hand = agree(
         out / "weights-0.3",
