@@ -25,7 +25,12 @@ NO_ANSWER = -1
 
 @torch.no_grad()
 def skill_probe(
-    decoder: Callable[[Tensor], Any], tokenizer: Any, seed: int, samples: int
+    decoder: Callable[[Tensor], Any],
+    tokenizer: Any,
+    seed: int,
+    samples: int,
+    *,
+    device: torch.device | None = None,
 ) -> dict[str, float]:
     """Returns, for each of `SKILLS`, the share of `samples` lines answered without any mistake.
 
@@ -36,13 +41,14 @@ def skill_probe(
         tokenizer: has `encode(text, add_special_tokens=False) -> list[int]`.
         seed: seeds of training texts are 2**32 and above, so that smaller ones ask something new.
         samples: lines for each skill.
+        device: of the decoder, where it is no module.
 
     Raises:
         DataError: `samples` is not positive, the seed is negative, or a line has no tokens.
     """
     if samples < 1:
         raise DataError(f"a probe needs at least 1 line for each skill, but {samples} were asked for")
-    device = _device(decoder)
+    device = device or _device(decoder)
     return {
         skill: _accuracy(decoder, tokenizer, draw_lines(skill, seed, samples), device) for skill in SKILLS
     }

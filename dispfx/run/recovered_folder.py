@@ -344,7 +344,9 @@ class Writer:
         was = load_report(self.opened.path / "report.json")
         if not was.skills:
             return {}
-        after = skill_probe(decoder, self.job.dense.tokenizer, PROBE_SEED, PROBE_SAMPLES)
+        after = skill_probe(
+            decoder, self.job.dense.tokenizer, PROBE_SEED, PROBE_SAMPLES, device=self.job.device
+        )
         return {name: SkillChange(skill.dense, after[name]) for name, skill in was.skills.items()}
 
 

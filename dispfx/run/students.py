@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dispfx.capturing.module_capture import logits_of, module_logits, module_output
+from dispfx.capturing.module_capture import module_logits, module_output
 from dispfx.ir.head import split_at_head
 from dispfx.ir.program import Program
 from dispfx.learning.divergence import Predictions
@@ -91,7 +91,7 @@ def _read_by(head: nn.Module, model: nn.Module, ids_BT: Tensor) -> Tensor:
 
     handle = head.register_forward_pre_hook(first_token)
     try:
-        logits_of(module_output(model, ids_BT), ids_BT[:, :1])
+        module_output(model, ids_BT)
     finally:
         handle.remove()
     return read[0]

@@ -211,7 +211,8 @@ def test_a_module_without_a_class_of_transformers_recovers_and_goes_on_to_the_sa
     for stop, said in ((1, "no state in"), (5, "going on at step 1")):
         watcher = Stopped(stop)
         with pytest.raises(KeyboardInterrupt):
-            recover(graph, **{**given, "out": out, "resume": True, "observer": watcher})
+            again: dict[str, Any] = {**given, "out": out, "resume": True, "observer": watcher}
+            recover(graph, **again)
         assert saved_step(state) == stop and not out.exists()
         assert any(said in note for note in watcher.notes)
     with pytest.raises(OutputError, match="an unfinished run left its state"):
