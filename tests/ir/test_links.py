@@ -117,6 +117,7 @@ CASES: dict[str, Case] = {
     "unbind": call(aten.unbind.int, x(3, 2, 4), 1, item=1),
     "unbind of the first dimension": call(aten.unbind.int, x(3, 2, 4), item=0),
     "cat": call(aten.cat.default, [x(3, 2), x(3, 4)], -1),
+    "cat of nothing": call(aten.cat.default, [x(0), x(3, 4)], -1),
     "cat of the first dimension": call(aten.cat.default, [x(2, 3), x(4, 3)]),
     "glu": call(aten.glu.default, x(3, 8)),
     "glu of an earlier dimension": call(aten.glu.default, x(8, 3), 0),

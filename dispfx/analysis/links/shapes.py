@@ -185,6 +185,8 @@ def joined(node: fx.Node) -> list[Connection]:
     start = 0
     for value in values:
         assert isinstance(value, fx.Node)
+        if shape_of(value) == (0,):
+            continue  # torch joins nothing of one dimension with everything, as an empty cache
         size = shape_of(value)[dim]
         found += [
             link for other in range(rank(node)) if other != dim for link in same(value, other, node, other)
