@@ -115,7 +115,8 @@ def state_of_compiler(checkout: Path) -> str:
     """Return a digest of the source that decides about a row: capture, analysis and passes."""
     found = hashlib.sha256()
     package = checkout / "dispfx"
-    paths = [*package.glob("*.py"), *package.glob("ir/**/*.py"), *package.glob("source/*.py")]
+    rooms = ("analysis", "capturing", "compiler", "ir", "source")
+    paths = [*package.glob("*.py"), *(path for room in rooms for path in package.glob(f"{room}/**/*.py"))]
     for path in sorted([*paths, *(checkout / "passes").glob("*.py")]):
         found.update(path.read_bytes())
     return found.hexdigest()[:12]

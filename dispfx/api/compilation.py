@@ -34,7 +34,7 @@ from dispfx.run.plan_learning import (
 from dispfx.run.preflight import require_room_for_weights
 from dispfx.run.readiness import analysed
 from dispfx.run.recovered_folder import recover_folder
-from dispfx.run.recovering import train_along
+from dispfx.run.recovery_job import train_along
 from dispfx.run.run_text import TextChoice, open_text, require_tokens
 from dispfx.run.timed_stages import Stages
 from dispfx.run.writing import write_output

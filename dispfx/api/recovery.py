@@ -14,12 +14,12 @@ from dispfx.run.folders import open_folder
 from dispfx.run.length_checks import window_of
 from dispfx.run.opening import open_model
 from dispfx.run.plan_learning import remove_state, state_folder
-from dispfx.run.pupils import folder_plan, stored_dtype
 from dispfx.run.readiness import analysed
 from dispfx.run.recovered_folder import recover_folder
-from dispfx.run.recovering import Recovery, longest_sequence, train_along
+from dispfx.run.recovery_job import Recovery, longest_sequence, train_along
 from dispfx.run.run_text import TextChoice, open_text, require_tokens
 from dispfx.run.timed_stages import Stages
+from dispfx.run.trainables import folder_plan, stored_dtype
 from dispfx.settings.trees import RecoverSettings
 from dispfx.source.source import longest_context
 from dispfx.words.chosen_device import local_device

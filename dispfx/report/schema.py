@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dispfx.ir.lengths import Lengths
-from dispfx.learning.recovery import HeldOut
+from dispfx.learning.distillation import HeldOut
 from dispfx.settings.recovery_settings import Train
 from dispfx.verification.equivalence import Verification
 

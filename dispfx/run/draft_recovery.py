@@ -14,7 +14,7 @@ from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
 from dispfx.run.length_checks import window_of
 from dispfx.run.plan_learning import DRAFT, RECOVERY
-from dispfx.run.recovering import Recovery, longest_sequence
+from dispfx.run.recovery_job import Recovery, longest_sequence
 from dispfx.run.run_text import Text
 from dispfx.settings import RunSettings
 from dispfx.settings.recovery_settings import RecoverySettings

@@ -27,7 +27,7 @@ from dispfx.deploy.section import read_layout
 from dispfx.huggingface.adapters import load_adapters, save_adapters
 from dispfx.huggingface.saving import PrunedModel
 from dispfx.ir.program import Program
-from dispfx.learning.recovery import Keeping, Recovered, RecoveryStep, recover
+from dispfx.learning.distillation import Keeping, Recovered, RecoveryStep, recover
 from dispfx.quality.agreement import Comparison
 from dispfx.report import (
     FolderContents,
@@ -52,9 +52,9 @@ from dispfx.run.folder_report import (
 from dispfx.run.folders import Opened, open_folder
 from dispfx.run.onnx_folder import write_onnx
 from dispfx.run.plan_learning import resumption
-from dispfx.run.pupils import Pupil, lowered_of, own_model
-from dispfx.run.recovering import Gauge, Recovery, training_of
+from dispfx.run.recovery_job import Gauge, Recovery, training_of
 from dispfx.run.timed_stages import Stages
+from dispfx.run.trainables import Trainable, lowered_of, own_model
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.source.own_code import is_own_code, private_code
 from dispfx.source.transformers_classes import code_of_class
@@ -89,16 +89,16 @@ def recover_folder(job: Recovery, stages: Stages) -> Tuning:
     """
     opened = job.opened()
     with stages("open"):
-        lowered, pupil, task = training_of(job, opened)
+        lowered, trainable, task = training_of(job, opened)
     with stages("measure"):
         gauge = Gauge(job)
-        before = _known(job.measured) or _before(gauge.all(pupil.decoder))
+        before = _known(job.measured) or _before(gauge.all(trainable.decoder))
     if job.resume:
         stages.observer.note(resumption(job.state))
     with stages("recover"):
         run = recover(task, Keeping(job.state, job.resume, _watch(job.settings, stages)))
     with stages("measure"):
-        found = gauge.on(pupil.decoder, gauge.second).agreement.kl_nats
+        found = gauge.on(trainable.decoder, gauge.second).agreement.kl_nats
     kept = found < before.kl
     if not kept:
         stages.observer.note(
@@ -107,7 +107,7 @@ def recover_folder(job: Recovery, stages: Stages) -> Tuning:
         )
     trained = sum(one.numel() for one in task.student.trained.values())
     told = _told(job, run, trained, before)
-    writer = Writer(job, opened, lowered, pupil, gauge, stages)
+    writer = Writer(job, opened, lowered, trainable, gauge, stages)
     return writer.write(replace(told, kept=kept), run)
 
 
@@ -173,7 +173,7 @@ class Writer:
     job: Recovery
     opened: Opened
     lowered: Callable[[], Program]
-    pupil: Pupil
+    trainable: Trainable
     gauge: Gauge
     stages: Stages
 
@@ -188,7 +188,7 @@ class Writer:
         return told
 
     def _adapters(self, folder: Path, told: Tuning) -> Tuning:
-        save_adapters(self.pupil.module, folder)
+        save_adapters(self.trainable.module, folder)
         adapted = load_adapters(own_model(self.opened), folder)
         with self.stages("measure"):
             told = _reached(told, self.gauge.all(partial(module_logits, adapted)))
@@ -242,8 +242,8 @@ class Writer:
         """Write the decoder's files; return what was trained, to be compared with what is read back."""
         if self.job.settings.train == "lora":
             return self._merged(folder, kept)
-        values = self.pupil.values() if kept else {}
-        lines = self.pupil.proof(values) if kept else []
+        values = self.trainable.values() if kept else {}
+        lines = self.trainable.proof(values) if kept else []
         # Training has changed the weights in place.
         program = self.lowered() if kept else lowered_of(self.job.opened(), self.job.dense, self.job.program)
         if kept:
@@ -265,7 +265,7 @@ class Writer:
         assert layout is not None
         place = folder / _ADAPTERS
         if kept:
-            save_adapters(self.pupil.module, place)
+            save_adapters(self.trainable.module, place)
             merged, lines = _added(
                 load_adapters(own_model(self.opened), place), self.job.program.vocabulary_size
             )

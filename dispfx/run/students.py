@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from dispfx.capturing.module_capture import module_logits, module_output
 from dispfx.ir.head import split_at_head
 from dispfx.ir.program import Program
+from dispfx.learning.distillation import Predicting, Student
 from dispfx.learning.divergence import Predictions
-from dispfx.learning.recovery import Predicting, Student
 
 _TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-9}
 _HALF_TOLERANCE = 2e-2

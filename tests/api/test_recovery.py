@@ -237,7 +237,7 @@ def test_weights_that_got_worse_are_not_kept(graph: Path, tokens: Path, tmp_path
         found = compare_on_text(*given, **options)
         return replace(found, agreement=replace(found.agreement, kl_nats=next(values)))
 
-    monkeypatch.setattr("dispfx.run.recovering.compare_on_text", compared)
+    monkeypatch.setattr("dispfx.run.recovery_job.compare_on_text", compared)
     watcher = Watcher()
     told = recover(graph, **words(tokens, tmp_path / "out", QUICK, dense=MODEL), observer=watcher)
     assert not told.kept and told.kl_before == told.kl_after == 0.5

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dispfx.distributed.ranks import Ranks, joined
 from dispfx.errors import DispfxError
-from dispfx.learning.recovery import Keeping, recover
+from dispfx.learning.distillation import Keeping, recover
 from dispfx.learning.trainer import Watch, follow_run, learn
 from dispfx.plan.budget import Budget
 from tests.learning.students import recovery_task, weights

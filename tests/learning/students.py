@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dispfx.distributed.ranks import ALONE, Ranks
+from dispfx.learning.distillation import RecoveryTask, Student
 from dispfx.learning.divergence import Predictions
-from dispfx.learning.recovery import RecoveryTask, Student
 from dispfx.learning.text import TokenBatches
 from dispfx.settings.recovery_settings import RecoverySettings
 from tests.learning.tiny_decoder import TOKENS, TinyDecoder, markov_tokens, untrained_decoder

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from dispfx.distributed.ranks import Ranks
 from dispfx.errors import DispfxError
-from dispfx.learning.recovery import Keeping, RecoveryStep, recover
+from dispfx.learning.distillation import Keeping, RecoveryStep, recover
 from dispfx.learning.state import saved_step
 from dispfx.learning.trainer import Learned, Watch, learn
 from dispfx.plan.budget import Budget

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from dispfx.learning.recovery import HeldOut
+from dispfx.learning.distillation import HeldOut
 from dispfx.report import FolderContents, Protocol, Tuning, load_report, model_card, save_report
 from dispfx.report.page import write_page
 from dispfx.report.run import read_run

@@ -5,7 +5,7 @@ import torch
 
 from dispfx.errors import DataError
 from dispfx.quality.perplexity import TextFacts
-from dispfx.run.recovering import held_out_sequences, longest_sequence, second_text_of
+from dispfx.run.recovery_job import held_out_sequences, longest_sequence, second_text_of
 from dispfx.run.run_text import MeasuredText, Text
 from dispfx.settings.recovery_settings import RecoverySettings
 

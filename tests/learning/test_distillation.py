@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dispfx.errors import DataError, DispfxError, PlanMismatchError
-from dispfx.learning.divergence import Predictions, kl_divergence
-from dispfx.learning.recovery import (
+from dispfx.learning.distillation import (
     Keeping,
     RecoveryStep,
     Student,
@@ -23,6 +22,7 @@ from dispfx.learning.recovery import (
     learning_rate,
     recover,
 )
+from dispfx.learning.divergence import Predictions, kl_divergence
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.settings.recovery_settings import RecoverySettings
 from tests.learning.students import SETTINGS, hurt, recovery_task, weights

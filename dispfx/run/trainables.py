@@ -27,7 +27,7 @@ from dispfx.errors import DispfxError, OutputError
 from dispfx.huggingface.adapters import with_adapters
 from dispfx.huggingface.model_loading import load_model
 from dispfx.ir.program import Program
-from dispfx.learning.recovery import Student
+from dispfx.learning.distillation import Student
 from dispfx.plan.plan import Plan
 from dispfx.run.folders import Opened
 from dispfx.run.students import adapted_student, graph_student, weights_of
@@ -41,7 +41,7 @@ from dispfx.words.option_names import option
 
 
 @dataclass(frozen=True, eq=False)
-class Pupil:
+class Trainable:
     """One pruned decoder that is trained.
 
     Args:
@@ -107,9 +107,9 @@ def stored_dtype(opened: Opened) -> Dtype | None:
     return found if found in get_args(Dtype) else None  # type: ignore[return-value]
 
 
-def pupil_of(
+def trainable_of(
     opened: Opened, lowered: Callable[[], Program], settings: RecoverySettings, dtype: str | None = None
-) -> Pupil:
+) -> Trainable:
     """Return what is trained.
 
     Args:
@@ -120,7 +120,7 @@ def pupil_of(
         DispfxError: if no site can have a scale, or PEFT is missing.
         OutputError: if adapters were asked for a folder that transformers does not load.
     """
-    makers: Mapping[str, Callable[[], Pupil]] = {
+    makers: Mapping[str, Callable[[], Trainable]] = {
         "scales": lambda: _scales(lowered(), folder_plan(opened), settings),
         "weights": lambda: _weights(lowered(), settings),
         "lora": lambda: _adapters(opened, dtype, settings),
@@ -128,13 +128,13 @@ def pupil_of(
     return choice(makers, settings.train, "train")()
 
 
-def _weights(program: Program, settings: RecoverySettings) -> Pupil:
+def _weights(program: Program, settings: RecoverySettings) -> Trainable:
     trained = weights_of(program)
     student = graph_student(for_training(program, settings.seq_len), trained)
-    return Pupil(student, program.graph_module, program.graph_module, lambda: trained, lambda values: [])
+    return Trainable(student, program.graph_module, program.graph_module, lambda: trained, lambda values: [])
 
 
-def _scales(program: Program, plan: Plan, settings: RecoverySettings) -> Pupil:
+def _scales(program: Program, plan: Plan, settings: RecoverySettings) -> Trainable:
     kept = plan.for_sites(program.sites)
     by_site = {site.name: indices for site, indices in zip(program.sites, kept, strict=True)}
     scaled = insert_scales(program, by_site)
@@ -162,14 +162,14 @@ def _scales(program: Program, plan: Plan, settings: RecoverySettings) -> Pupil:
             device=program.device,
         )
 
-    return Pupil(student, graph, program.graph_module, scaled.folded, proof)
+    return Trainable(student, graph, program.graph_module, scaled.folded, proof)
 
 
 def _with_values(module: nn.Module, values: Mapping[str, Tensor], ids_BT: Tensor) -> Any:
     return torch.func.functional_call(module, dict(values), (ids_BT,))
 
 
-def _adapters(opened: Opened, dtype: str | None, settings: RecoverySettings) -> Pupil:
+def _adapters(opened: Opened, dtype: str | None, settings: RecoverySettings) -> Trainable:
     if opened.plan is None or read_layout(opened.path) is None:
         raise OutputError(
             "adapters need a folder that transformers loads, and this one holds a graph",
@@ -177,7 +177,7 @@ def _adapters(opened: Opened, dtype: str | None, settings: RecoverySettings) -> 
             hint=f"use {option('train', 'weights')} or {option('train', 'scales')}",
         )
     model = with_adapters(own_model(opened, dtype), settings, str(opened.path)).eval()
-    return Pupil(adapted_student(model), partial(module_logits, model), model, dict, lambda values: [])
+    return Trainable(adapted_student(model), partial(module_logits, model), model, dict, lambda values: [])
 
 
 def own_model(opened: Opened, dtype: str | None = None) -> nn.Module:

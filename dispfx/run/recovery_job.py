@@ -23,14 +23,14 @@ from dispfx.deploy.digests import digests
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DataError
 from dispfx.ir.program import Program
-from dispfx.learning.recovery import Keeping, RecoveryTask, recover
+from dispfx.learning.distillation import Keeping, RecoveryTask, recover
 from dispfx.learning.text import TokenBatches
 from dispfx.quality.agreement import Comparison, compare_on_text
 from dispfx.report import Report
 from dispfx.run.folders import Opened, open_folder
-from dispfx.run.pupils import Pupil, folder_plan, lowered_of, pupil_of
 from dispfx.run.run_text import MeasuredText, Text, split_held_out
 from dispfx.run.students import graph_predictions
+from dispfx.run.trainables import Trainable, folder_plan, lowered_of, trainable_of
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.source import Source
 from dispfx.words.option_names import option
@@ -126,7 +126,7 @@ def train_along(job: Recovery) -> None:
     recover(task, Keeping(job.state, job.resume))
 
 
-def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], Pupil, RecoveryTask]:
+def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], Trainable, RecoveryTask]:
     plan = folder_plan(opened)
     require_same_decoder(job.program, plan)
     made: list[Program] = []
@@ -136,7 +136,7 @@ def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], P
             made.append(lowered_of(opened, job.dense, job.program))
         return made[0]
 
-    pupil = pupil_of(opened, lowered, job.settings, job.dtype)
+    trainable = trainable_of(opened, lowered, job.settings, job.dtype)
     teacher = for_training(job.program, job.settings.seq_len)
     teacher.graph_module.requires_grad_(False)
     text = _batches(job)
@@ -149,7 +149,7 @@ def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], P
             hint=f"use more text, or a smaller {option('seq_len')}",
         )
     task = RecoveryTask(
-        student=pupil.student,
+        student=trainable.student,
         teacher=graph_predictions(teacher),
         decoder=_fingerprint(job, opened),
         text=text,
@@ -158,7 +158,7 @@ def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], P
         device=job.device,
         ranks=job.ranks,
     )
-    return lowered, pupil, task
+    return lowered, trainable, task
 
 
 def held_out_sequences(settings: RecoverySettings) -> int:
