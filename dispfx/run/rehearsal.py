@@ -26,7 +26,6 @@ from dispfx.capturing.module_capture import export_program
 from dispfx.compiler.cached_programs import capture_cached
 from dispfx.compiler.programs import exportable, gated, lower_program, only_planned
 from dispfx.deploy.exported import save_program
-from dispfx.deploy.onnx.exporting import cached_model, require_translations
 from dispfx.errors import CaptureError, UnsupportedGraphError
 from dispfx.ir.pipeline import printing_after
 from dispfx.ir.program import Program
@@ -111,6 +110,8 @@ def _compared(program: Program, plan: Plan) -> tuple[torch.fx.GraphModule, torch
 
 def _translated(source: Source, program: Program, plan: Plan, fast: torch.fx.GraphModule) -> None:
     """Translate what ONNX would be made from; `fast` is written by gather-add."""
+    from dispfx.deploy.onnx.exporting import cached_model, require_translations  # imports onnx
+
     other = exportable(source.model, program, plan)
     if other is not program:
         fast = lower_program(_without_weights(other), plan, write="gather-add").graph_module
