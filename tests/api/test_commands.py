@@ -32,7 +32,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Repor
     text = folder / "text.txt"
     text.write_text("the cats see the dog . " * 40)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dispfx.run.folder_report._PROBE_SAMPLES", 1)
+        patch.setattr("dispfx.run.folder_report.PROBE_SAMPLES", 1)
         report = apply("demo", plan, out=folder / "out", eval_data=text, eval_windows=1, export="pt2")
     yield folder / "out", report
 

@@ -24,7 +24,7 @@ MADE = (
 def test_the_guide_works_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dispfx.run.run_text, "_DEMO_CHARACTERS", 40_000)
-    monkeypatch.setattr("dispfx.run.folder_report._PROBE_SAMPLES", 5)
+    monkeypatch.setattr("dispfx.run.folder_report.PROBE_SAMPLES", 5)
     for module in ("mine", "odd"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     pytest.importorskip("lm_eval")
