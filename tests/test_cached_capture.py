@@ -231,7 +231,7 @@ def test_the_state_of_a_convolution_is_refused():
 
 
 def test_a_decoder_without_a_cache_is_refused():
-    with pytest.raises(CaptureError, match="takes one"):
+    with pytest.raises(CaptureError, match="does not take a cache"):
         capture_cached(build(FORMS["pre-norm"]))
 
 

@@ -118,7 +118,7 @@ def test_a_rule_of_dispfx_cannot_be_replaced():
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (lambda node: [links.Link((node.args[0], 3), (node, 3))], "is not there: linear, 3"),
+        (lambda node: [links.Link((node.args[0], 3), (node, 3))], "does not exist: linear, 3"),
         (lambda node: [links.Mixing((node.args[7], 0))], "raised IndexError"),
         (lambda node: "pointwise", "raised"),
     ],

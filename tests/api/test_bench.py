@@ -244,5 +244,5 @@ def test_onnx_models_of_both_decoders_are_timed(pruned_folder: Path):
 
 
 def test_a_folder_with_a_graph_alone_is_refused(compiled: Compiled):
-    with pytest.raises(OutputError, match="holds a graph alone"):
+    with pytest.raises(OutputError, match="holds only a graph"):
         bench(compiled.path, batch=(1,), prompt=(4,), past=(3,))
