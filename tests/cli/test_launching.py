@@ -55,7 +55,7 @@ def test_parts_of_the_weights_need_several_processes(monkeypatch, count, size):
     if size:
         monkeypatch.setenv("WORLD_SIZE", size)
     launching.check_shard(False, count)
-    with pytest.raises(DispfxError, match="there is one"):
+    with pytest.raises(DispfxError, match="there is only one"):
         launching.check_shard(True, count)
 
 

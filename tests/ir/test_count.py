@@ -84,7 +84,7 @@ def test_experts_are_counted_by_what_each_keeps():
     [
         ((Slice("up", 0, None, True),), "axis 0 of up"),
         ((Slice("narrow", 1, None, True),), "must hold the 2 experts"),
-        ((Slice("up", 2, None, True),), "4 positions, and 3 are labelled"),
+        ((Slice("up", 2, None, True),), "4 positions, but 3 are labelled"),
         ((Slice("up", 1, (0, 1, 5), True),), r"labels must be in \[-1, 3\)"),
         ((Slice("square", 1, None, True), Slice("square", 2, None, True)), "one axis of a stack"),
         ((Slice("up", 1, None, True), Slice("up", 1, (0, 0, 0))), "follows one site"),
@@ -210,7 +210,7 @@ def test_tables_move_with_the_count():
 
 
 def test_no_cut_parameter_is_a_budget_error():
-    with pytest.raises(BudgetError, match="there are none"):
+    with pytest.raises(BudgetError, match="no site cuts any"):
         ParameterCount.of_sites([site("a", 2)], {"w": (2, 2)})
 
 
@@ -219,8 +219,8 @@ def test_no_cut_parameter_is_a_budget_error():
     [
         (Slice("missing", 0), "existing axis"),
         (Slice("w", 2), "existing axis"),
-        (Slice("w", 0), "3 positions, and 2 are labelled"),
-        (Slice("w", 0, (0, 1)), "3 positions, and 2 are labelled"),
+        (Slice("w", 0), "3 positions, but 2 are labelled"),
+        (Slice("w", 0, (0, 1)), "3 positions, but 2 are labelled"),
         (Slice("w", 0, (0, 1, 2)), r"labels must be in \[-1, 2\)"),
     ],
 )

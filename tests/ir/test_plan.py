@@ -252,21 +252,21 @@ def test_one_selection_for_all_experts_is_the_same_for_each():
 
 
 def test_unlike_selections_of_experts_are_no_shared_one():
-    with pytest.raises(PlanMismatchError, match="of 3 features and the plan has one for 6 features of 2"):
+    with pytest.raises(PlanMismatchError, match="of 3 features, but the plan has one for 6 features of 2"):
         by_experts(0, 2, 3, 4).for_sites((SHARED_SITE,))
     three = Site("layer.inner", "layer", "mlp", "inner", 6, STACKS, experts=3)
-    with pytest.raises(PlanMismatchError, match="of 3 experts and the plan has one for 6 features of 2"):
+    with pytest.raises(PlanMismatchError, match="of 3 experts, but the plan has one for 6 features of 2"):
         by_experts(0, 2, 3, 4).for_sites((three,))
 
 
 def test_a_site_that_the_plan_does_not_know_is_named():
-    with pytest.raises(PlanMismatchError, match="a site of 4 features and the plan has none") as error:
+    with pytest.raises(PlanMismatchError, match="a site of 4 features, but the plan has none") as error:
         small_plan().for_sites((site("new", "d:0"),))
     assert error.value.where == "new" and "learned on" in str(error.value)
 
 
 def test_a_site_of_another_size_is_named_with_both_sizes():
-    with pytest.raises(PlanMismatchError, match="a site of 6 features and the plan has one for 4") as error:
+    with pytest.raises(PlanMismatchError, match="a site of 6 features, but the plan has one for 4") as error:
         small_plan().for_sites((site("wide", "c:0", size=6),))
     assert error.value.where == "wide"
 

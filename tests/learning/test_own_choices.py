@@ -74,7 +74,7 @@ def test_a_score_sees_weights_text_and_the_gradient_of_every_mask(program: dispf
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda scored: None, "scores must be a mapping from site to score, and a NoneType was given"),
+        (lambda scored: None, "scores must be a mapping from site to score, but a NoneType was given"),
         (lambda scored: {}, "every site needs a score"),
         (
             lambda scored: dict.fromkeys(scored.masks(), torch.ones(3)),

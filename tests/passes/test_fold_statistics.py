@@ -84,7 +84,10 @@ def test_what_is_kept_of_a_ternary_weight_keeps_its_values():
 
 
 NOT_ZERO: dict[str, tuple[Change, str]] = {
-    "a mean that is subtracted": (lambda w: (w - w.mean(1, True)) / w.std(1, keepdim=True), "aten.sub of zero"),
+    "a mean that is subtracted": (
+        lambda w: (w - w.mean(1, True)) / w.std(1, keepdim=True),
+        "aten.sub of zero",
+    ),
     "a softmax over rows": (lambda w: w.softmax(0), "aten.softmax"),
 }
 
