@@ -215,9 +215,10 @@ def test_a_module_without_a_class_of_transformers_recovers_and_goes_on_to_the_sa
             recover(graph, **again)
         assert saved_step(state) == stop and not out.exists()
         assert any(said in note for note in watcher.notes)
+    given["out"] = out
     with pytest.raises(OutputError, match="an unfinished run left its state"):
-        recover(graph, **given | {"out": out})
-    assert recover(graph, **given | {"out": out, "resume": True}) == told
+        recover(graph, **given)
+    assert recover(graph, **given, resume=True) == told
     assert not state.exists()
     decoders = [dispfx.load(folder) for folder in (out, tmp_path / "whole", graph)]
     ids = token_ids(2, 9)
