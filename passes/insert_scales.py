@@ -150,17 +150,13 @@ def _by_label(
     path = f"{scale.target}_at_{point.value}"
     tensors[path] = torch.from_numpy(places.astype(np.int32)).to(device)
     index = _read(graph, path, tensors[path])
-    with graph.inserting_after(index if _is_behind(index, scale) else scale):
+    with graph.inserting_after(index if scale < index else scale):
         padded = graph.call_function(aten.constant_pad_nd.default, (scale, [0, 1], 1.0))
     with graph.inserting_after(padded):
         spread = graph.call_function(aten.index_select.default, (padded, 0, index))
     padded.meta["val"] = torch.empty(int(mask.sum()) + 1, device="meta")
     spread.meta["val"] = torch.empty(len(places), device="meta")
     return spread
-
-
-def _is_behind(node: fx.Node, other: fx.Node) -> bool:
-    return other < node
 
 
 def _multiply(graph: fx.Graph, value: fx.Node, user: fx.Node, scale: fx.Node, dim: int) -> None:

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from dispfx.estimate.graph_sizes import Sizes, storage
-from dispfx.fast_decoder.head_loss import chunk_rows, even_rows
+from dispfx.fast_decoder.head_loss import chunk_rows
 from dispfx.ir import ops
 from dispfx.ir.ops import packet, packets
+from dispfx.learning.divergence import even_rows
 
 _KEEP_NOTHING = (
     ops.CASTS

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from dispfx.fast_decoder.head_loss import ChunkLoss, chunk_rows, chunked_loss, even_rows, loss_and_gradient
+from dispfx.fast_decoder.head_loss import ChunkLoss, chunk_rows, chunked_loss, loss_and_gradient
 from dispfx.fast_decoder.layered import BodyCall, LayeredDecoder
 from dispfx.fast_decoder.shards import Sharding, Shards, hollow
 from dispfx.fast_decoder.sibling_products import join_siblings
@@ -36,6 +36,7 @@ from dispfx.learning.divergence import (
     ChunkDivergence,
     Predictions,
     divergence_and_gradient,
+    even_rows,
     kl_divergence,
 )
 from dispfx.learning.objective import (
@@ -155,9 +156,8 @@ class TrainingDecoder(nn.Module, MaskedLosses):
                 (dense_BTD,), _ = self.layered.stream(ids_BT, *dense)
         (x_BTD,), _ = self.layered.stream(ids_BT, *own)
         targets_BT = next_tokens(ids_BT, self.separator)
-        of_loss, of_divergence = self._compiled_chunks or (None, None)
-        if not self._runs_compiled:
-            of_loss = of_divergence = None
+        compiled = self._compiled_chunks if self._runs_compiled else None
+        of_loss, of_divergence = compiled or (None, None)
         parts = []
         with self.layered.epilogue.lend():  # once for all chunks
             if objective.cross_entropy:

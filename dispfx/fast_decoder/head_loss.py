@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dispfx.learning.divergence import even_rows
 from dispfx.learning.objective import NO_TARGET
 
 # Logits of a chunk: 64 Mi numbers are 128 MiB in bfloat16, rows enough for fast products.
@@ -95,13 +96,6 @@ def _of_chunk(
         (back_1RD,) = torch.autograd.grad(logits_1RV, chunk_1RD, gradient_RV.unsqueeze(0))
         into_RD.copy_(back_1RD.squeeze(0))
     return loss
-
-
-def even_rows(count: int, most: int) -> int:
-    """Return the rows of a chunk: equal ones where few more chunks make them so, for one compiled shape."""
-    fewest = -(-count // most)
-    even = next((chunks for chunks in range(fewest, 2 * fewest) if count % chunks == 0), fewest)
-    return -(-count // even)
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -143,11 +143,14 @@ class _Work:
     def _rows(self, x_ND: Tensor) -> int:
         with torch.no_grad():
             vocabulary = self.teacher.head(self.teacher.x_BTD[:1, :1]).shape[-1]
-        count = len(x_ND)
-        chunks = -(-count // max(_FEWEST_ROWS, LARGEST_CHUNK // vocabulary))
-        # Equal ones where few more chunks make them so, for one compiled shape.
-        even = next((more for more in range(chunks, 2 * chunks) if count % more == 0), chunks)
-        return -(-count // even)
+        return even_rows(len(x_ND), max(_FEWEST_ROWS, LARGEST_CHUNK // vocabulary))
+
+
+def even_rows(count: int, most: int) -> int:
+    """Return the rows of a chunk: equal ones where few more chunks make them so, for one compiled shape."""
+    fewest = -(-count // most)
+    even = next((chunks for chunks in range(fewest, 2 * fewest) if count % chunks == 0), fewest)
+    return -(-count // even)
 
 
 def _require_one_vocabulary(teacher_RV: Tensor, student_1RV: Tensor) -> None:

@@ -216,8 +216,7 @@ class Writer:
         with self.stages("measure"):
             skills = self._skills(decoder)
         report = self._report(folder, told, tuple(lines), after, files)
-        report = replace(report, skills=skills)
-        report = replace(report, onnx_without_cache=no_cache)
+        report = replace(report, skills=skills, onnx_without_cache=no_cache)
         save_report(report, folder / "report.json")
         contents = FolderContents(
             self.job.path.name,

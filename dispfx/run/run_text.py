@@ -226,23 +226,18 @@ def open_text(source: Source, chosen: TextChoice) -> Text:
         reading = replace(chosen.reading, between=LINE_BREAK)
         others = read_apart(settings.eval_data, source.tokenizer, reading)
     read = [*parts, *others]
-    of_parts, of_other = (
-        bos_tokens(settings.bos, source.tokenizer, given_ids=any(part.given_ids for part in texts))
-        for texts in (parts, others[:1] or parts)
-    )
+    of_parts = bos_tokens(settings.bos, source.tokenizer, given_ids=any(part.given_ids for part in parts))
+    measured = [_by_itself(source, chosen, one) for one in others]
+    of_other = measured[0].about.bos if measured else of_parts
     largest = max((part.largest for part in read), default=0)
     largest = max([largest, *of_parts, *of_other])
     require_known(largest, vocabulary_of(source.config), source.name)
     if not read:
         return Text()
     learn = tokens = tuple(part.tokens for part in parts)
-    if others:
-        first = others[0]
-        held_out, measure, about = (
-            (first.tokens,),
-            first.tokens,
-            TextFacts(first.name, None, of_other, first.unknown_share),
-        )
+    if measured:
+        measure, about = measured[0].tokens, measured[0].about
+        held_out = (measure,)
     else:
         learn, held_out = zip(*map(split_held_out, tokens), strict=True)
         measure, about = _measured(held_out), TextFacts(name, HELD_OUT_SHARE, of_parts, _unknown_share(parts))
@@ -252,7 +247,7 @@ def open_text(source: Source, chosen: TextChoice) -> Text:
         weights=tuple(settings.data_weight or ()),
         measure=measure,
         about=about,
-        further=tuple(_by_itself(source, chosen, one) for one in others[1:] or _own(source)),
+        further=tuple(measured[1:] or [_by_itself(source, chosen, one) for one in _own(source)]),
         learned_name=name,
         bos=of_parts,
         separator=chosen.separator,

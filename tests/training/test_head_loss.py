@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dispfx.fast_decoder.head_loss import chunked_loss, even_rows, loss_and_gradient
+from dispfx.fast_decoder.head_loss import chunked_loss, loss_and_gradient
+from dispfx.learning.divergence import even_rows
 from dispfx.learning.objective import NO_TARGET, next_token_loss, next_tokens
 
 BATCH, TOKENS, WIDTH, VOCABULARY = 3, 7, 8, 11
