@@ -74,7 +74,7 @@ def test_a_mixture_of_experts_is_recovered_from_a_saved_folder(
     folder = saved(unverified("mixtral"), tmp_path / "saved")
     tokens = torch.randint(VOCABULARY, (1200,), generator=torch.Generator().manual_seed(0))
     save_file({"tokens": tokens}, tmp_path / "text.safetensors")
-    settings = RecoverySettings(train=train, rank=2, lr=1e-2, steps=3, batch_size=2, seq_len=16)
+    settings = RecoverySettings(train=train, rank=2, lr=2e-3, steps=12, batch_size=8, seq_len=16)
 
     told = recover(
         folder, dense=tiny_transformer("mixtral"), data=str(tmp_path / "text.safetensors"),
