@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dispfx
-from dispfx.capturing.module_capture import OTHER_SHAPE, TRACED_SHAPE, capture, export_program, module_logits
+from dispfx.capturing.module_capture import OTHER_SHAPE, TRACED_SHAPE, capture, module_logits
+from dispfx.deploy.exported import export_program
 from dispfx.errors import CaptureError
 from dispfx.plan.plan import Plan
 from tests.one_branch import VOCABULARY, WIDTH, Middle, OneBranch, one_branch, require_one_function, to_logits

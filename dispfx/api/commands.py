@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dispfx.capturing.module_capture import export_program, module_logits
+from dispfx.capturing.module_capture import module_logits
 from dispfx.deploy import exported
 from dispfx.deploy.folder import refuse_existing
 from dispfx.deploy.generate import generate as continue_ids
 from dispfx.deploy.onnx.exporting import OPSET
 from dispfx.deploy.onnx.legalize import Flavor
 from dispfx.errors import DataError, VerificationError
-from dispfx.ir.lengths import held_to
 from dispfx.quality.agreement import Agreement, compare_on_text
 from dispfx.quality.perplexity import Perplexity, TextFacts, measure
 from dispfx.report import NullObserver, Observer, load_report
@@ -30,7 +29,7 @@ from dispfx.settings.trees import EvalSettings, ExportSettings, GenerateSettings
 from dispfx.source import encode
 from dispfx.source.source import context_of, longest_context
 from dispfx.source.text import ReadText, bos_tokens, read_text, with_bos
-from dispfx.verification.equivalence import random_token_ids, require
+from dispfx.verification.equivalence import require
 from dispfx.verification.graphs import exported_lines
 from dispfx.words.option_names import option
 
@@ -146,8 +145,7 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
     opened = open_folder(path, experts="batched", trust_remote_code=settings.model.trust_remote_code)
     written: list[Path] = []
     if forms.pt2:
-        ids = random_token_ids(opened.vocabulary_size, (2, held_to(opened.graph_module).within(9)))
-        exported.save_program(export_program(opened.graph_module, ids), opened.path)
+        exported.save_graph(opened.graph_module, opened.path)
         try:
             require(*exported_lines(opened.path, opened.decoder, opened.vocabulary_size))
         except VerificationError:

@@ -1,6 +1,6 @@
 """Capture: an `nn.Module` becomes a `Program`.
 
-Entry points: `capture` for a decoder, `export_program` for a rewritten graph.
+Entry point: `capture`.
 
 How a decoder becomes a graph:
 1. It is exported in evaluation mode and without gradients at 3 × 13 tokens: two primes, so that a
@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import UninitializedParameter
@@ -44,7 +44,6 @@ from dispfx.capturing.valid_batches import require_any_batch
 from dispfx.capturing.valid_lengths import Outcome, Trial, conditions_of, valid_lengths
 from dispfx.capturing.warm_up import length_bound, warm_up
 from dispfx.errors import CaptureError, first_line
-from dispfx.ir.lengths import held_to
 from dispfx.ir.program import Program
 
 LONGEST = 2048
@@ -150,22 +149,6 @@ def _check_apart(program: Program, model: nn.Module, ids: Tensor, separator: int
     found = difference(program.graph_module(ids), torch.cat(alone, 1))
     if not found.relative <= _APART_TOLERANCE.get(program.dtype, _HALF_APART_TOLERANCE):
         raise refuse_mixing(type(model).__name__, found.relative)
-
-
-def export_program(module: fx.GraphModule, ids: Tensor) -> ExportedProgram:
-    """Return a graph module as an `ExportedProgram` with dynamic batch and length.
-
-    Args:
-        module: forward(ids) -> logits.
-        ids: (B, T) sample token ids with B, T >= 2.
-
-    Where the module is held to a range of lengths, the exported program raises beyond its end, too.
-    """
-    held = held_to(module)
-    tokens = Dim.AUTO(min=max(held.least, 2), max=held.most)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return traced(module, (ids,), ({0: Dim.AUTO, 1: tokens},))
 
 
 def module_logits(model: nn.Module, ids: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:

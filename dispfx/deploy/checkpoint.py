@@ -145,8 +145,19 @@ def require_rebuilt(model: nn.Module, config: Any) -> None:
         raise DataError(
             f"the decoder differs from what its class builds from its config: {odd[0]}",
             where=type(model).__name__,
-            hint="bring the config up to date with the module, or delete its `config` to get a graph",
+            hint="bring the config up to date, or wrap the decoder in a module of your own to get a graph",
         )
+
+
+def rebuilt(model: nn.Module, config: Any) -> nn.Module:
+    """Return what the decoder's class builds from its config, with the tensors of `model`, in eval mode."""
+    twin = _without_weights(copy.deepcopy(config), type(model)._from_config)  # type: ignore[attr-defined]
+    own = dict(model.named_modules())
+    for path, part in twin.named_modules():
+        for kind in ("_parameters", "_buffers"):
+            tensors, given = getattr(part, kind), getattr(own.get(path), kind, {})
+            tensors.update({name: given[name] for name in tensors.keys() & given.keys()})
+    return twin.eval()
 
 
 def underived_buffers(model: nn.Module, config: Any) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 import io
 import math
+import operator
 import os
 import secrets
 import warnings
@@ -10,14 +11,65 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.export import ExportedProgram
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
 
+from dispfx.capturing.graph_export import traced
+from dispfx.capturing.unlifting import user_inputs
 from dispfx.deploy.archive import WEIGHTS_CONFIG, check_archive, read_json
 from dispfx.deploy.weights import INDEX_BUFFERS
 from dispfx.errors import DataError, OutputError, first_line
+from dispfx.ir.lengths import held_to
 
 PROGRAM_FILE = "program.pt2"
+
+
+def export_program(module: fx.GraphModule, ids: Tensor) -> ExportedProgram:
+    """Return a graph module as an `ExportedProgram` with dynamic batch and length.
+
+    Args:
+        module: forward(ids) -> logits.
+        ids: (B, T) sample token ids with B, T >= 2.
+
+    Where the module is held to a range of lengths, the exported program raises beyond its end, too.
+    """
+    held = held_to(module)
+    tokens = Dim.AUTO(min=max(held.least, 2), max=held.most)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return traced(module, (ids,), ({0: Dim.AUTO, 1: tokens},))
+
+
+def save_graph(module: fx.GraphModule, folder: Path) -> None:
+    """Write a graph module, forward(ids (B, T) int64) -> logits, as `program.pt2`.
+
+    Every loader rejects the lengths that `module` rejects.
+
+    Raises:
+        OutputError, DataError: as `save_program`.
+    """
+    held = held_to(module)
+    # Not a power of two: it could equal a size of the decoder, such as that of a chunk.
+    ids = torch.zeros(2, held.within(9), dtype=torch.int64, device=next(module.parameters()).device)
+    exported = export_program(module, ids)
+    if held.least > 1:
+        _require_tokens(exported, held.least)
+    save_program(exported, folder)
+
+
+def _require_tokens(exported: ExportedProgram, least: int) -> None:
+    """Let the program raise for shorter sequences: torch does not check a range that begins at two."""
+    graph = exported.graph
+    name = user_inputs(exported)[0]
+    ids = next(node for node in graph.nodes if node.name == name)
+    tokens = ids.meta["val"].shape[1]
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        size = graph.call_function(torch.ops.aten.sym_size.int, (ids, 1))
+        enough = graph.call_function(operator.ge, (size, least))
+        message = f"this graph holds for sequences of {least} tokens or more"
+        check = graph.call_function(torch.ops.aten._assert_scalar.default, (enough, message))
+    size.meta["val"], enough.meta["val"], check.meta["val"] = tokens, tokens >= least, None
+    exported.graph_module.recompile()
 
 
 def save_program(exported: ExportedProgram, folder: Path) -> None:

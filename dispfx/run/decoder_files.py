@@ -29,7 +29,7 @@ from dispfx.settings import RunSettings
 from dispfx.settings.trees import ApplySettings
 from dispfx.source import Source
 from dispfx.source.own_code import carry_code, is_own_code, private_code
-from dispfx.verification.graphs import module_lines, short_shapes
+from dispfx.verification.graphs import module_lines, outside_lines, short_shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +123,7 @@ def modules_of(
     def agrees(candidate: nn.Module) -> str | None:
         try:
             lines = module_lines(program, lowered, candidate, shapes=short_shapes(program))
+            lines += outside_lines(program, plan, model, candidate)
         except Exception as error:
             if memory_shortage(error) is not None:
                 raise

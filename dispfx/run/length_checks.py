@@ -76,7 +76,7 @@ def compare_longest(source: Source, program: Program, tokens: int, note: Callabl
 def require_onnx_lengths(lengths: Lengths, context: int | None) -> None:
     """Require that an ONNX model would be correct at every length up to its decoder's context.
 
-    An ONNX graph cannot reject a sequence that is too long for it.
+    An ONNX graph cannot reject a sequence that is too short or too long for it.
 
     Args:
         lengths: for which the graph holds.
@@ -85,6 +85,12 @@ def require_onnx_lengths(lengths: Lengths, context: int | None) -> None:
     Raises:
         CaptureError: if the decoder's arithmetic changes below that length.
     """
+    if lengths.least > 1:
+        raise CaptureError(
+            f"an ONNX model would be wrong below {lengths.least:,} tokens: the decoder's arithmetic changes",
+            where=lengths.where,
+            hint="leave out ONNX; the checkpoint computes every length",
+        )
     if lengths.wrong_beyond and (context is None or context not in lengths):
         raise CaptureError(
             f"an ONNX model would be wrong beyond {lengths.most:,} tokens: the decoder's arithmetic changes",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dispfx.capturing.module_capture import export_program, module_logits
+from dispfx.capturing.module_capture import module_logits
 from dispfx.compiler.stages import run_stage
 from dispfx.demo.probe import skill_probe
 from dispfx.deploy import exported, weights
@@ -250,9 +250,7 @@ class Writer:
             program.rebuild(tensors)
         _copy_files(self.opened.path, folder)
         if self.opened.plan is None:
-            shape = (2, program.lengths.within(9))
-            ids = random_token_ids(program.vocabulary_size, shape, device=self.job.device)
-            exported.save_program(export_program(program.graph_module, ids), folder)
+            exported.save_graph(program.graph_module, folder)
         else:
             stored = self.opened.stored(values)
             _write_stored(folder, self.opened.path, stored)
@@ -299,9 +297,7 @@ class Writer:
         )
         with self.stages(job.export):
             if job.export == "pt2":
-                shape = (2, job.program.lengths.within(9))
-                ids = random_token_ids(job.program.vocabulary_size, shape, device=job.device)
-                exported.save_program(export_program(batched.graph_module, ids), again.path)
+                exported.save_graph(batched.graph_module, again.path)
                 lines += exported_lines(again.path, again.decoder, job.program.vocabulary_size)
                 require(*lines)
                 return None

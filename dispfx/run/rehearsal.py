@@ -5,28 +5,33 @@
 
 What is covered depends on the decoder's size, so that the rehearsal stays a small share of a run:
 
-1. Always: lowering in both spellings, with every check of the pipeline.  Weights are left out where they are
+1. With values: what transformers builds from the config against the user's module.
+2. Always: lowering in both spellings, with every check of the pipeline.  Weights are left out where they are
    more than `_COMPARED_BYTES`, or have no values.
-2. With values: the gated decoder against the lowered one in both spellings, at one batch and length.
-3. With values: the transformers model with smaller modules, or the reason why there is none.  For a module
+3. With values: the gated decoder against the lowered one in both spellings, at one batch and length.
+4. With values: the transformers model with smaller modules, or the reason why there is none.  For a module
    that transformers does not know, and with `--export pt2`, the exported program.  It is written to a
    temporary folder where it has less than `_WRITTEN_BYTES`.
-4. With `--export onnx`: every operation of the graph without a cache is translated once
+5. With `--export onnx`: every operation of the graph without a cache is translated once
    (`dispfx.deploy.onnx.one_of_each`), which takes a few seconds, however deep the decoder is.  A mixture of
    experts is captured in the form that is exported.
 """
 
 import tempfile
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from dispfx.capturing.module_capture import export_program
+from dispfx.capturing.module_capture import module_logits
+from dispfx.capturing.module_state import module_kept
 from dispfx.compiler.cached_programs import capture_cached
 from dispfx.compiler.programs import exportable, gated, lower_program, only_planned
-from dispfx.deploy.exported import save_program
-from dispfx.errors import CaptureError, UnsupportedGraphError
+from dispfx.deploy.checkpoint import rebuilt
+from dispfx.deploy.exported import export_program, save_graph
+from dispfx.errors import CaptureError, DataError, UnsupportedGraphError
 from dispfx.ir.pipeline import printing_after
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
@@ -56,6 +61,8 @@ def rehearse(source: Source, program: Program, ratio: float, export: str | None 
     if export == "dense" and program.dense_statistics and plan.select == "after-norm":
         raise _no_zeroed_decoder(program)
     with printing_after((), lambda name, text: None), torch.no_grad():
+        if source.config is not None and _has_values(program):
+            _require_same_class(source, program)
         if not _has_values(program) or _bytes(program) > _COMPARED_BYTES:
             hollow = _without_weights(program)
             lower_program(hollow, plan, write="index-add")
@@ -71,6 +78,41 @@ def rehearse(source: Source, program: Program, ratio: float, export: str | None 
             _exported(other, lowered if other is program else lower_program(other, plan).graph_module)
         if export == "onnx":
             _translated(source, program, plan, fast)
+
+
+def _require_same_class(source: Source, program: Program) -> None:
+    """Require that the decoder's class, built from its config, computes the same with the same tensors.
+
+    A module of another class inside of the decoder, or a changed attribute, would not be in the folder.
+
+    Raises:
+        DataError: otherwise, with the first module of another class.
+    """
+    model = source.model
+    twin = rebuilt(model, source.config)
+    with module_kept(model):
+        shapes = [(2, program.lengths.within(9))]
+        with suppress(CaptureError):  # Not every decoder reads a single token.
+            module_logits(model, random_token_ids(program.vocabulary_size, (1, 1), device=program.device))
+            shapes.append((1, 1))
+        lines = compare_decoders(
+            "rebuilt = model",
+            partial(module_logits, model),
+            partial(module_logits, twin),
+            tolerance_of(program),
+            vocabulary_size=program.vocabulary_size,
+            shapes=shapes,
+            device=program.device,
+        )
+    if all(line.holds for line in lines):
+        return
+    classes = {path: type(module) for path, module in twin.named_modules()}
+    odd = (path for path, module in model.named_modules() if classes.get(path) is not type(module))
+    raise DataError(
+        "the decoder computes something else than its class does when it is built from its config",
+        where=next(odd, type(model).__name__),
+        hint="undo the change, or wrap the decoder in a module of your own to get a graph",
+    )
 
 
 def random_plan(program: Program, ratio: float, seed: int = 0) -> Plan:
@@ -136,11 +178,11 @@ def _cached(source: Source, plan: Plan) -> Program | None:
 
 
 def _exported(program: Program, lowered: torch.fx.GraphModule) -> None:
-    ids = random_token_ids(program.vocabulary_size, (2, 8), device=program.device)
-    exported = export_program(lowered, ids)
     if _bytes(program) <= _WRITTEN_BYTES:
         with tempfile.TemporaryDirectory() as folder:
-            save_program(exported, Path(folder))
+            save_graph(lowered, Path(folder))
+    else:
+        export_program(lowered, random_token_ids(program.vocabulary_size, (2, 8), device=program.device))
 
 
 def _has_values(program: Program) -> bool:

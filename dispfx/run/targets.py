@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.analysis.label_map import Mismatch
-from dispfx.capturing.module_capture import export_program
 from dispfx.compiler.programs import exportable, lower
 from dispfx.deploy import exported
 from dispfx.errors import DispfxError, UnsupportedGraphError, VerificationError
@@ -155,9 +154,7 @@ def save_graph(
     """Write the pruned graph as program.pt2."""
     known = exportable(source.model, program, plan)
     final = lowered if known is program else lower(known, plan)
-    # Not a power of two: it could equal a size of the decoder, such as that of a chunk.
-    ids = random_token_ids(program.vocabulary_size, (2, program.lengths.within(9)), device=program.device)
-    exported.save_program(export_program(final, ids), folder)
+    exported.save_graph(final, folder)
 
 
 def _checked(function: OwnFunction, lines: Any) -> list[Verification]:

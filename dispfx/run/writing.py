@@ -16,11 +16,11 @@ from dispfx.run.timed_stages import Stages
 from dispfx.source.own_code import private_code
 from dispfx.verification.equivalence import Verification, require
 from dispfx.verification.graphs import (
-    beyond_lines,
     captured_lines,
     identity_lines,
     lowered_lines,
     module_lines,
+    outside_lines,
     reloaded_lines,
 )
 
@@ -45,7 +45,7 @@ def write_output(task: Task, stages: Stages) -> Report:
         _add(lines, lowered_lines(task.program, task.plan, lowered, task.source.model), stages)
         if isinstance(pruned, PrunedModel):
             _add(lines, module_lines(task.program, lowered, pruned.model), stages)
-            _add(lines, beyond_lines(task.program, task.plan, task.source.model, pruned.model), stages)
+            _add(lines, outside_lines(task.program, task.plan, task.source.model, pruned.model), stages)
     with new_folder(task.path) as folder, private_code(folder):
         with stages("write"):
             write_decoder(task, folder, lowered, pruned)

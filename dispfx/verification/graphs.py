@@ -15,8 +15,8 @@
     onnx = checkpoint    on ONNX Runtime's CPU provider
     program.pt2 = checkpoint, if both are written
 
-    modules = zeroed     one token beyond the lengths for which the graph holds, if its arithmetic changes
-                         there and the config allows longer sequences
+    modules = zeroed     one token outside of the lengths for which the graph holds, if its arithmetic changes
+                         there and the config allows such sequences
 
 All except the first run at two batch sizes and lengths that were not traced.  Comparisons of forms that are
 not graphs of the compiler also run at the longest sequence of the run, if the capture was compared there.
@@ -108,16 +108,18 @@ def module_lines(
     return _compare("modules = lowered", program, lowered, logits, tolerance_of(program), shapes)
 
 
-def beyond_lines(program: Program, plan: Plan, model: nn.Module, modules: nn.Module) -> list[Verification]:
-    """Compare smaller modules with the zeroed decoder one token beyond the graph's valid lengths."""
-    most, claimed = program.lengths.most, program.context
-    if most is None or program.lengths.limit or claimed is None or claimed <= most:
-        return []
-    if plan.select != "after-norm" or program.dense_statistics:
+def outside_lines(program: Program, plan: Plan, model: nn.Module, modules: nn.Module) -> list[Verification]:
+    """Compare smaller modules with the zeroed decoder one token outside of the graph's valid lengths."""
+    lengths, claimed = program.lengths, program.context
+    tokens = [lengths.least - 1] if lengths.least > 1 else []
+    if lengths.most is not None and not lengths.limit and claimed is not None and claimed > lengths.most:
+        tokens.append(lengths.most + 1)
+    if not tokens or plan.select != "after-norm" or program.dense_statistics:
         return []
     zeroed = ZeroedDecoder(model, zeroed_tensors(program, plan))
     logits = partial(module_logits, modules)
-    return _compare("modules = zeroed", program, zeroed, logits, tolerance_of(program), ((1, most + 1),))
+    shapes = [(1, length) for length in tokens]
+    return _compare("modules = zeroed", program, zeroed, logits, tolerance_of(program), shapes)
 
 
 def dense_lines(program: Program, lowered: nn.Module, dense: nn.Module) -> list[Verification]:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import dispfx
 from dispfx.analysis import links
-from dispfx.capturing.module_capture import export_program
-from dispfx.deploy.exported import load_program, save_program
+from dispfx.deploy.exported import load_program, save_graph
 from dispfx.errors import DataError, DispfxError
 from tests.programs import relative_error
 
@@ -135,7 +134,7 @@ def test_a_written_graph_has_only_operations_of_torch_and_those_with_a_rule(tmp_
     program = dispfx.capture(model)
     lowered = dispfx.lower(program, dispfx.Plan.random(program, 0.4, seed=0))
     ids = torch.zeros(2, 8, dtype=torch.int64)
-    save_program(export_program(lowered, ids), tmp_path)
+    save_graph(lowered, tmp_path)
     assert torch.equal(load_program(tmp_path)(ids), lowered(ids))
     links._REGISTERED.clear()
     with pytest.raises(DataError, match=r"the operator 'torch\.ops\.dispfx_tests\.squash\.default'"):

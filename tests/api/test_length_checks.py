@@ -13,9 +13,8 @@ from torch import Tensor
 
 import dispfx
 from dispfx.api import apply, evaluate, load
-from dispfx.capturing.module_capture import export_program
 from dispfx.compiler.programs import analyse
-from dispfx.deploy.exported import PROGRAM_FILE, load_program, save_program
+from dispfx.deploy.exported import PROGRAM_FILE, load_program, save_graph
 from dispfx.errors import CaptureError, DataError, DispfxError
 from dispfx.ir.lengths import Lengths
 from dispfx.plan.plan import Plan
@@ -95,6 +94,17 @@ def test_an_exported_program_raises_beyond_the_range_for_torch_alone_too(folder:
         decoder(token_ids(1, 25))
 
 
+def test_a_program_whose_decoder_computes_one_token_otherwise_rejects_it_in_every_loader(tmp_path: Path):
+    program = analyse(scaled(lambda tokens, x: 2 * x if tokens == 1 else x))
+    assert program.lengths.least == 2
+    lowered = dispfx.lower(program, Plan.random(program, 0.3, 0))
+    save_graph(lowered, tmp_path)
+    for decoder in (torch.export.load(tmp_path / PROGRAM_FILE).module(), load_program(tmp_path)):
+        assert relative_error(decoder(token_ids(1, 2)), lowered(token_ids(1, 2))) <= 1e-6
+        with pytest.raises(RuntimeError, match="2 tokens or more"):
+            decoder(token_ids(1, 1))
+
+
 def in_chunks_of_eight(tokens: int, x: Tensor) -> Tensor:
     """Mix each eight tokens, of which the last eight are filled up with zeros."""
     chunks = F.pad(x, (0, 0, 0, -tokens % 8)).unfold(1, 8, 8)
@@ -113,7 +123,7 @@ def test_an_exported_program_holds_at_lengths_that_sizes_of_the_decoder_divide(
 ):
     program = analyse(scaled(mix))
     lowered = dispfx.lower(program, Plan.random(program, 0.3, 0))
-    save_program(export_program(lowered, token_ids(2, 9)), tmp_path)
+    save_graph(lowered, tmp_path)
     loaded = load_program(tmp_path)
     for tokens in (8, 9, 16, 20, 40):
         ids = token_ids(1, tokens)
@@ -134,6 +144,15 @@ def test_a_plan_is_applied_and_measured_within_the_range(folder: Path, tokens: P
 def test_an_onnx_model_that_could_not_refuse_long_texts_is_not_written(tmp_path: Path, tokens: Path):
     with pytest.raises(CaptureError, match="an ONNX model would be wrong beyond 24 tokens"):
         compile_(tmp_path / "out", tokens, IN_RANGE, export="onnx")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_an_onnx_model_that_could_not_refuse_a_single_token_is_not_written(tmp_path: Path, tokens: Path):
+    model = scaled(lambda tokens, x: 2 * x if tokens == 1 else x)
+    with pytest.raises(CaptureError, match="an ONNX model would be wrong below 2 tokens"):
+        dispfx.compile(
+            model, 0.3, out=tmp_path / "out", data=tokens, align=1, **options_of(IN_RANGE), export="onnx"
+        )
     assert not list(tmp_path.glob("out*"))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import dispfx
 from dispfx.api import apply
@@ -109,14 +110,29 @@ def wrapped() -> nn.Module:
     return Wrapped(LlamaForCausalLM(LlamaConfig(**SMALL))).eval()
 
 
+class Tripled(LlamaMLP):
+    """An MLP of one's own, which computes another thing for a single token."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (3.0 if x.shape[1] == 1 else 1.0)
+
+
+def tripled() -> nn.Module:
+    model: Any = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Tripled
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
         (scaled, "would build LlamaForCausalLM, not Scaled"),
         (unregistered, "no class is registered with AutoModelForCausalLM for OwnConfig"),
         (wrapped, "is not a PreTrainedModel"),
+        (lambda: Wrapped(tripled()), "is not a PreTrainedModel"),
     ],
-    ids=["another class", "no class", "wrapped"],
+    ids=["another class", "no class", "wrapped", "changed and wrapped"],
 )
 def test_a_class_that_transformers_would_not_build_gives_a_graph_and_a_note(
     build: Callable[[], nn.Module], reason: str, tmp_path: Path
@@ -142,6 +158,9 @@ def test_what_cannot_be_written_or_built_again_is_refused_before_anything_is_lea
     learn: dict[str, Any] = {"data": torch.arange(2_000) % 64, "out": tmp_path / "out"}
     model.lm_head = nn.Linear(16, 80, bias=False)
     with pytest.raises(DispfxError, match=r"differs from what its class builds.*lm_head\.weight"):
+        dispfx.compile(model, 0.3, **learn)
+    model = tripled()
+    with pytest.raises(DispfxError, match=r"than its class does when(.|\n)*model\.layers\.0\.mlp"):
         dispfx.compile(model, 0.3, **learn)
     model = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
     model.config.notes = {1, 2}  # no JSON

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from dispfx.capturing.cached_capture import export_cached_program
-from dispfx.capturing.module_capture import export_program
+from dispfx.deploy.exported import export_program
 from dispfx.deploy.onnx.legalize import PLAIN, Flavor, legalize
 from dispfx.deploy.onnx.lifting import lifted
 from dispfx.deploy.onnx.one_of_each import one_of_each
