@@ -1,6 +1,6 @@
 """Which weights of a decoder's layers the sites cut, and why the rest is not cut.
 
-Entry points: `coverage`, and `unnamed`, which names what the search for sites left out without a word.  Every
+Entry points: `coverage`, and `unnamed`, which names what the search for sites left out silently.  Every
 parameter is counted exactly once, by these rules:
 
 1. A weight has two dimensions or more.  Norm weights and biases follow what they belong to and are not
@@ -171,14 +171,14 @@ class _Reasons:
                     pending.append(user)
 
     def branch_of(self, path: str) -> str | None:
-        """Return the branch that reads a weight first, or None where that is none."""
+        """Return the branch that reads a weight first, or None without such a branch."""
         if path not in self.weights:
             return None
         leaves = (self.leaf_of.get(user.name) for user in self._readers(path))
         return next((leaf.branch for leaf in leaves if leaf is not None), None)
 
     def is_news(self, branch: str, stop: Mismatch, axis: int) -> bool:
-        """Whether what stops an axis is none of the things that are never pruned."""
+        """Whether an axis is stopped by something that could have been pruned."""
         if stop.reason in _NEVER or stop.owned:
             return False
         if stop.node is None:  # nothing sums over it, as where its features have no site

@@ -19,7 +19,7 @@ def inspect(model: Any, *, config_only: bool = False, **changes: Any) -> Program
 
     Args:
         model: MODEL, a module, a config.json, or `RunSettings`.
-        config_only: read no weights, which is also the case if there are none next to the config.  The graph
+        config_only: read no weights, which is also the case for a config alone.  The graph
             is then not compared with the decoder (`Program.measured`).
         changes: settings of model and budget by their names in `RunSettings`, as in `skip=["*.mlp"]`.
 

@@ -56,7 +56,7 @@ def run_recover(
     """As `recover`, with all settings in one object.
 
     Args:
-        ranks: the processes of the run, of which this one leads; the others call `follow_recovery`.
+        ranks: the processes of the run; this one leads, and all other ones call `follow_recovery`.
 
     Raises:
         DispfxError, VerificationError: as `recover`.

@@ -29,7 +29,7 @@ class Widths:
     """The sizes that tell logits from hidden states.
 
     Args:
-        rows: of the token embedding, and the vocabulary of the config; empty where neither is known.
+        rows: of the token embedding, and the vocabulary of the config; empty if both are unknown.
         hidden: length of the embedding's rows, and the config's hidden size.
         decoder: its class, to be named in errors.
     """
@@ -68,7 +68,7 @@ def logits_of(output: Any, ids: Tensor, widths: Widths) -> Tensor:
         widths: of the decoder.
 
     Raises:
-        CaptureError: if there are none, or it cannot be told which tensor they are.
+        CaptureError: if the output has no logits, or it cannot be told which tensor they are.
     """
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(named, Tensor):

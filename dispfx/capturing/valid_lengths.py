@@ -279,7 +279,7 @@ def _downwards(conditions: Sequence[Condition], traced: int, trial: Trial) -> tu
 
 
 def module_at(module: nn.Module, file: str, line: int, run: Callable[[], None]) -> str:
-    """Return the path of the sub-module that is running when a line is first met; "" where there is none.
+    """Return the path of the sub-module that is running when a line is first met; "" if no sub-module is.
 
     Args:
         module: the decoder, whose paths are meant.

@@ -1,4 +1,4 @@
-"""Scales of kept features beside the weights, and folded into them.
+"""Scales of kept features, as separate tensors and folded into the weights.
 
     y = linear(scale · x, w)         →    y = linear(x, w')         w' = w · scale along the columns
     h = x + place(scale · (v a + b)) →    h = x + place(v' a + b')  v', b' = v, b · scale along the rows
@@ -118,7 +118,7 @@ def _taken(lowered: Program, site: Site) -> set[str]:
 
 
 class _Trial:
-    """Compares scales beside the weights with scales in them, in float32."""
+    """Compares separate scales with scales folded into the weights, in float32."""
 
     def __init__(self, lowered: Program, program: Program, kept: Mapping[str, Tensor]):
         self._lowered, self._kept = lowered, kept
@@ -146,9 +146,9 @@ class _Trial:
         scales = {path: one if path in chosen else torch.ones_like(one) for path, one in self._drawn.items()}
         named = dict(self._plain.named_parameters())
         weights = _folded(self._lowered, self._kept, folds, scales, named)
-        beside = _logits(torch.func.functional_call(self._scaled, scales, (self._ids,)))
+        apart = _logits(torch.func.functional_call(self._scaled, scales, (self._ids,)))
         inside = _logits(torch.func.functional_call(self._plain, weights, (self._ids,)))
-        return bool((beside - inside).abs().max() <= _TOLERANCE * beside.abs().max())
+        return bool((apart - inside).abs().max() <= _TOLERANCE * apart.abs().max())
 
 
 def _logits(output: Tensor | tuple[Tensor, ...]) -> Tensor:

@@ -9,7 +9,7 @@ the step.  1.6 and 10 MB are what a process was measured to hold on a CPU: glibc
 that a step frees again.  On CUDA 1.15 and 300 MB were measured: torch's allocator holds free blocks, and
 cuBLAS has workspaces.  `docs/trust.md` compares estimates with measured memory.
 
-Time counts products only (`dispfx.estimate.step_work`), and what a step takes beside them on a device.
+Time counts products only (`dispfx.estimate.step_work`), plus a constant per step and device.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from dispfx.settings.learning_settings import DEFAULT_RECIPE, LearnSettings, rec
 
 _BYTES_PER_LEARNED = 16
 _BYTES_PER_FEATURE, _BYTES_PER_DRAW = 32, 20
-# Bytes held per byte of a step's tensors, and beside them.
+# Bytes held per byte of a step's tensors, and a constant number of bytes.
 _HELD = {"cpu": (1.6, 10_000_000), "cuda": (1.15, 300_000_000)}
 
 Place = Literal["cpu", "cuda"]
@@ -88,7 +88,7 @@ class Estimate:
     def beside_weights(
         self, place: Place | None = None, *, checkpoints: bool = False, compiled: bool = False
     ) -> int:
-        """Return the bytes that learning takes beside the weights.
+        """Return the bytes that learning takes in addition to the weights.
 
         Args:
             place: where; `self.place` by default.
@@ -100,7 +100,7 @@ class Estimate:
         return int(self.hypernetwork_bytes + factor * step) + constant
 
     def fits(self, room: int, place: Place | None = None) -> Fit:
-        """Return whether learning fits into so many bytes beside the weights.
+        """Return whether learning fits into so many bytes in addition to the weights.
 
         Args:
             place: of the bytes; `self.place` by default.

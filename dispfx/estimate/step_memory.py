@@ -1,4 +1,4 @@
-"""About how much memory one step of learning takes beside the weights, from the sizes of a gated graph.
+"""About how much memory a step of learning takes in addition to the weights, from the sizes of a gated graph.
 
     step = kept for the backward pass + the larger of the loss and the gradients that live at once
 

@@ -1,4 +1,4 @@
-"""The head of a graph: the product that makes logits of the stream, and what is behind it."""
+"""The head of a graph: the product that makes logits of the stream, and what follows it."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from dispfx.ir.ops import aten, packet
 
 
 def way_to_head(logits: fx.Node) -> list[fx.Node] | None:
-    """Return the values from the logits back to the head's product, or None where it is none of each token.
+    """Return the values from the logits back to the head's product, or None if it acts on several tokens.
 
     1. From the logits back to the head there may be pointwise operations with numbers only, such as a
        softcap or a scaling; each acts on every token by itself.
@@ -32,18 +32,18 @@ def split_at_head(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModul
     way = way_to_head(logits) if "val" in logits.meta else None
     if way is None:
         return None
-    before, behind = fx.Graph(), fx.Graph()
+    before, after = fx.Graph(), fx.Graph()
     values: dict[fx.Node, Any] = {}
     stream = way[-1].args[0]
     assert isinstance(stream, fx.Node)
     before.graph_copy(module.graph, values)
     before.output(values[stream])
     before.eliminate_dead_code()
-    made = {stream: behind.placeholder("x_BRD")}
+    made = {stream: after.placeholder("x_BRD")}
     for node in reversed(way):
         for read in node.all_input_nodes:
             if read not in made:
-                made[read] = behind.node_copy(read, made.__getitem__)
-        made[node] = behind.node_copy(node, made.__getitem__)
-    behind.output(made[logits])
-    return fx.GraphModule(module, before), fx.GraphModule(module, behind)
+                made[read] = after.node_copy(read, made.__getitem__)
+        made[node] = after.node_copy(node, made.__getitem__)
+    after.output(made[logits])
+    return fx.GraphModule(module, before), fx.GraphModule(module, after)

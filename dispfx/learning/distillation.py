@@ -81,7 +81,7 @@ class RecoveryTask:
         held_out: batches (1, T) that are never learned from; one or more.
         settings: of the run, with nothing left open.
         device: of the decoders.
-        ranks: the processes of the run, all of which call `recover` with the same task.
+        ranks: the processes of the run; all call `recover` with the same task.
     """
 
     student: Student

@@ -134,7 +134,7 @@ class _Work:
         return divergence
 
     def _scale(self, x_ND: Tensor) -> Tensor:
-        """Return (N, 1): 1 / number of tokens that count for each of them, 0 for the others."""
+        """Return (N, 1): 1 / number of tokens that count for each of them, 0 for tokens that do not count."""
         if self.where_BT is None:
             return torch.full((len(x_ND), 1), 1.0 / len(x_ND), device=x_ND.device)
         counts_N1 = self.where_BT.flatten().unsqueeze(1).to(x_ND.device, torch.float32)

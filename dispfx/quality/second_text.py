@@ -1,4 +1,4 @@
-"""A short text of many kinds, on which every run is measured beside the text of its own.
+"""A short text of many kinds, on which every run is measured in addition to its own text.
 
 It was written for this project: prose, dialogue, code, tables, arithmetic, a letter and questions.  Masks
 that keep the style of one text and lose the rest show here.

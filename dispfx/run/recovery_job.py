@@ -61,7 +61,7 @@ class Recovery:
         resume: go on from a state.
         dtype: of the frozen weights under adapters.
         own_code: whether code that comes with the folder may run.
-        ranks: the processes of the run, all of which train.
+        ranks: the processes of the run; all train.
         command: that reproduces this result.
     """
 
@@ -106,7 +106,7 @@ def second_text_of(text: Text) -> MeasuredText:
     It is the project's text of many kinds, unless the user named several or the tokenizer does not know it.
 
     Raises:
-        DataError: if there is none.
+        DataError: if no text is measured on.
     """
     if not text.measured:
         raise DataError(
@@ -200,7 +200,7 @@ def _fingerprint(job: Recovery, opened: Opened) -> str:
 
 
 class Gauge:
-    """Measures decoders on the texts of a job, beside the dense one."""
+    """Measures decoders and the dense one on the texts of a job."""
 
     def __init__(self, job: Recovery):
         self._job = job

@@ -9,8 +9,8 @@ What is covered depends on the decoder's size, so that the rehearsal stays a sma
 2. Always: lowering in both spellings, with every check of the pipeline.  Weights are left out where they are
    more than `_COMPARED_BYTES`, or have no values.
 3. With values: the gated decoder against the lowered one in both spellings, at one batch and length.
-4. With values: the transformers model with smaller modules, or the reason why there is none.  For a module
-   that transformers does not know, and with `--export pt2`, the exported program.  It is written to a
+4. With values: the transformers model with smaller modules, or the reason why it cannot be built.  For a
+   module that transformers does not know, and with `--export pt2`, the exported program.  It is written to a
    temporary folder where it has less than `_WRITTEN_BYTES`.
 5. With `--export onnx`: every operation of the graph without a cache is translated once
    (`dispfx.deploy.onnx.one_of_each`), which takes a few seconds, however deep the decoder is.  A mixture of
@@ -50,7 +50,7 @@ def rehearse(source: Source, program: Program, ratio: float, export: str | None 
     """Pass if a plan of this ratio can be lowered, compared, built and written.
 
     Args:
-        source: the decoder that `program` was captured from; neither is changed.
+        source: the decoder that `program` was captured from; both stay unchanged.
         ratio: share of every site's features to remove.
         export: as for `compile`.
 

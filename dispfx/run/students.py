@@ -1,9 +1,9 @@
 """Decoders as training takes them: token ids to predictions, with what is trained of them.
 
-    graph      the lowered program, of which weights or scales are trained
+    graph      the lowered program; its weights or scales are trained
     adapters   the folder's transformers model with PEFT's adapters
 
-The head is kept apart from what it reads wherever that gives the same logits; they are made in chunks then.
+The head is kept apart from what it reads if that gives the same logits; they are made in chunks then.
 
 Legend: B batch, T tokens, R rows of a chunk, D width of what the head reads.
 """

@@ -4,7 +4,7 @@
     weights   the lowered graph; its weights
     lora      the folder's transformers model with PEFT's adapters
 
-A graph is trained wherever possible, so a module without a class of transformers can be trained too.
+A graph is trained if possible, so a module without a class of transformers can be trained too.
 """
 
 from collections.abc import Callable, Mapping
