@@ -1,9 +1,11 @@
 """Every test runs on one thread, from a fixed seed, and never reaches the network."""
 
+import base64
 import gc
 import os
 import signal
 import sys
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -13,6 +15,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import pytest
 import torch
 
+from dispfx.report import pictures
 from tests.quick_run import is_left_out
 
 torch.set_num_threads(1)
@@ -78,3 +81,26 @@ def _frozen_libraries() -> None:
         gc.collect()
         gc.freeze()
         _modules_when_frozen = len(sys.modules)
+
+
+_draw_picture = pictures.draw_picture
+_draws = True
+_PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Draw the pictures of a report only in tests that look at them: they take a third of a small run."""
+    global _draws
+    _draws = item.get_closest_marker("pictures") is not None
+
+
+def _draw_or_not(name: str, caption: str, alt: str, draw: Any, height: float) -> pictures.Picture:
+    if _draws:
+        return _draw_picture(name, caption, alt, draw, height)
+    return pictures.Picture(name, caption, alt, "<svg></svg>", _PIXEL)
+
+
+pictures.draw_picture = _draw_or_not

@@ -294,7 +294,7 @@ def draw_picture(
         png, svg = io.BytesIO(), io.StringIO()
         figure.savefig(png, format="png", dpi=110, facecolor="white", metadata={"Software": None})
         # Both formats share the layout, which takes longer to compute than the drawing.
-        figure.set_layout_engine("none")
+        figure.set_layout_engine(None)
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
     return Picture(name, caption, alt, _themed(svg.getvalue(), name), png.getvalue())
 

@@ -8,6 +8,8 @@ import pytest
 from dispfx.api.installation import Finding
 from tests.report.runs import plan_of, write_run
 
+pytestmark = pytest.mark.pictures
+
 
 def test_report_writes_the_page_and_names_the_files(dispfx, tmp_path: Path):
     folder = write_run(tmp_path / "run")

@@ -17,6 +17,8 @@ from dispfx.report.speed import write_speed
 from tests.report.runs import write_run
 from tests.report.test_speed import DECODE, FACTS, row
 
+pytestmark = pytest.mark.pictures
+
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
 

@@ -23,7 +23,7 @@ SMALL = ["--steps", "2", "--windows", "1", "--batch-size", "2", "--seq-len", "32
 FEW = ["--ratios", "0.3", "--lambdas", "2", "6", "--seeds", "0", "1", "--price", "2"]
 SMALLER_TEXT = 40_000
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.pictures]
 
 
 @pytest.fixture(scope="module")
