@@ -31,7 +31,7 @@ from dispfx.settings.learning_settings import (
     Method,
     RecipeName,
 )
-from dispfx.words.choices import check_choices, choice, require_fields
+from dispfx.words.choices import check_choices, choice
 from dispfx.words.preconditions import SELECTIONS
 from dispfx.words.text_origin import Bos
 from tests.api.plain import build_decoder
@@ -164,9 +164,6 @@ def test_an_unknown_name_lists_the_known_ones_and_the_closest():
     with pytest.raises(DispfxError) as far:
         choice({"red": 1}, "xyzzy", "colour")
     assert far.value.hint is None
-    with pytest.raises(DispfxError) as fields:
-        require_fields(Budget, ["xyzzy"])
-    assert fields.value.hint == "the fields are ratio, of, align, costs"
 
 
 def plan_and_program() -> tuple[Any, Any]:

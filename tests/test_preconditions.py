@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from dispfx.errors import BudgetError, DataError, OutputError, SourceError
+from dispfx.errors import DataError, OutputError, SourceError
 from dispfx.words.model_origin import origin_of
-from dispfx.words.preconditions import check_files, check_folder, check_ratio
+from dispfx.words.preconditions import check_files, check_folder
 
 
 def test_every_form_of_model_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -31,14 +31,6 @@ def test_a_word_that_is_no_model_is_refused(spec: str, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SourceError):
         origin_of(spec)
-
-
-def test_a_ratio_lies_strictly_between_zero_and_one():
-    for good in (1e-6, 0.3, 0.999):
-        check_ratio(good)
-    for bad in (0.0, 1.0, -0.1, 30.0, float("nan")):
-        with pytest.raises(BudgetError):
-            check_ratio(bad)
 
 
 def test_files_must_exist_and_hold_something(tmp_path: Path):

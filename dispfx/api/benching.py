@@ -283,6 +283,6 @@ def _facts(
         "device": device_name(device),
         "torch": torch.__version__,
         "dtype": str(pruned.reference.dtype).removeprefix("torch."),
-        "parameters": f"{counts[0]:,} → {counts[1]:,}; {pruned.removed:.1%} of the layers' weights removed",
+        "parameters": f"{counts[0]:,} → {counts[1]:,}; {pruned.removed:.1%} of the prunable weights removed",
         "head": "of a prefill it reads the last token",
     }

@@ -137,7 +137,7 @@ def run_compile(
     """As `compile`, with all settings in one object.
 
     Args:
-        ranks: the processes of the run, led by this one; all other processes call `follow_command`.
+        ranks: the processes of the run, led by this one; all other processes call `follow_compile`.
         command: the command that reproduces this result, for the report.
 
     Raises:

@@ -28,11 +28,14 @@ from dispfx.settings.trees import (
     RunSettings,
     VerifySettings,
 )
+from dispfx.words.option_names import option
 from dispfx.words.preconditions import check_current_folder
 
 _DIR, _FOLDER = {"model": "DIR"}, {"folder": "DIR"}
 _DIR_DOC = {"model": "A folder that dispfx wrote."}
-_ANY_DOC = {"model": "A folder that dispfx wrote, or any MODEL that `compile` takes."}
+_ANY_DOC = {"model": "A folder that dispfx wrote, or a MODEL as for compile."}
+# These verbs read no data of which a tenth could be left.
+_NO_DEFAULT = {"eval_data": "none"}
 _LEARNING = tuple(RunSettings.settings_of("learning"))
 _COMPUTE = tuple(RunSettings.settings_of("compute"))
 _AFTERWARDS = tuple(RunSettings.settings_of("afterwards"))
@@ -45,7 +48,17 @@ _NOT_OF_RECOVERY = ("tokenizer", "data_weight", "print_after")
 _SHARE = {"ratio": 0.3}
 
 VERBS = (
-    Verb(making.compile, RunSettings, required=(), defaults={"model": None}, build=configured),
+    Verb(
+        making.compile,
+        RunSettings,
+        required=(),
+        defaults={"model": None},
+        docs={
+            "ratio": f"Share of the prunable weights to remove. Needed without {option('config')}.",
+            "out": "Folder to write; always needed. It must not exist.",
+        },
+        build=configured,
+    ),
     Verb(
         using.inspect,
         InspectSettings,
@@ -77,7 +90,14 @@ VERBS = (
         without=("resume", "dry_run", "config"),
     ),
     Verb(using.verify, VerifySettings, positional=_FOLDER),
-    Verb(evaluating.evaluate, EvalSettings, name="eval", without=_LEARNED_FROM, docs=_ANY_DOC),
+    Verb(
+        evaluating.evaluate,
+        EvalSettings,
+        name="eval",
+        without=_LEARNED_FROM,
+        docs=_ANY_DOC,
+        shown_defaults=_NO_DEFAULT,
+    ),
     Verb(
         using.export,
         ExportSettings,
@@ -97,7 +117,9 @@ VERBS = (
         BenchSettings,
         positional=_DIR,
         without=(*_OPENING, *_LEARNED_FROM, "data_field", "data_bytes", "allow_unknown", "bos"),
-        docs=_DIR_DOC,
+        docs=_DIR_DOC
+        | {"eval_data": f"Text to compare both decoders on; needs {option('dense')}. May be repeated."},
+        shown_defaults=_NO_DEFAULT,
     ),
     Verb(
         recovering.recover,

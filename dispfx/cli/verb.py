@@ -39,6 +39,7 @@ class Verb:
         without: settings of the tree that the verb does not use.
         defaults: values that differ from those of the tree; None for optional ones.
         docs: sentences of help that differ from those of the tree.
+        shown_defaults: defaults as the help shows them, if they differ from those of the tree.
         build: makes the settings from the arguments; `tree.of` by default.
     """
 
@@ -50,6 +51,7 @@ class Verb:
     without: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     docs: Mapping[str, str] = field(default_factory=dict)
+    shown_defaults: Mapping[str, str] = field(default_factory=dict)
     build: Callable[[Given], Tree] | None = None
 
     @property
@@ -134,8 +136,11 @@ class Verb:
         )
 
     def _help(self, one: Field) -> str:
-        value, default = self.defaults.get(one.name, one.value), one.facts.default
-        if not default and isinstance(value, str | int | float | Path) and not isinstance(value, bool):
+        value = self.defaults.get(one.name, one.value)
+        default = self.shown_defaults.get(one.name, one.facts.default)
+        if one.name in self.required:
+            default = ""
+        elif not default and isinstance(value, str | int | float | Path) and not isinstance(value, bool):
             default = f"{value:,}" if isinstance(value, int) else str(value)
         functions = " Or file.py:function." if one.facts.functions else ""
         within = one.facts.range_text() if one.facts.below is not None else ""
@@ -153,6 +158,8 @@ def _in_range(facts: Setting) -> Callable[[Any, Any], None]:
     def check(kind: Any, value: Any) -> None:
         for number in value if isinstance(value, list | tuple) else [value]:
             if isinstance(number, int | float) and not isinstance(number, bool) and not facts.allows(number):
-                raise ValueError(f"It must be {facts.range_text() or 'a finite number'}.")
+                hint = facts.hint_for(number)
+                allowed = f"It must be {facts.range_text() or 'a finite number'}."
+                raise ValueError(f"{allowed} {hint}." if hint else allowed)
 
     return check

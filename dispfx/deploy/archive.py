@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from dispfx.analysis.links import registered_operators
 from dispfx.errors import DataError
@@ -41,6 +42,8 @@ _OPERATOR = re.compile(
 )
 # These read a file, or call what they are given.
 _NEVER = re.compile(r"torch\.ops\.aten\.from_file\..*|_operator\.(attrgetter|methodcaller|itemgetter|call)")
+# Registered by somebody's code.
+_OWN_OPERATOR = re.compile(r"torch\.ops\.(?!aten\.)[A-Za-z_]\w*\.\w+\.\w+")
 _SYMBOL = re.compile(r"[a-z_]+\d+")
 _NAMES = frozenset({
     "Symbol", "Integer", "Float", "Rational", "Add", "Mul", "Pow", "Max", "Min", "Not", "And", "Or",
@@ -74,8 +77,38 @@ def check_archive(path: Path) -> None:
         raise _refused(path, "sample inputs, which are a pickle")
     graph = read_json(path, _GRAPH)
     for key, value in _walk(graph):
+        if key == "target" and isinstance(value, str) and _OWN_OPERATOR.fullmatch(value):
+            require_rule(value, str(path))
         if problem := _problem(key, value):
             raise _refused(path, problem)
+
+
+def require_rule(operator: str, where: str | None = None) -> None:
+    """Pass if an operator that is not torch's, such as `torch.ops.mylib.op.default`, has a link rule.
+
+    Raises:
+        DataError: otherwise.
+    """
+    if operator not in registered_operators():
+        packet = operator.rpartition(".")[0]
+        raise DataError(
+            f"no link rule is registered for the operator {packet}, which a program needs",
+            where=where,
+            hint="register one in the module that defines it; to open a folder, import that module in Python "
+            "and call dispfx.load, verify or evaluate",
+        )
+
+
+def require_rules(graph: fx.Graph) -> None:
+    """Pass if every operator of a graph that is not torch's has a registered link rule.
+
+    Raises:
+        DataError: as `require_rule`.
+    """
+    for node in graph.nodes:
+        operator = f"torch.ops.{node.target}"
+        if isinstance(node.target, torch._ops.OpOverload) and _OWN_OPERATOR.fullmatch(operator):
+            require_rule(operator)
 
 
 def read_json(path: Path, entry: str) -> Any:

@@ -16,7 +16,7 @@ from torch.export import Dim, ExportedProgram
 
 from dispfx.capturing.graph_export import traced
 from dispfx.capturing.unlifting import user_inputs
-from dispfx.deploy.archive import WEIGHTS_CONFIG, check_archive, read_json
+from dispfx.deploy.archive import WEIGHTS_CONFIG, check_archive, read_json, require_rules
 from dispfx.deploy.weights import INDEX_BUFFERS
 from dispfx.errors import DataError, OutputError, first_line
 from dispfx.ir.lengths import held_to
@@ -82,6 +82,7 @@ def save_program(exported: ExportedProgram, folder: Path) -> None:
         OutputError: if it cannot be written.
         DataError: if the program needs something that `load_program` does not allow.
     """
+    require_rules(exported.graph)
     # torch refuses names that do not end in .pt2.
     partial = folder / f".program-{secrets.token_hex(4)}.pt2"
     try:

@@ -92,7 +92,7 @@ def _dtype_name(name: Any) -> str:
 
 def _pair(value: Any) -> tuple[int, int]:
     features, kept = (int(number) for number in value)
-    if not 0 < kept <= max(features, kept):
+    if not 0 < kept <= features:
         raise ValueError(f"{kept} of {features} features")
     return features, kept
 

@@ -1,10 +1,11 @@
 """Passes and the pipeline that runs them.
 
 A pass has a name, declares the stages that it requires and ensures, and changes one `Program`.  The
-pipeline times it, checks its claim to have changed something, and verifies the graph after it.
+pipeline checks its claim to have changed something, and verifies the graph after it.  Notes of passes go to
+the logger `dispfx.passes`, at level INFO.
 """
 
-import time
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +17,8 @@ from dispfx.ir.printer import print_program, signature
 from dispfx.ir.program import Program
 from dispfx.ir.spec import verify_program
 
+_LOG = logging.getLogger("dispfx.passes")
+
 
 @dataclass(frozen=True)
 class PassResult:
@@ -23,7 +26,7 @@ class PassResult:
 
     Args:
         changed: whether the graph or a fact has changed.
-        note: one line for people.
+        note: one line for people, which is logged.
     """
 
     changed: bool
@@ -54,7 +57,6 @@ class Ran:
     """One pass of a finished pipeline."""
 
     name: str
-    seconds: float
     result: PassResult
 
 
@@ -155,16 +157,16 @@ class Pipeline:
         if program.stage != step.requires:
             raise self._broken(step, f"it needs a {step.requires} program, this one is {program.stage}")
         before = signature(program) if self.verify else None
-        start = time.perf_counter()
         try:
             result = step.run(program)
         except DispfxError:
             raise
         except Exception as error:
             raise self._broken(step, f"{type(error).__name__}: {error}") from error
-        seconds = time.perf_counter() - start
         program.stage = step.ensures
-        self.ran.append(Ran(step.name, seconds, result))
+        self.ran.append(Ran(step.name, result))
+        if result.note:
+            _LOG.info("%s: %s", step.name, result.note)
         if self.verify:
             self._check(step, program, result.changed, before != signature(program))
 

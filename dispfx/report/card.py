@@ -73,7 +73,7 @@ def _front_matter(base_model: str | None) -> str:
 
 
 def _summary(report: Report, base_model: str) -> str:
-    counted = "the layers' weights" if report.ratio.of == "blocks" else "all parameters"
+    counted = "the prunable weights" if report.ratio.of == "blocks" else "all parameters"
     name = f"`{PurePath(base_model).name}`"
     if report.tuned is not None:
         name = f"{name} with tuned weights: a decoder"

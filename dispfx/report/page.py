@@ -25,7 +25,7 @@ from dispfx.report.tuning_record import tuning_lines
 
 PAGE_FILE, PICTURES_FOLDER = "report.html", "pictures"
 _ROWS_OF_STEPS = 20
-_COUNTED = {"blocks": "the layers' weights", "total": "all parameters"}
+_COUNTED = {"blocks": "the prunable weights", "total": "all parameters"}
 
 
 def write_page(folder: str | Path, name: str | None = None) -> list[Path]:

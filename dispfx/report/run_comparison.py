@@ -49,7 +49,7 @@ def run_notes(runs: Sequence[Run]) -> list[str]:
     elif len({f"{one.dense:.4g}" for one in measured}) > 1:
         notes.append("the dense decoders differ")
     if len({run.report.ratio.of for run in runs}) > 1:
-        notes.append("some ratios are of the layers' weights and some of all parameters")
+        notes.append("some ratios are of the prunable weights and some of all parameters")
     notes += [f"{run.name}: {tuning_lines(run.report.tuned)[0]}" for run in ordered(runs) if run.report.tuned]
     return notes
 

@@ -49,7 +49,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Size of the parameters, before and after."""
+    """Bytes of the dense decoder's tensors, and of the written weight files or `program.pt2`."""
 
     dense: int
     pruned: int

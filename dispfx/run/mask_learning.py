@@ -27,9 +27,10 @@ from dispfx.plan.plan import Plan
 from dispfx.run.fitting import fitted_settings, settings_for
 from dispfx.run.learning_setup import device_of_learning, prepared_loss
 from dispfx.settings import BudgetSettings, ComputeSettings, LearnSettings, changed_settings, learn_settings
-from dispfx.settings.field import section_fields
 from dispfx.words.option_names import option
 from dispfx.words.own_function import shown
+
+_OF_BUDGET = ("ratio_of", "align", "costs")
 
 
 def learn(
@@ -76,8 +77,8 @@ def learn(
         require_same_decoder(program, start)
         start_from = start.for_sites(program.sites)
         changes["start"] = "uniform"
-    names = [one.name for one in section_fields(BudgetSettings)]
-    asked = BudgetSettings(ratio, **{name: changes.pop(name) for name in names if name in changes})
+    # All other settings of a budget act before learning, on the program.
+    asked = BudgetSettings(ratio, **{name: changes.pop(name) for name in _OF_BUDGET if name in changes})
     whole = learn_settings(None, **changes) if settings is None else changed_settings(settings, changes)
     if hasattr(data, "held_out_batches"):  # already cut
         chosen, text = settings_for(program, whole, watch.note), cast(Batches, data)

@@ -19,6 +19,7 @@ from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.learning.tensorboard import FOLDER as TENSORBOARD_FOLDER
 from dispfx.learning.trainer import Watch
 from dispfx.plan.budget import Budget
+from dispfx.plan.hardening import LIMIT
 from dispfx.plan.plan import Plan
 from dispfx.report import NullObserver
 from dispfx.run.mask_learning import follow, learn
@@ -53,7 +54,7 @@ def learn_from(
     """Open a decoder and a text, learn a plan, and keep it in the run's state.
 
     Args:
-        ranks: the processes of the run, led by this one; all other processes call `follow_run`.
+        ranks: the processes of the run, led by this one; all other processes call `follow_command`.
         copies: minimum memory of the run, as a multiple of the weights.
 
     Raises:
@@ -84,6 +85,11 @@ def learn_from(
             f"{len(plan.emptied)} of {len(plan.selections)} sites keep the allowed minimum, "
             f"{plan.budget.align} of their features: {', '.join(plan.emptied[:3])}"
             + (" …" if len(plan.emptied) > 3 else "")
+        )
+    if abs(plan.achieved - budget.ratio) > LIMIT:
+        stages.observer.note(
+            f"{plan.achieved:.1%} are removed, not {budget.ratio:.1%}: widths are multiples of "
+            f"{plan.budget.align}, and a smaller {option('align')} comes closer"
         )
     # Scoring leaves no state, but the plan has to be kept somewhere while the folder is written.
     state.mkdir(parents=True, exist_ok=True)

@@ -76,6 +76,11 @@ class Setting:
             and (self.below is None or value < self.below)
         )
 
+    def hint_for(self, value: float) -> str | None:
+        """Return what a percentage that was given for a share is as a share, or None."""
+        is_share = (self.above, self.below) == (0.0, 1.0)
+        return f"{value / 100:g} is {value:g}%" if is_share and 1.0 < value < 100.0 else None
+
 
 def setting(value: Any, doc: str, **facts: Any) -> Any:
     """Return a dataclass field with a default and its `Setting`."""
@@ -168,7 +173,10 @@ class Section:
             for number in value if isinstance(value, list | tuple) else [value]:
                 if _is_number(number) and not one.facts.allows(number):
                     allowed = one.facts.range_text() or "a finite number"
-                    raise one.facts.error(f"{option(one.name)} must be {allowed}, and {number!r} was given")
+                    raise one.facts.error(
+                        f"{option(one.name)} must be {allowed}, and {number!r} was given",
+                        hint=one.facts.hint_for(number),
+                    )
 
 
 def refuse_unknown_names(names: Iterable[str], known: Iterable[str]) -> None:

@@ -83,9 +83,9 @@ class BudgetSettings(Section):
     """How much to remove, and from where."""
 
     ratio: float = required(
-        "Share of the parameters to remove.", above=0.0, below=1.0, common=True, error=BudgetError
+        "Share of the prunable weights to remove.", above=0.0, below=1.0, common=True, error=BudgetError
     )
-    ratio_of: RatioOf = setting("blocks", "Parameters that count: the layers' weights, or all of them.")
+    ratio_of: RatioOf = setting("blocks", "Parameters that count: those that can be pruned, or all of them.")
     align: int | None = setting(
         None, "Widths become multiples of this.", default="16 for cuda, 8 for cpu", least=1
     )

@@ -53,21 +53,6 @@ def check_choices(settings: Any) -> None:
             require_choice(get_args(hints[field.name]), value, field.name)
 
 
-def require_fields(kind: type, names: Iterable[str]) -> None:
-    """Raise if a name is not a field of a dataclass.
-
-    Raises:
-        DispfxError: with the first unknown name, and the closest field or all fields.
-    """
-    known = [field.name for field in dataclasses.fields(kind)]
-    for name in names:
-        if name not in known:
-            raise DispfxError(
-                f"{kind.__name__} has no field {name!r}",
-                hint=closest(name, known) or f"the fields are {', '.join(known)}",
-            )
-
-
 def closest(name: str, known: Iterable[str]) -> str | None:
     """Return `did you mean …?` with the known names close to `name`, or None."""
     names = {entry.lower(): entry for entry in known}

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from dispfx.errors import BudgetError, DataError, DispfxError, OutputError
+from dispfx.errors import DataError, DispfxError, OutputError
 from dispfx.files.json_text import read_json
 from dispfx.words.choices import require_choice
 from dispfx.words.option_names import option
@@ -26,19 +26,6 @@ def check_current_folder() -> None:
         raise DispfxError(
             "the current folder does not exist any more, or may not be read",
             hint="change to a folder that exists",
-        )
-
-
-def check_ratio(ratio: float) -> None:
-    """Check the share of parameters to remove.
-
-    Raises:
-        BudgetError: unless 0 < ratio < 1.
-    """
-    if not 0.0 < ratio < 1.0:
-        raise BudgetError(
-            f"the ratio is the share to remove, between 0 and 1; {ratio:g} was given",
-            hint=f"{option('ratio', 0.3)} removes 30%",
         )
 
 

@@ -137,5 +137,6 @@ def test_a_written_graph_has_only_operations_of_torch_and_those_with_a_rule(tmp_
     save_graph(lowered, tmp_path)
     assert torch.equal(load_program(tmp_path)(ids), lowered(ids))
     links._REGISTERED.clear()
-    with pytest.raises(DataError, match=r"the operator 'torch\.ops\.dispfx_tests\.squash\.default'"):
-        load_program(tmp_path)
+    for use in (lambda: load_program(tmp_path), lambda: save_graph(lowered, tmp_path)):
+        with pytest.raises(DataError, match=r"no link rule is registered for .*dispfx_tests\.squash"):
+            use()

@@ -68,7 +68,7 @@ def test_every_step_is_timed_dense_and_pruned(pruned_folder: Path, decoder_folde
         assert row.note == "" and row.dense is not None and row.pruned is not None and row.speedup is not None
         assert row.dense.seconds > 0 < row.pruned.seconds and 1.0 < row.bound < 1 / 0.6
         assert row.dense.least_seconds <= row.dense.seconds
-    assert "40.0% of the layers' weights removed" in benched.facts["parameters"]
+    assert "40.0% of the prunable weights removed" in benched.facts["parameters"]
 
 
 def test_without_a_dense_model_its_class_is_timed_with_random_weights(pruned_folder: Path):

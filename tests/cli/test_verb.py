@@ -56,7 +56,10 @@ def test_help_shows_every_option_with_its_choices_default_and_range(
         one = settings.get(option.name)
         if one is not None:
             assert all(choice in line for choice in one.choices)
-            assert not one.facts.default or f"[default: {one.facts.default}]" in line
+            default = NAMED[verb].shown_defaults.get(option.name, one.facts.default)
+            needed = "[required]" in line
+            assert needed or not default or f"[default: {default}]" in line
+            assert not (needed and "[default:" in line)
             assert one.facts.below is None or "[range: between 0 and 1]" in line
 
 
@@ -111,6 +114,7 @@ def test_a_text_may_begin_with_a_hyphen(dispfx, replaced, words: tuple[str, ...]
         (("inspect",), "MODEL is missing"),
         (("generate", "demo"), "--prompt is missing"),
         (("compile", "demo", "--ratio", "1", "--out", "x"), '"1.0" for --ratio. It must be between 0 and 1'),
+        (("compile", "demo", "--ratio", "30", "--out", "x"), "between 0 and 1. 0.3 is 30%."),
         (("compile", "demo", "--ratio", "many", "--out", "x"), 'convert "many" into float'),
         (("compile", "demo", "--bias", "inf", "--ratio", "0.3"), "It must be a finite number"),
         (("bench", "out", "--batch", "8", "--batch", "0"), "for --batch. It must be at least 1"),

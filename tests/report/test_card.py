@@ -9,7 +9,7 @@ def test_the_card_tells_the_whole_story(report: Report):
     card = model_card(report, FolderContents("out/demo", onnx=True), base_model="demo", data="text.txt")
     for expected in (
         "# demo\n",
-        "30.0% of the layers' weights",
+        "30.0% of the prunable weights",
         "| parameters | 922,112 | 701,204 |",
         "| perplexity | 3.200 | 3.280 |",
         "40 windows of 128 tokens without overlap, 5,080 predicted tokens",

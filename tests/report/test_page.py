@@ -189,6 +189,6 @@ def test_words_of_the_page_say_what_is_counted_and_stand_once(tmp_path: Path):
     run = read_run(write_run(tmp_path / "run"))
     layers = layers_of(run.plan, run.report.sites)
     text = page(run, layers, pictures_of(run, layers))
-    assert "of the layers' weights removed" in text.replace("&#x27;", "'") and "of blocks removed" not in text
+    assert "of the prunable weights removed" in text and "of blocks removed" not in text
     cells = outline(text).cells
     assert "tolerance" in cells and not any(cell.startswith(("error ", "at most ")) for cell in cells)
