@@ -103,7 +103,7 @@ class LearnSettings(Section):
     )
     accumulate: int = setting(1, "Forward passes per step; they share one sample of the masks.", least=1)
     packing: Packing = setting(
-        "joined", "A sequence is one text, or several documents that do not see each other."
+        "joined", "What a sequence is: a piece of the text, or documents without attention between them."
     )
     objective: ObjectiveName = setting(
         "ce",
@@ -119,7 +119,7 @@ class LearnSettings(Section):
     )
     budget_width: float = setting(
         0.0,
-        "Make the budget loss quadratic where it is below this; 0 leaves it as it is.",
+        "Width of the budget loss around the budget (Huber); 0 disables it.",
         default="0; 0.1 below 2,500 steps",
         least=0.0,
     )
@@ -131,17 +131,17 @@ class LearnSettings(Section):
     )
     sharpen: float = setting(
         1.0,
-        "Factor that the logits grow to over the second half of the steps; 1 for none.",
+        "Final factor of the logits, reached over the second half of the steps; 1 disables it.",
         default="3",
         least=1.0,
     )
     adaptable: tuple[str, ...] = ()
     start: Start = setting(
-        "uniform", "First logits: all equal, or by the sensitivity of the loss.", default="sensitivity"
+        "uniform", "Initial logits: all equal, or by the sensitivity of the loss.", default="sensitivity"
     )
     estimator: EstimatorName = setting("reinmax", "Gradient estimator of the sampled masks.", functions=True)
     hypernetwork: HypernetworkName = setting(
-        "full", "What the logits come from; none learns them one by one."
+        "full", "Network that predicts the logits; none: they are parameters."
     )
     constrained: bool = setting(False, "Share one selection between all reads and writes.")
     bias: float = setting(3.0, "Added to every logit, so that learning starts with nearly everything kept.")

@@ -113,7 +113,7 @@ class BudgetSettings(Section):
 
 @dataclass(frozen=True)
 class ComputeSettings(Section):
-    """How fast learning runs and how much memory it takes; the masks stay the same."""
+    """Speed and memory of learning."""
 
     compile: Switch = setting(
         "auto", "Compile each kind of layer once for learning.", default="auto: on CUDA"
@@ -125,7 +125,9 @@ class ComputeSettings(Section):
         None, "Processes on this host that share every batch.", least=1, default="1", per_run=True
     )
     shard: bool = setting(
-        False, "Keep a part of the weights per process, for a decoder too large for one device.", per_run=True
+        False,
+        "Shard the weights over the processes (FSDP2), if one device is too small.",
+        per_run=True,
     )
     shard_on: str | None = setting(
         None,
@@ -194,7 +196,7 @@ class OutputSettings(WritingSection):
 
     config: Path | None = setting(
         None,
-        "Settings of an earlier run: its report.json. What is given here wins; "
+        "Settings of an earlier run: its report.json. Options given here override it; "
         f"{option('out')} is always needed.",
         metavar="FILE",
         common=True,

@@ -17,7 +17,7 @@ class EvaluationSettings(Section):
 
     dense: Any = setting(
         None,
-        "MODEL that DIR was compiled from. Measured alike, and compared by KL and top-1 agreement.",
+        "MODEL that DIR was compiled from. Also measured, and compared by KL and top-1 agreement.",
         metavar="MODEL",
         takes=str,
         common=True,
@@ -60,7 +60,7 @@ class RecoveredSettings(WritingSection):
     """What recovery writes, and where."""
 
     out: Path | None = setting(None, "Folder to write. It must not exist.", common=True, per_run=True)
-    merge: bool = setting(False, "Of adapters: write a whole folder with the adapters merged in.")
+    merge: bool = setting(False, "Write a whole folder with the adapters merged in (LoRA).")
     resume: bool = setting(
         False, "Continue from the state that an interrupted run left.", common=True, per_run=True
     )

@@ -93,7 +93,9 @@ def test_a_value_that_makes_no_sense_is_refused_by_the_name_of_its_setting(chang
         with pytest.raises(DispfxError) as error:
             make()
         assert error.value.problem == told
-        assert "ratio" not in changes or error.value.hint == ("0.3 is 30%" if changes["ratio"] == 30 else None)
+        assert "ratio" not in changes or error.value.hint == (
+            "0.3 is 30%" if changes["ratio"] == 30 else None
+        )
     assert "ratio" not in changes or isinstance(error.value, BudgetError)
 
 
