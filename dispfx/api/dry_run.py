@@ -12,7 +12,7 @@ from dispfx.plan.hardening import Groups, ParameterCount, check_reachable, hard_
 from dispfx.report import NullObserver, Observer
 from dispfx.report.run_preview import Preview
 from dispfx.run.plan_learning import state_folder
-from dispfx.run.readiness import alignment, ready_to_learn
+from dispfx.run.readiness import ready_to_learn
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import LearnSettings, RunSettings
 
@@ -29,19 +29,16 @@ def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
         refuse_existing(path)
     state = state_folder(path, resume)
     ready = ready_to_learn(settings, Stages(observer or NullObserver()))
-    program, ratio, ratio_of = ready.program, settings.budget.ratio, settings.budget.ratio_of
-    budget = Budget(ratio, ratio_of, alignment(settings, program), ready.costs)
-    reachable, left = _widths(program, budget, ready.settings)
-    needed = estimate(program, ready.settings, of=ratio_of)
+    program = ready.program
+    reachable, left = _widths(program, ready.budget, ready.settings)
+    needed = estimate(program, ready.settings, of=ready.budget.of)
     on_cpu = program.device.type == "cpu"
     measured = ready.text.measure
     return Preview(
         program=program,
         settings=ready.settings,
         estimate=needed,
-        ratio=ratio,
-        ratio_of=ratio_of,
-        align=budget.align,
+        budget=ready.budget,
         reachable=reachable,
         parameters=needed.parameters,
         parameters_left=left,

@@ -5,6 +5,7 @@ from typing import Any
 from dispfx.analysis.finite_weights import require_finite_weights
 from dispfx.compiler.programs import analyse
 from dispfx.ir.program import Program
+from dispfx.plan.budget import Budget
 from dispfx.run.opening import open_model
 from dispfx.run.rehearsal import rehearse
 from dispfx.settings import RunSettings
@@ -42,5 +43,5 @@ def inspect(model: Any, *, config_only: bool = False, **changes: Any) -> Program
         source = open_model(chosen)
         require_finite_weights(source.model)
     program = analyse(source.model, skip=settings.budget.skip, select=settings.budget.select)
-    rehearse(source, program, settings.budget.ratio)
+    rehearse(source, program, Budget(settings.budget.ratio))
     return program

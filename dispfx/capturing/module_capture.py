@@ -44,6 +44,7 @@ from dispfx.capturing.valid_batches import require_any_batch
 from dispfx.capturing.valid_lengths import Outcome, Trial, conditions_of, valid_lengths
 from dispfx.capturing.warm_up import length_bound, warm_up
 from dispfx.errors import CaptureError, first_line
+from dispfx.ir.logit_errors import logit_errors
 from dispfx.ir.program import Program
 
 LONGEST = 2048
@@ -370,9 +371,15 @@ def _rounding(program: Program, model: nn.Module, ids: Tensor, arguments: Mappin
 
 
 def _require_same_twice(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> None:
-    """Raise CaptureError for a module that gives other logits each time that it runs."""
+    """Raise CaptureError for a module whose logits are not finite, or other ones each time that it runs."""
     widths = widths_of(model)
     once, twice = (logits_of(_run(model, ids, arguments), ids, widths) for _ in range(2))
+    if not bool(once.isfinite().all()):
+        raise CaptureError(
+            "the module gives logits that are infinite or not a number, which cannot be compared",
+            where=type(model).__name__,
+            hint="mask tokens with torch.finfo(dtype).min, and not with -inf",
+        )
     if difference(twice, once).relative > IDENTITY_TOLERANCE:
         raise CaptureError(
             "the module gives other logits each time that it runs on the same tokens",
@@ -449,8 +456,6 @@ def _difference_at(
 
 def difference(actual: Tensor, expected: Tensor) -> Difference:
     """Compare logits; infinite where shapes differ or a value is not finite."""
-    if actual.shape != expected.shape or not bool(expected.isfinite().all() & actual.isfinite().all()):
+    if actual.shape != expected.shape:
         return Difference(math.inf, math.inf)
-    absolute = float((actual.double() - expected.double()).abs().max())
-    largest = float(expected.double().abs().max())
-    return Difference(absolute, absolute / largest if largest else absolute)
+    return Difference(*logit_errors(expected, actual))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dispfx.analysis.positions import kept_features, kept_positions
 from dispfx.compiler.stages import run_stage
 from dispfx.ir import ops
+from dispfx.ir.logit_errors import logit_errors
 from dispfx.ir.program import Program
 from dispfx.ir.retype import retyped
 from dispfx.ir.sites import UNTOUCHED, Site, Slice
@@ -148,7 +149,7 @@ class _Trial:
         weights = _folded(self._lowered, self._kept, folds, scales, named)
         apart = _logits(torch.func.functional_call(self._scaled, scales, (self._ids,)))
         inside = _logits(torch.func.functional_call(self._plain, weights, (self._ids,)))
-        return bool((apart - inside).abs().max() <= _TOLERANCE * apart.abs().max())
+        return logit_errors(apart, inside)[1] <= _TOLERANCE
 
 
 def _logits(output: Tensor | tuple[Tensor, ...]) -> Tensor:

@@ -28,6 +28,7 @@ from dispfx.capturing.logits import logits_of, widths_of
 from dispfx.capturing.module_capture import module_output
 from dispfx.ir import ops
 from dispfx.ir.head import split_at_head
+from dispfx.ir.logit_errors import logit_errors
 
 # Bytes of logits that become float32 log-probabilities at a time.  All logits of a window of 2048 tokens
 # would take 1 GB for a vocabulary of 128,000.
@@ -95,8 +96,8 @@ def _gives_the_same(way: "_Cut | _Replayed", decoder: Decoder, ids_BT: Tensor) -
 
 def same_logits(found: Tensor, expected: Tensor) -> bool:
     """Whether logits of one shape differ by no more than other kernels round."""
-    allowed = _TOLERANCE.get(expected.dtype, _HALF_TOLERANCE) * expected.abs().max()
-    return found.shape == expected.shape and bool((found - expected).abs().max() <= allowed)
+    allowed = _TOLERANCE.get(expected.dtype, _HALF_TOLERANCE)
+    return found.shape == expected.shape and logit_errors(expected, found)[1] <= allowed
 
 
 class _Whole:

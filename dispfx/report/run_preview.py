@@ -6,7 +6,7 @@ from typing import Any
 
 from dispfx.estimate.run_estimate import Estimate
 from dispfx.ir.program import Program
-from dispfx.plan.budget import BudgetOf
+from dispfx.plan.budget import Budget
 from dispfx.report.estimate import duration, estimate_lines, estimate_plain
 from dispfx.settings.learning_settings import LearnSettings
 
@@ -19,9 +19,7 @@ class Preview:
         program: the decoder, analysed.
         settings: of learning.
         estimate: of its memory and time.
-        ratio: requested ratio.
-        ratio_of: what is counted.
-        align: widths would be multiples of this.
+        budget: of the plan.
         reachable: ratio of the widths that meet the budget if all features matter equally; a learned plan
             meets the budget as closely.
         parameters: of the decoder.
@@ -37,9 +35,7 @@ class Preview:
     program: Program
     settings: LearnSettings
     estimate: Estimate
-    ratio: float
-    ratio_of: BudgetOf
-    align: int
+    budget: Budget
     reachable: float
     parameters: int
     parameters_left: int
@@ -57,12 +53,12 @@ def preview_lines(found: Preview, written: str) -> list[str]:
     Args:
         written: description of `out`.
     """
-    settings = found.settings
+    settings, budget = found.settings, found.budget
     seen = settings.steps * settings.batch_size * settings.seq_len
     missed = found.parameters_left / found.parameters - 1.0
     lines = [
-        f"ratio: {found.ratio:.2%} of {found.ratio_of} requested, {found.reachable:.2%} possible with widths "
-        f"that are multiples of {found.align}",
+        f"ratio: {budget.ratio:.2%} of {budget.of} requested, {found.reachable:.2%} possible with widths "
+        f"that are multiples of {budget.align}",
         f"parameters: {found.parameters:,} → about {found.parameters_left:,} ({missed:+.1%})",
         f"text: {found.tokens:,} tokens to learn from, {found.tokens_measured:,} to measure on",
         f"learning: {settings.steps:,} steps of {settings.batch_size} × {settings.seq_len} tokens read "
@@ -82,8 +78,8 @@ def preview_lines(found: Preview, written: str) -> list[str]:
 def preview_plain(found: Preview) -> dict[str, Any]:
     """Return all figures, ready for JSON; seconds and counts."""
     return {
-        "ratio": {"requested": found.ratio, "reachable": found.reachable, "of": found.ratio_of},
-        "align": found.align,
+        "ratio": {"requested": found.budget.ratio, "reachable": found.reachable, "of": found.budget.of},
+        "align": found.budget.align,
         "parameters": {"dense": found.parameters, "pruned": found.parameters_left},
         "tokens": {"learn": found.tokens, "measure": found.tokens_measured},
         "estimate": estimate_plain(found.estimate),

@@ -86,28 +86,47 @@ def learn(
         tokens = token_vector(data, program.vocabulary_size)
         chosen = fitted_settings(whole, program=program, note=watch.note)
         text = batches_of(tokens, chosen)
-    require_readable(program, text.seq_len)
     budget = Budget(ratio, asked.ratio_of, asked.align or 1, latency_table(asked.costs))
-    _check_packing(program, chosen)
-    if chosen.method != "learned":
-        if compute is not None and compute.shard_on is not None:
+    compute = compute or ComputeSettings()
+    return learn_within(budget, program, text, chosen, compute, watch, ranks or ALONE, start_from)
+
+
+def learn_within(
+    budget: Budget,
+    program: Program,
+    text: Batches,
+    settings: LearnSettings,
+    compute: ComputeSettings,
+    watch: Watch,
+    ranks: Ranks,
+    start_from: Sequence[Tensor] | None = None,
+) -> Plan:
+    """As `learn`, within a budget and from batches that are already cut.
+
+    Args:
+        start_from: kept indices of every site to start from.
+    """
+    require_readable(program, text.seq_len)
+    _check_packing(program, settings)
+    if settings.method != "learned":
+        if compute.shard_on is not None:
             raise DispfxError(
                 f"{option('shard')} is for learning, and "
-                f"{option('method', shown(chosen.method))} scores features once",
+                f"{option('method', shown(settings.method))} scores features once",
                 hint=f"leave out {option('shard')}",
             )
         if start_from is not None:
             raise DispfxError(
-                f"method {shown(chosen.method)} scores features once, and cannot start from a plan"
+                f"method {shown(settings.method)} scores features once, and cannot start from a plan"
             )
-        return Plan.of(program, budget, _scored(program, text, budget, chosen), chosen.seed)
+        return Plan.of(program, budget, _scored(program, text, budget, settings), settings.seed)
 
-    def task_for(compute: ComputeSettings | None) -> LearningTask:
-        task = _task(program, text, budget, chosen, compute, ranks or ALONE, watch.note)
+    def task_for(compute: ComputeSettings) -> LearningTask:
+        task = _task(program, text, budget, settings, compute, ranks, watch.note)
         return replace(task, start_from=start_from)
 
-    found = _learned(task_for, compute or ComputeSettings(), watch)
-    return Plan.of(program, budget, found.kept, chosen.seed)
+    found = _learned(task_for, compute, watch)
+    return Plan.of(program, budget, found.kept, settings.seed)
 
 
 def _learned(

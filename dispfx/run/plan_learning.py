@@ -18,12 +18,12 @@ from dispfx.learning.records import METRICS_FILE
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.learning.tensorboard import FOLDER as TENSORBOARD_FOLDER
 from dispfx.learning.trainer import Watch
-from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import LIMIT
 from dispfx.plan.plan import Plan
 from dispfx.report import NullObserver
-from dispfx.run.mask_learning import follow, learn
-from dispfx.run.readiness import Ready, alignment, ready_to_learn
+from dispfx.run.fitting import settings_for
+from dispfx.run.mask_learning import follow, learn_within
+from dispfx.run.readiness import Ready, ready_to_learn
 from dispfx.run.run_text import Text
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import LearnSettings, RunSettings
@@ -60,25 +60,16 @@ def learn_from(
     Raises:
         DispfxError: for everything in the input that cannot be used.
     """
-    budget, resume = settings.budget, settings.output.resume
+    resume = settings.output.resume
     state = state_folder(settings.output.path, resume)
     ready = ready_to_learn(settings, stages, ranks=ranks, copies=copies)
-    program = ready.program
+    program, budget = ready.program, ready.budget
     if resume:
         stages.observer.note(resumption(state))
     with stages("learn"), _unless_it_fails_at_once(state):
-        plan = learn(
-            ready.learned_on,
-            ready.batches,
-            budget.ratio,
-            settings=ready.settings,
-            compute=settings.compute,
-            watch=Watch(state, resume, stages.observer.learning, stages.observer.note),
-            ranks=ranks,
-            ratio_of=budget.ratio_of,
-            align=alignment(settings, program),
-            costs=ready.costs,
-        )
+        watch = Watch(state, resume, stages.observer.learning, stages.observer.note)
+        chosen = settings_for(ready.learned_on, ready.settings, watch.note)
+        plan = learn_within(budget, ready.learned_on, ready.batches, chosen, settings.compute, watch, ranks)
         plan = replace(plan, bos=ready.text.bos)
     if plan.emptied:
         stages.observer.note(
@@ -114,9 +105,7 @@ def follow_command(settings: RunSettings, ranks: Ranks) -> Ready | None:
     if settings.output.resume and ((path / "report.json").is_file() or path.is_file()):
         return None
     ready = ready_to_learn(settings, Stages(NullObserver()), ranks=ranks)
-    asked = settings.budget
-    budget = Budget(asked.ratio, asked.ratio_of, alignment(settings, ready.program), ready.costs)
-    follow(ready.learned_on, ready.batches, budget, ready.settings, ranks, settings.compute)
+    follow(ready.learned_on, ready.batches, ready.budget, ready.settings, ranks, settings.compute)
     return ready
 
 

@@ -18,6 +18,7 @@ from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Select
 from dispfx.learning.text import Batches
+from dispfx.plan.budget import Budget
 from dispfx.plan.latency_table import CostTable, latency_table
 from dispfx.run.decoder_files import require_writable
 from dispfx.run.fitting import fitted_settings
@@ -39,10 +40,11 @@ from dispfx.words.preconditions import check_select
 ALIGNMENT = {"cuda": 16, "cpu": 8}
 
 
-def alignment(settings: RunSettings, program: Program) -> int:
-    """Return the alignment of the widths of a run."""
-    budget = settings.budget
-    return budget.align or ALIGNMENT[budget.target or device_of_learning(program, settings.compute).type]
+def budget_of(settings: RunSettings, program: Program, costs: CostTable | None) -> Budget:
+    """Return the budget of a run, whose widths suit the device that the result will run on."""
+    asked = settings.budget
+    align = asked.align or ALIGNMENT[asked.target or device_of_learning(program, settings.compute).type]
+    return Budget(asked.ratio, asked.ratio_of, align, costs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +57,7 @@ class Ready:
     program: Program
     learned_on: Program
     settings: LearnSettings
-    costs: CostTable | None
+    budget: Budget
 
 
 def ready_to_learn(
@@ -69,12 +71,12 @@ def ready_to_learn(
     Raises:
         DispfxError: for everything in the input that cannot be used.
     """
-    budget, export = settings.budget, settings.output.export
+    asked, export = settings.budget, settings.output.export
     chosen = TextChoice(settings.text)
-    check_select(budget.select, constrained=settings.learning.constrained, costs=budget.costs is not None)
+    check_select(asked.select, constrained=settings.learning.constrained, costs=asked.costs is not None)
     chosen.require_data(settings.model.model)
     require_functions(settings.learning.method, settings.learning.estimator)
-    costs = latency_table(budget.costs)
+    costs = latency_table(asked.costs)
     with stages("open"):
         chosen.check()
         require_room_for_weights(settings.placed_model, copies=copies)
@@ -89,12 +91,13 @@ def ready_to_learn(
     if source.config is not None or "seq_len" not in learning.adaptable:
         text.batches(learning)  # Otherwise the decoder's graph says how long its sequences may be.
     text.require_measurable()
-    program = analysed(source, stages, budget.skip, budget.select, learning.seq_len)
+    program = analysed(source, stages, asked.skip, asked.select, learning.seq_len)
+    budget = budget_of(settings, program, costs)
     if export == "onnx":
         require_onnx_lengths(program.lengths, program.context)
-    if budget.select == "before-norm" and export == "dense":
+    if asked.select == "before-norm" and export == "dense":
         with stages("verify"):
-            require_ordinary(source, program, budget.ratio, budget.ratio_of, alignment(settings, program))
+            require_ordinary(source, program, budget)
     require_tokens(source, text, program.vocabulary_size)
     learned_on = program
     if separator is not None:
@@ -103,8 +106,8 @@ def ready_to_learn(
                 source.model,
                 program,
                 separator,
-                skip=budget.skip,
-                select=budget.select,
+                skip=asked.skip,
+                select=asked.select,
                 longest=learning.seq_len,
             )
     learning = fitted(program=learned_on, note=stages.observer.note)
@@ -114,8 +117,8 @@ def ready_to_learn(
     batches = text.batches(learning)
     require_room_to_learn(learned_on, learning, settings.compute, ranks)
     with stages("rehearse"):
-        rehearse(source, program, budget.ratio, export_of(export, source))
-    return Ready(source, text, batches, program, learned_on, learning, costs)
+        rehearse(source, program, budget, export_of(export, source))
+    return Ready(source, text, batches, program, learned_on, learning, budget)
 
 
 def analysed(

@@ -54,7 +54,7 @@ from dispfx.run.onnx_folder import write_onnx
 from dispfx.run.plan_learning import resumption
 from dispfx.run.recovery_job import Gauge, Recovery, training_of
 from dispfx.run.timed_stages import Stages
-from dispfx.run.trainables import Trainable, lowered_of, own_model
+from dispfx.run.trainables import Trainable, lowered_of, own_model, trainable_of
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.source.own_code import is_own_code, private_code
 from dispfx.source.transformers_classes import code_of_class
@@ -74,6 +74,8 @@ _NOT_COPIED = (
     "README.md", "report.json", "report.html", "eval.json", "eval.md", "speed.json", "speed.md",
     RECORD_FILE, weights.INDEX_FILE,
 )  # fmt: skip
+# Templates of a tokenizer with several, where transformers looks for them.
+_CHAT_TEMPLATES = "additional_chat_templates"
 # Lines of a report that compare files; those of the cut stay true of other weights.
 _OF_FILES = ("reloaded", "onnx", "program.pt2", "dense", "gather-add = checkpoint", "folded", "merged")
 _ADAPTERS = "adapters"
@@ -188,7 +190,10 @@ class Writer:
         return told
 
     def _adapters(self, folder: Path, told: Tuning) -> Tuning:
-        save_adapters(self.trainable.module, folder)
+        trained = self.trainable
+        if not told.kept:  # new adapters change nothing
+            trained = trainable_of(self.job.opened(), self.lowered, self.job.settings, self.job.dtype)
+        save_adapters(trained.module, folder)
         adapted = load_adapters(own_model(self.opened), folder)
         with self.stages("measure"):
             told = _reached(told, self.gauge.all(partial(module_logits, adapted)))
@@ -381,3 +386,5 @@ def _copy_files(source: Path, target: Path) -> None:
         weight = file.suffix in (".safetensors", ".pt2") and file.name != PLAN_FILE
         if file.is_file() and not weight and file.name not in _NOT_COPIED:
             shutil.copyfile(file, target / file.name)
+        elif file.is_dir() and file.name == _CHAT_TEMPLATES:
+            shutil.copytree(file, target / file.name)

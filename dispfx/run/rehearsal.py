@@ -46,18 +46,18 @@ from dispfx.words.option_names import option
 _COMPARED_BYTES, _WRITTEN_BYTES = 2**32, 2**28
 
 
-def rehearse(source: Source, program: Program, ratio: float, export: str | None = None) -> None:
-    """Pass if a plan of this ratio can be lowered, compared, built and written.
+def rehearse(source: Source, program: Program, budget: Budget, export: str | None = None) -> None:
+    """Pass if a plan of this budget can be lowered, compared, built and written.
 
     Args:
         source: the decoder that `program` was captured from; both stay unchanged.
-        ratio: share of every site's features to remove.
+        budget: its ratio is removed of every site's features.
         export: as for `compile`.
 
     Raises:
         DispfxError: whatever the later stages raise.
     """
-    plan = random_plan(program, ratio)
+    plan = random_plan(program, budget.ratio)
     if export == "dense" and program.dense_statistics and plan.select == "after-norm":
         raise _no_zeroed_decoder(program)
     with printing_after((), lambda name, text: None), torch.no_grad():

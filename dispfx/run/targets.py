@@ -27,7 +27,7 @@ from dispfx.huggingface.dense import write_ordinary, zeroed_twin
 from dispfx.huggingface.model_loading import load_model
 from dispfx.huggingface.ordinary import build_ordinary
 from dispfx.ir.program import Program
-from dispfx.plan.budget import BudgetOf
+from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan
 from dispfx.run.folders import Opened
 from dispfx.source import Source
@@ -234,14 +234,14 @@ def ordinary_decoder(source: Source, program: Program, plan: Plan, lowered: nn.M
     return model
 
 
-def require_ordinary(source: Source, program: Program, ratio: float, of: BudgetOf, align: int) -> None:
-    """Check that a smaller ordinary decoder is possible, by building one with a random plan of this ratio.
+def require_ordinary(source: Source, program: Program, budget: Budget) -> None:
+    """Check that a smaller ordinary decoder is possible, by building one with a random plan.
 
     Raises:
         UnsupportedGraphError: as `ordinary_decoder`.
         BudgetError: if no widths meet the ratio.
     """
-    plan = Plan.random(program, ratio, seed=0, of=of, align=align)
+    plan = Plan.random(program, budget.ratio, seed=0, of=budget.of, align=budget.align)
     ordinary_decoder(source, program, plan, lower(program, plan))
 
 

@@ -1,13 +1,13 @@
 """Compare two forms of a decoder.
 
 `require(compare("reloaded = lowered", expected, actual, tolerance))` is the whole use: `compare`
-measures, `require` stops the compilation.  The metric is the contract's: the largest absolute
-difference over the largest absolute value of the expected tensor, both over the whole tensor.
+measures, `require` stops the compilation.  The metric is the contract's (`dispfx.ir.logit_errors`): the
+largest absolute difference over the largest absolute value of the expected tensor, both over the whole
+tensor.
 
 Shape legend: B batch, T tokens, V vocabulary.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import VerificationError
+from dispfx.ir.logit_errors import logit_errors
 
 # (batch, tokens) at which every pair of forms is compared.  A capture is not traced at these sizes, so that a
 # graph with a fixed batch size or length is detected.
@@ -45,7 +46,7 @@ class Verification:
         name: the two forms, as in "reloaded = lowered".
         shape: (batch, tokens) of the input ids; empty for files.
         max_abs_error: max|a - b|; infinite if either side is not finite.
-        max_rel_error: max|a - b| / max|b| with b the expected tensor; 0 if both are all zero.
+        max_rel_error: max|a - b| / max|b| with b the expected tensor; masked logits do not count in max|b|.
         tolerance: largest allowed relative error; 0.0 requires equal bits.
     """
 
@@ -86,7 +87,7 @@ def compare(
             where=name,
         )
     shown = tuple(expected.shape[:2] if shape is None else shape)
-    max_abs_error, max_rel_error = _errors(expected.detach(), actual.detach())
+    max_abs_error, max_rel_error = logit_errors(expected.detach(), actual.detach())
     return Verification(name, shown, max_abs_error, max_rel_error, tolerance)
 
 
@@ -155,14 +156,3 @@ def random_token_ids(
     """Return uniform token ids, int64 of `shape`; the same seed and shape give the same ids anywhere."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocabulary_size, tuple(shape), generator=generator).to(device)
-
-
-def _errors(expected: Tensor, actual: Tensor) -> tuple[float, float]:
-    if not (bool(expected.isfinite().all()) and bool(actual.isfinite().all())):
-        return math.inf, math.inf
-    if expected.numel() == 0 or torch.equal(expected, actual):
-        return 0.0, 0.0
-    # float64, so that the difference of two bfloat16 numbers is exact.
-    difference = float((expected.double() - actual.double()).abs().max())
-    scale = float(expected.double().abs().max())
-    return difference, difference / scale if scale > 0.0 else math.inf

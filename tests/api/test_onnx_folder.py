@@ -14,6 +14,7 @@ import dispfx
 from dispfx import api
 from dispfx.deploy.onnx import legalize
 from dispfx.errors import UnsupportedGraphError, VerificationError
+from dispfx.plan.budget import Budget
 from dispfx.report import load_report
 from dispfx.run import onnx_folder
 from dispfx.run.rehearsal import rehearse
@@ -123,7 +124,7 @@ def test_a_folder_with_an_operation_that_onnx_lacks_stays_as_it_is(
     assert "test_onnx_folder.py:" in result.stderr
     assert sorted(folder.rglob("*")) == before
     with pytest.raises(UnsupportedGraphError, match="erfinv"):
-        rehearse(source_of(folder, model), dispfx.capture(model), 0.4, "onnx")
+        rehearse(source_of(folder, model), dispfx.capture(model), Budget(0.4), "onnx")
 
 
 def source_of(folder: Path, model: Any) -> Source:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +251,34 @@ def test_weights_that_got_worse_are_not_kept(graph: Path, tokens: Path, tmp_path
     ids = token_ids(2, 9)
     assert torch.equal(dispfx.load(tmp_path / "out")(ids), dispfx.load(graph)(ids))
     assert "left as they were" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_that_got_worse_are_written_as_new_ones(
+    pruned: Path, text: Path, tmp_path: Path, monkeypatch: Any
+):
+    values = count(50)
+
+    def compared(*given: Any, **options: Any) -> Comparison:
+        found = compare_on_text(*given, **options)
+        return replace(found, agreement=replace(found.agreement, kl_nats=float(next(values))))
+
+    monkeypatch.setattr("dispfx.run.recovery_job.compare_on_text", compared)
+    told = recover(pruned, **words(text, tmp_path / "out", replace(SETTINGS, train="lora", rank=4, lr=1e-2)))
+    assert not told.kept
+    stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert stored and not any(tensor.any() for name, tensor in stored.items() if "lora_B" in name)
+    assert "left as they were" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+def test_chat_templates_of_a_tokenizer_stay(pruned: Path, text: Path, tmp_path: Path):
+    base = tmp_path / "base"
+    shutil.copytree(pruned, base)
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool.jinja").write_text("TOOL", encoding="utf-8")
+    recover(base, **words(text, tmp_path / "out", replace(SETTINGS, steps=1, measure_every=1)))
+    kept = tmp_path / "out" / "additional_chat_templates" / "tool.jinja"
+    assert kept.read_text(encoding="utf-8") == "TOOL"
 
 
 def test_a_recovered_folder_can_be_recovered_again(graph: Path, tokens: Path, tmp_path: Path):

@@ -16,6 +16,7 @@ from dispfx import api
 from dispfx.compiler.programs import lower_program
 from dispfx.errors import OutputError, PassError, UnsupportedGraphError, VerificationError
 from dispfx.passes import lower_gates
+from dispfx.plan.budget import Budget
 from dispfx.run import rehearsal
 from dispfx.run.rehearsal import random_plan, rehearse
 from tests.one_branch import VOCABULARY, Middle, one_branch
@@ -97,7 +98,7 @@ def test_large_decoders_are_lowered_without_their_weights(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(rehearsal, "_COMPARED_BYTES", 0)
     monkeypatch.setattr(rehearsal, "lower_program", watched)
-    rehearse(source_of(model), program, 0.3)
+    rehearse(source_of(model), program, Budget(0.3))
     assert devices == [{"meta"}, {"meta"}]
     assert {tensor.device.type for tensor in program.parameters.values()} == {"cpu"}
 
@@ -134,7 +135,7 @@ def test_a_large_decoder_is_translated_without_its_weights(middle: Any, monkeypa
     model = one_branch(lambda: Middle(middle))
     refused = pytest.raises(UnsupportedGraphError, match="erfinv")
     with refused if middle is inverse_error_function else nullcontext():
-        rehearse(source_of(model), dispfx.capture(model), 0.3, "onnx")
+        rehearse(source_of(model), dispfx.capture(model), Budget(0.3), "onnx")
 
 
 @pytest.mark.slow
@@ -155,7 +156,7 @@ def source_of(model: nn.Module, config: Any = None) -> Any:
 def test_a_dense_checkpoint_of_a_decoder_with_statistics_of_weights_is_refused():
     model = one_branch(lambda: ChangedMiddle(ternary))
     with pytest.raises(UnsupportedGraphError, match="`export='dense'`"):
-        rehearse(source_of(model), dispfx.capture(model), 0.3, "dense")
+        rehearse(source_of(model), dispfx.capture(model), Budget(0.3), "dense")
 
 
 def test_the_random_plan_removes_the_share_of_every_site():

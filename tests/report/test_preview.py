@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from dispfx.plan.budget import Budget
 from dispfx.report.run_preview import Preview, preview_lines, preview_plain
 from dispfx.settings.learning_settings import LearnSettings
 from tests.report.test_estimate import estimate
@@ -15,9 +16,7 @@ def example_preview() -> Preview:
         program=program(refused=1),
         settings=LearnSettings(steps=100, batch_size=2, seq_len=50),
         estimate=estimate(),
-        ratio=0.3,
-        ratio_of="blocks",
-        align=8,
+        budget=Budget(0.3, align=8),
         reachable=0.3004,
         parameters=1000,
         parameters_left=760,

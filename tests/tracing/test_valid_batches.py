@@ -4,7 +4,8 @@ import inspect
 from collections.abc import Callable
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from dispfx.capturing.module_capture import capture
 from dispfx.errors import CaptureError
@@ -53,6 +54,30 @@ def in_place_of_itself_beyond_four(x: Tensor) -> Tensor:
 
 def beyond_hundreds(x: Tensor) -> Tensor:
     return x.contiguous() if x.shape[0] > 128 else x
+
+
+class Masked(nn.Module):
+    """A decoder that never predicts its last tokens."""
+
+    def __init__(self, decoder: nn.Module, value: float):
+        super().__init__()
+        self.decoder, self.value = decoder, value
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.decoder(ids)
+        last = torch.arange(logits.shape[-1]) >= logits.shape[-1] - 3
+        return logits.masked_fill(last, self.value)
+
+
+@pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e9])
+def test_a_masked_vocabulary_hides_no_difference(value: float):
+    with pytest.raises(CaptureError, match="5 sequences"):
+        capture(Masked(by_batch(beyond_four), value).eval())
+
+
+def test_infinite_logits_are_named():
+    with pytest.raises(CaptureError, match="logits that are infinite or not a number"):
+        capture(Masked(scaled(lambda tokens, x: x), float("-inf")).eval())
 
 
 @pytest.mark.parametrize(

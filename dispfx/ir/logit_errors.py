@@ -1,0 +1,56 @@
+"""How far apart are two tensors of logits?
+
+The largest absolute difference over the largest absolute value of the expected tensor.  A decoder may set
+the logits of tokens that it never predicts to a huge negative number, such as `finfo.min`.  Such a value
+says nothing about the size of all other logits, so it is compared with itself:
+
+    error = max |a − b| / max(|b|, s)        s: largest |b| of the logits that are not masked
+
+Without masked logits, s is the largest |b|, and the error is max |a − b| / max |b|.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+# Masked logits are at least so large, and so many times as large as all other ones.
+_LEAST_MASKED, _GAP = 1e4, 100.0
+
+
+def logit_errors(expected: Tensor, actual: Tensor) -> tuple[float, float]:
+    """Return the absolute and the relative difference of two tensors of one shape.
+
+    Both are infinite if a value is not finite, and 0 if all bits are equal or there are no values.
+    """
+    if not (bool(expected.isfinite().all()) and bool(actual.isfinite().all())):
+        return math.inf, math.inf
+    if expected.numel() == 0 or torch.equal(expected, actual):
+        return 0.0, 0.0
+    # float64, so that the difference of two bfloat16 numbers is exact.
+    difference = (expected.double() - actual.double()).abs_()
+    absolute, largest, scale = float(difference.max()), largest_of(expected), unmasked_scale(expected)
+    if scale == 0.0:
+        return absolute, math.inf
+    if scale == largest:
+        return absolute, absolute / scale
+    return absolute, float((difference / expected.double().abs().clamp_(min=scale)).max())
+
+
+def unmasked_scale(logits: Tensor) -> float:
+    """Return the largest absolute value of finite logits that are not masked."""
+    largest = largest_of(logits)
+    if largest < _LEAST_MASKED:
+        return largest
+    sizes = logits.abs()
+    masked = sizes >= _LEAST_MASKED
+    if bool(masked.all()):
+        return largest
+    visible = float(sizes[~masked].max())
+    return visible if 0.0 < visible * _GAP <= float(sizes[masked].min()) else largest
+
+
+def largest_of(values: Tensor) -> float:
+    """Return the largest absolute value."""
+    least, most = values.aminmax()
+    return max(abs(float(least)), abs(float(most)))
