@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from dispfx.compiler.programs import only_planned, require_same_decoder
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.distributed.ranks import ALONE, Ranks
-from dispfx.errors import VerificationError
+from dispfx.errors import DispfxError, VerificationError
 from dispfx.plan.plan import Plan
 from dispfx.report import NullObserver, Observer, Report, load_report
 from dispfx.run.decoder_files import Task, require_writable
@@ -41,6 +42,7 @@ from dispfx.run.writing import write_output
 from dispfx.settings import RunSettings
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.settings.trees import ApplySettings
+from dispfx.words.option_names import option
 
 
 def compile(
@@ -127,6 +129,8 @@ def run_settings(settings: RunSettings | None, **changes: Any) -> RunSettings:
     return RunSettings.of(**given) if settings is None else settings.changed(**given)
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def run_compile(
     settings: RunSettings,
     observer: Observer | None = None,
@@ -205,13 +209,23 @@ def _recovered(task: Task, recovery: RecoverySettings, stages: Stages, ranks: Ra
         command=task.command,
         ranks=ranks,
     )
-    recover_folder(job, stages)
+    try:
+        recover_folder(job, stages)
+    except DispfxError as error:
+        kept = (
+            f"{option('resume', True)} with {option('recover', 'none')} writes the pruned decoder without "
+            "recovery"
+        )
+        error.hint = f"{error.hint}; {kept}" if error.hint else kept
+        raise
     remove_state(task.state)
     report = load_report(task.path / "report.json")
     stages.observer.finished(report)
     return report
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks: Ranks = ALONE) -> Plan:
     """As `learn_plan`, with all settings in one object; `ranks` as for `run_compile`.
 

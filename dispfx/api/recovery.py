@@ -4,6 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dispfx.compiler.programs import only_planned
 from dispfx.deploy.folder import refuse_existing
 from dispfx.distributed.ranks import ALONE, Ranks
@@ -46,6 +48,8 @@ def recover(
     return run_recover(RecoverSettings.given(folder, changes), observer, command=command)
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def run_recover(
     settings: RecoverSettings,
     observer: Observer | None = None,

@@ -36,7 +36,7 @@ from dispfx.capturing.document_masks import ApartDocuments, refuse_mixing
 from dispfx.capturing.fitting_shapes import OTHER_SHAPE, TRACED_SHAPE, Shapes, fitting_shapes
 from dispfx.capturing.graph_export import torch_unheard, traced, user_frame
 from dispfx.capturing.logits import logits_of, tensors_in, widths_of
-from dispfx.capturing.module_state import ModuleState, module_kept, random_state_kept
+from dispfx.capturing.module_state import ModuleState, in_evaluation_mode, module_kept, random_state_kept
 from dispfx.capturing.refusals import refuse_export, refuse_fixed_length
 from dispfx.capturing.rounding import allowed_by_rounding, most_allowed
 from dispfx.capturing.unlifting import program_of, straight_line, user_inputs, user_outputs
@@ -153,7 +153,7 @@ def _check_apart(program: Program, model: nn.Module, ids: Tensor, separator: int
 
 
 def module_logits(model: nn.Module, ids: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Return the logits (B, T, V) that a decoder gives for token ids (B, T), without a cache.
+    """Return the logits (B, T, V) that a decoder gives for token ids (B, T), in evaluation mode and uncached.
 
     Args:
         tensors: values to use in place of the module's own, by path; the module is not changed.
@@ -164,17 +164,19 @@ def module_logits(model: nn.Module, ids: Tensor, tensors: Mapping[str, Tensor] |
     if tensors is None:
         return logits_of(module_output(model, ids), ids, widths_of(model))
     arguments = _fixed_arguments(model)
-    output = torch.func.functional_call(model, dict(tensors), (ids,), arguments)
+    with in_evaluation_mode(model):
+        output = torch.func.functional_call(model, dict(tensors), (ids,), arguments)
     return logits_of(output, ids, widths_of(model))
 
 
 def module_output(model: nn.Module, ids: Tensor) -> Any:
-    """Return what a decoder gives for token ids (B, T), without a cache.
+    """Return what a decoder gives for token ids (B, T) in evaluation mode, without a cache.
 
     Raises:
         CaptureError: if the module raises.
     """
-    return _run(model, ids, _fixed_arguments(model))
+    with in_evaluation_mode(model):
+        return _run(model, ids, _fixed_arguments(model))
 
 
 @dataclass(frozen=True)

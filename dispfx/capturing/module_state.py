@@ -105,6 +105,20 @@ def module_kept(module: nn.Module, *, values: bool = True) -> Iterator[ModuleSta
 
 
 @contextmanager
+def in_evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Run in evaluation mode inside the block; what was in training mode is again at its end."""
+    training = [one for one in module.modules() if one.training]
+    # `eval` is not allowed on exported programs, which are said to be in training mode.
+    for one in training:
+        one.training = False
+    try:
+        yield
+    finally:
+        for one in training:
+            one.training = True
+
+
+@contextmanager
 def random_state_kept() -> Iterator[None]:
     """Put the random states of Python, NumPy and torch back, of CUDA too where it is in use."""
     python, numpy = random.getstate(), np.random.get_state()

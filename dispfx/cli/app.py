@@ -43,7 +43,7 @@ _OPENING = ("revision", "dtype", "tokenizer")
 _LEARNED_FROM = ("data", "data_weight")
 _TEXT = (*_LEARNED_FROM, "eval_data", "data_field", "data_bytes", "allow_unknown", "eval_windows")
 _ESTIMATED = ("steps", "seq_len", "batch_size", "hypernetwork")
-_NOT_OF_RECOVERY = ("tokenizer", "data_weight", "print_after")
+_NOT_OF_RECOVERY = ("data_weight", "print_after")
 # Always passed to verbs that do not use a ratio.
 _SHARE = {"ratio": 0.3}
 

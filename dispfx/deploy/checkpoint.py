@@ -6,7 +6,7 @@ that it can be captured and lowered again; `dispfx.deploy.reload` then puts the 
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,14 +149,19 @@ def require_rebuilt(model: nn.Module, config: Any) -> None:
         )
 
 
-def rebuilt(model: nn.Module, config: Any) -> nn.Module:
-    """Return what the decoder's class builds from its config, with the tensors of `model`, in eval mode."""
+def rebuilt(model: nn.Module, config: Any, without: Collection[str] = ()) -> nn.Module:
+    """Return what the decoder's class builds from its config, with the tensors of `model`, in eval mode.
+
+    Args:
+        without: tensors that are not taken from `model`.
+    """
     twin = _without_weights(copy.deepcopy(config), type(model)._from_config)  # type: ignore[attr-defined]
     own = dict(model.named_modules())
     for path, part in twin.named_modules():
         for kind in ("_parameters", "_buffers"):
             tensors, given = getattr(part, kind), getattr(own.get(path), kind, {})
-            tensors.update({name: given[name] for name in tensors.keys() & given.keys()})
+            taken = {name for name in given if f"{path}.{name}".removeprefix(".") not in without}
+            tensors.update({name: given[name] for name in tensors.keys() & taken})
     return twin.eval()
 
 

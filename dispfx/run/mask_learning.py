@@ -33,6 +33,8 @@ from dispfx.words.own_function import shown
 _OF_BUDGET = ("ratio_of", "align", "costs")
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def learn(
     program: Program,
     data: Tensor | np.ndarray | Sequence[int] | Batches,

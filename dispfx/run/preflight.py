@@ -3,6 +3,7 @@
 1. Before weights are read: the weights, and if a folder is written also their pruned copy.
 2. Before learning: the estimate of `dispfx.estimate.run_estimate` without the weights, which are loaded by
    then.  If layers may be checkpointed, it is the estimate with checkpoints.
+3. Before recovery, and before the learning that it follows: what AdamW holds.
 
 The estimate may be wrong by 25%: a run is rejected only if it would not fit with 25% less.
 """
@@ -79,6 +80,31 @@ def require_room_to_learn(
             + (f", {option('checkpointing', 'on')}" if chosen.checkpointing == "off" else "")
             + (f", {option('hypernetwork', 'linear')}" if settings.hypernetwork == "full" else "")
             + f", or {option('launch')}",
+        )
+
+
+def require_room_to_recover(parameters: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise if training so many weights does not fit next to the loaded decoders.
+
+    A weight has a gradient, AdamW's two moments and its best value so far in float32, and if it is stored in
+    half precision also a float32 copy with a gradient.
+
+    Args:
+        parameters: that are trained.
+        dtype: that they are stored in.
+
+    Raises:
+        DispfxError: saying how much is missing and what would help.
+    """
+    each = dtype.itemsize + 12 + (8 if dtype.itemsize < 4 else 0)
+    needed, free = each * parameters, free_bytes(device)
+    if free is not None and _SURE * needed > free:
+        raise _missing(
+            f"recovery takes {shown_bytes(needed)} for {parameters:,} weights, {each} bytes each",
+            needed,
+            free,
+            device,
+            "train one number per kept feature (scales), or adapters, in place of all weights",
         )
 
 

@@ -25,7 +25,7 @@ from dispfx.run.fitting import fitted_settings
 from dispfx.run.learning_setup import device_of_learning
 from dispfx.run.length_checks import require_lengths, require_onnx_lengths
 from dispfx.run.opening import open_model
-from dispfx.run.preflight import require_room_for_weights, require_room_to_learn
+from dispfx.run.preflight import require_room_for_weights, require_room_to_learn, require_room_to_recover
 from dispfx.run.rehearsal import rehearse
 from dispfx.run.run_text import Text, TextChoice, open_text, require_tokens, separator_of
 from dispfx.run.targets import export_of, require_ordinary
@@ -116,8 +116,12 @@ def ready_to_learn(
         require_lengths(source, program, learning, stages.observer.note, measured=text.measure is not None)
     batches = text.batches(learning)
     require_room_to_learn(learned_on, learning, settings.compute, ranks)
+    recovery = settings.afterwards.recovery
+    if recovery is not None and recovery.train == "weights":
+        kept = round(budget.keep * program.size)
+        require_room_to_recover(kept, program.dtype, program.device)
     with stages("rehearse"):
-        rehearse(source, program, budget, export_of(export, source))
+        rehearse(source, program, budget, export_of(export, source), recovery)
     return Ready(source, text, batches, program, learned_on, learning, budget)
 
 

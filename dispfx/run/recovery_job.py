@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dispfx.analysis.finite_weights import require_finite_weights
 from dispfx.compiler.programs import require_same_decoder
 from dispfx.compiler.stages import for_training
 from dispfx.deploy import exported
@@ -28,6 +29,7 @@ from dispfx.learning.text import TokenBatches
 from dispfx.quality.agreement import Comparison, compare_on_text
 from dispfx.report import Report
 from dispfx.run.folders import Opened, open_folder
+from dispfx.run.preflight import require_room_to_recover
 from dispfx.run.run_text import MeasuredText, Text, split_held_out
 from dispfx.run.students import graph_predictions
 from dispfx.run.trainables import Trainable, folder_plan, lowered_of, trainable_of
@@ -137,6 +139,10 @@ def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], T
         return made[0]
 
     trainable = trainable_of(opened, lowered, job.settings, job.dtype)
+    require_finite_weights(trainable.module)
+    trained = trainable.student.trained.values()
+    dtype = next((one.dtype for one in trained), torch.float32)
+    require_room_to_recover(sum(one.numel() for one in trained), dtype, job.device)
     teacher = for_training(job.program, job.settings.seq_len)
     teacher.graph_module.requires_grad_(False)
     text = _batches(job)

@@ -12,7 +12,8 @@ What is covered depends on the decoder's size, so that the rehearsal stays a sma
 4. With values: the transformers model with smaller modules, or the reason why it cannot be built.  For a
    module that transformers does not know, and with `--export pt2`, the exported program.  It is written to a
    temporary folder where it has less than `_WRITTEN_BYTES`.
-5. With `--export onnx`: every operation of the graph without a cache is translated once
+5. With values, if a recovery follows: forward and backward pass of one step.
+6. With `--export onnx`: every operation of the graph without a cache is translated once
    (`dispfx.deploy.onnx.one_of_each`), which takes a few seconds, however deep the decoder is.  A mixture of
    experts is captured in the form that is exported.
 """
@@ -29,7 +30,7 @@ from dispfx.capturing.module_capture import module_logits
 from dispfx.capturing.module_state import module_kept
 from dispfx.compiler.cached_programs import capture_cached
 from dispfx.compiler.programs import exportable, gated, lower_program, only_planned
-from dispfx.deploy.checkpoint import rebuilt
+from dispfx.deploy.checkpoint import rebuilt, underived_buffers
 from dispfx.deploy.exported import export_program, save_graph
 from dispfx.errors import CaptureError, DataError, UnsupportedGraphError
 from dispfx.ir.pipeline import printing_after
@@ -38,21 +39,30 @@ from dispfx.ir.sites import Site
 from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan
 from dispfx.run.decoder_files import modules_of
+from dispfx.run.trainables import try_recovery
+from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.source import Source
 from dispfx.verification.equivalence import SHAPES_BT, compare_decoders, random_token_ids, require
-from dispfx.verification.graphs import tolerance_of
+from dispfx.verification.graphs import compared_shapes, short_shapes, tolerance_of
 from dispfx.words.option_names import option
 
 _COMPARED_BYTES, _WRITTEN_BYTES = 2**32, 2**28
 
 
-def rehearse(source: Source, program: Program, budget: Budget, export: str | None = None) -> None:
+def rehearse(
+    source: Source,
+    program: Program,
+    budget: Budget,
+    export: str | None = None,
+    recovery: RecoverySettings | None = None,
+) -> None:
     """Pass if a plan of this budget can be lowered, compared, built and written.
 
     Args:
         source: the decoder that `program` was captured from; both stay unchanged.
         budget: its ratio is removed of every site's features.
         export: as for `compile`.
+        recovery: that follows, if one does.
 
     Raises:
         DispfxError: whatever the later stages raise.
@@ -60,6 +70,8 @@ def rehearse(source: Source, program: Program, budget: Budget, export: str | Non
     plan = random_plan(program, budget.ratio)
     if export == "dense" and program.dense_statistics and plan.select == "after-norm":
         raise _no_zeroed_decoder(program)
+    if export == "dense" and source.config is not None:
+        _require_stored_buffers(source, program)
     with printing_after((), lambda name, text: None), torch.no_grad():
         if source.config is not None and _has_values(program):
             _require_same_class(source, program)
@@ -78,20 +90,60 @@ def rehearse(source: Source, program: Program, budget: Budget, export: str | Non
             _exported(other, lowered if other is program else lower_program(other, plan).graph_module)
         if export == "onnx":
             _translated(source, program, plan, fast)
+        if recovery is not None:
+            try_recovery(program, plan, recovery)
+
+
+def _require_stored_buffers(source: Source, program: Program) -> None:
+    """Require that the decoder is the same without buffers that transformers would not store.
+
+    Raises:
+        DataError: with the first of them.
+    """
+    model = source.model
+    lost = underived_buffers(model, source.config) - model.state_dict().keys()
+    if not lost or not _has_values(program):
+        return
+    twin = rebuilt(model, source.config, without=lost).to(program.device)
+    logits = [partial(module_logits, one) for one in (model, twin)]
+    shapes, size = compared_shapes(program), program.vocabulary_size
+    with module_kept(model):
+        lines = compare_decoders(
+            "stored = model",
+            *logits,
+            tolerance_of(program),
+            vocabulary_size=size,
+            shapes=shapes,
+            device=program.device,
+        )
+    if not all(line.holds for line in lines):
+        raise DataError(
+            "an ordinary checkpoint would lose a buffer: its values are not those of the config, and "
+            "transformers does not store it",
+            where=min(lost),
+            hint=f"leave out {option('export', 'dense')}; the folder itself keeps the buffer",
+        )
 
 
 def _require_same_class(source: Source, program: Program) -> None:
-    """Require that the decoder's class, built from its config, computes the same with the same tensors.
+    """Require that the decoder's class, built from its config, gives the same bits with the same tensors.
 
-    A module of another class inside of the decoder, or a changed attribute, would not be in the folder.
+    A module of another class inside of the decoder, a changed attribute or a hook would not be in the folder.
+    Where there is one, the longest sequence of the run is compared too.
 
     Raises:
-        DataError: otherwise, with the first module of another class.
+        DataError: otherwise, with the first module of another class or with a hook.
     """
     model = source.model
     twin = rebuilt(model, source.config)
+    classes = {path: type(module) for path, module in twin.named_modules()}
+    odd = [
+        path
+        for path, module in model.named_modules()
+        if classes.get(path) is not type(module) or module._forward_hooks or module._forward_pre_hooks
+    ]
+    shapes = list(compared_shapes(program) if odd else short_shapes(program))
     with module_kept(model):
-        shapes = [(2, program.lengths.within(9))]
         with suppress(CaptureError):  # Not every decoder reads a single token.
             module_logits(model, random_token_ids(program.vocabulary_size, (1, 1), device=program.device))
             shapes.append((1, 1))
@@ -99,20 +151,17 @@ def _require_same_class(source: Source, program: Program) -> None:
             "rebuilt = model",
             partial(module_logits, model),
             partial(module_logits, twin),
-            tolerance_of(program),
+            0.0,
             vocabulary_size=program.vocabulary_size,
             shapes=shapes,
             device=program.device,
         )
-    if all(line.holds for line in lines):
-        return
-    classes = {path: type(module) for path, module in twin.named_modules()}
-    odd = (path for path, module in model.named_modules() if classes.get(path) is not type(module))
-    raise DataError(
-        "the decoder computes something else than its class does when it is built from its config",
-        where=next(odd, type(model).__name__),
-        hint="undo the change, or wrap the decoder in a module of your own to get a graph",
-    )
+    if not all(line.holds for line in lines):
+        raise DataError(
+            "the decoder computes something else than its class does when it is built from its config",
+            where=odd[0] if odd else type(model).__name__,
+            hint="undo the change, or wrap the decoder in a module of your own to get a graph",
+        )
 
 
 def random_plan(program: Program, ratio: float, seed: int = 0) -> Plan:

@@ -15,11 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.capturing.module_capture import module_logits, module_output
+from dispfx.ir import ops
 from dispfx.ir.head import split_at_head
 from dispfx.ir.program import Program
 from dispfx.learning.distillation import Predicting, Student
 from dispfx.learning.divergence import Predictions
 from dispfx.quality.logits_by_rows import same_logits
+
+# Arguments of an embedding before its last one, `sparse`.
+_SPARSE = 4
 
 
 def graph_student(program: Program, trained: Mapping[str, nn.Parameter]) -> Student:
@@ -31,6 +35,10 @@ def graph_student(program: Program, trained: Mapping[str, nn.Parameter]) -> Stud
     program.graph_module.requires_grad_(False)
     for parameter in trained.values():
         parameter.requires_grad_(True)
+    for node in program.graph.nodes:
+        if ops.packet(node) is ops.aten.embedding:
+            node.args = node.args[:_SPARSE]  # AdamW takes no sparse gradients
+    program.graph_module.recompile()
     return Student(graph_predictions(program), trained)
 
 

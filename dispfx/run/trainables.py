@@ -8,7 +8,7 @@ A graph is trained if possible, so a module without a class of transformers can 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -28,13 +28,14 @@ from dispfx.huggingface.adapters import with_adapters
 from dispfx.huggingface.model_loading import load_model
 from dispfx.ir.program import Program
 from dispfx.learning.distillation import Student
+from dispfx.learning.divergence import kl_divergence
 from dispfx.plan.plan import Plan
 from dispfx.run.folders import Opened
-from dispfx.run.students import adapted_student, graph_student, weights_of
+from dispfx.run.students import adapted_student, graph_predictions, graph_student, weights_of
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.settings.sections import Dtype
 from dispfx.source import Source, dtype_of
-from dispfx.verification.equivalence import SHAPES_BT, Verification, compare_decoders
+from dispfx.verification.equivalence import SHAPES_BT, Verification, compare_decoders, random_token_ids
 from dispfx.verification.graphs import TOLERANCES
 from dispfx.words.choices import choice
 from dispfx.words.option_names import option
@@ -126,6 +127,42 @@ def trainable_of(
         "lora": lambda: _adapters(opened, dtype, settings),
     }
     return choice(makers, settings.train, "train")()
+
+
+def try_recovery(program: Program, plan: Plan, settings: RecoverySettings) -> None:
+    """Do the forward and backward pass of one step of recovery; nothing is changed.
+
+    Args:
+        program: of the dense decoder.
+        plan: any plan of it.
+
+    Raises:
+        DispfxError: if no site can have a scale, or a loss or gradient is not finite.
+    """
+    lowered = lower_program(program, plan)
+    held = [*program.graph_module.parameters(), *lowered.graph_module.parameters()]
+    required = [one.requires_grad for one in held]
+    tokens = program.lengths.within(9)
+    settings = replace(settings, seq_len=tokens)
+    try:
+        made = _scales(lowered, plan, settings) if settings.train == "scales" else _weights(lowered, settings)
+        ids_BT = random_token_ids(program.vocabulary_size, (2, tokens), device=program.device)
+        with torch.no_grad():
+            teacher = graph_predictions(program)(ids_BT)
+        with torch.enable_grad():
+            loss = kl_divergence(teacher, made.student.predictions(ids_BT))
+            trained = made.student.trained
+            gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        for path, gradient in zip(trained, gradients, strict=True):
+            if gradient is not None and not bool(gradient.isfinite().all()):
+                raise DispfxError(
+                    "recovery needs finite gradients, and that of a weight is infinite or not a number",
+                    where=path,
+                    hint=f"leave out {option('recover')}",
+                )
+    finally:
+        for one, needed in zip(held, required, strict=True):
+            one.requires_grad_(needed)
 
 
 def _weights(program: Program, settings: RecoverySettings) -> Trainable:

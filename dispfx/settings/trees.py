@@ -6,9 +6,10 @@ report.json stores.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
-from dispfx.errors import DispfxError
+from dispfx.errors import DispfxError, OutputError
 from dispfx.settings.learning_settings import (
     LearnSettings,
     RecipeSettings,
@@ -37,6 +38,7 @@ from dispfx.settings.verb_settings import (
     TimingSettings,
 )
 from dispfx.words.chosen_device import local_device
+from dispfx.words.option_names import option
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +131,15 @@ class RecoverSettings(Tree):
     text: TextSettings
     recovery: RecoverySettings
     output: RecoveredSettings
+
+    def __post_init__(self) -> None:
+        folder, path = Path(self.model.model).expanduser(), self.output.path
+        if folder.exists() and path.exists() and path.samefile(folder):
+            raise OutputError(
+                "the recovered decoder cannot be written over the folder that it is made from",
+                where=str(path),
+                hint=f"name another folder with {option('out')}",
+            )
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,7 +48,7 @@ class OwnFunction:
             return self.function(*args)
         except DispfxError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise SourceError(
                 f"{self.name} raised {type(error).__name__}: {error}", where=_line_of(error)
             ) from error

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import dispfx
@@ -19,7 +20,8 @@ from dispfx.api import agree, apply, evaluate, recover, verify
 from dispfx.capturing.module_capture import module_logits
 from dispfx.demo import DECODER_FOLDER
 from dispfx.demo.grammar import generate_text
-from dispfx.errors import DataError, DispfxError, OutputError, PlanMismatchError
+from dispfx.deploy.exported import save_graph
+from dispfx.errors import DataError, DispfxError, OutputError, PlanMismatchError, SourceError
 from dispfx.learning.state import saved_step
 from dispfx.quality.agreement import Comparison, compare_on_text
 from dispfx.report import Report, Tuning, load_report
@@ -355,3 +357,79 @@ def test_the_onnx_model_of_a_recovered_decoder_is_made_of_its_own_weights(tokens
 
 def test_another_decoder_of_the_same_shapes_is_not_the_dense_one():
     assert dispfx.capture(another_decoder()).fingerprint != dispfx.capture(build_decoder()).fingerprint
+
+
+class Gate(nn.Module):
+    """A decoder with one more factor: the root of a weight that is zero has no finite gradient."""
+
+    def __init__(self, decoder: nn.Module):
+        super().__init__()
+        self.decoder, self.gate = decoder, nn.Parameter(torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.decoder(ids) * (1 + self.gate.abs().sqrt())
+
+
+@pytest.mark.parametrize("kind", ["weights", "scales"])
+def test_a_gradient_of_recovery_that_is_infinite_is_found_before_learning(
+    kind: str, tokens: Path, tmp_path: Path
+):
+    watcher = Watcher()
+    options: dict[str, Any] = {"steps": 3, "seq_len": 16, "batch_size": 2, "align": 1, "recover": kind}
+    model = Gate(build_decoder()).eval()
+    required = [one.requires_grad for one in model.parameters()]
+    if kind == "weights":
+        with pytest.raises(DispfxError, match=r"recovery needs finite gradients(.|\n)*gate"):
+            dispfx.compile(model, RATIO, tokens, tmp_path / "out", **options, observer=watcher)
+        assert not watcher.steps and not list(tmp_path.iterdir())
+    else:  # the gate itself is not trained
+        dispfx.compile(model, RATIO, tokens, tmp_path / "out", **options, recover_steps=2)
+    assert required == [one.requires_grad for one in model.parameters()]
+
+
+def test_an_embedding_with_sparse_gradients_is_recovered(tokens: Path, tmp_path: Path):
+    model = build_decoder()
+    next(one for one in model.modules() if isinstance(one, nn.Embedding)).sparse = True
+    options: dict[str, Any] = {"steps": 3, "seq_len": 16, "batch_size": 2, "align": 1}
+    report = dispfx.compile(
+        model, RATIO, tokens, tmp_path / "out", recover="weights", recover_steps=2, **options
+    )
+    assert report.tuned is not None and all(line.holds for line in report.verify)
+
+
+def test_what_fails_in_recovery_after_learning_names_the_way_to_the_pruned_decoder(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(*given: Any) -> None:
+        raise DispfxError("no")
+
+    monkeypatch.setattr("dispfx.api.compilation.recover_folder", fails)
+    with pytest.raises(DispfxError, match="`recover='none'` writes the pruned decoder without recovery"):
+        compiled(tokens, tmp_path / "out", recover="weights")
+    assert compiled(tokens, tmp_path / "out", recover="none", resume=True).tuned is None
+
+
+def test_a_folder_is_not_its_own_output_and_its_weights_are_finite(graph: Path, tokens: Path, tmp_path: Path):
+    with pytest.raises(OutputError, match="cannot be written over the folder that it is made from"):
+        recover(graph, **words(tokens, graph, QUICK, dense=MODEL))
+    model = build_decoder()
+    plan = dispfx.Plan.random(dispfx.capture(model), 0.3, 0)
+    lowered = dispfx.lower(dispfx.capture(model), plan)
+    path, weight = next((path, one) for path, one in lowered.named_parameters() if one.dim() == 2)
+    with torch.no_grad():
+        weight[0, 0] = torch.nan
+    broken = tmp_path / "broken"
+    shutil.copytree(graph, broken)
+    save_graph(lowered, broken)
+    with pytest.raises(SourceError, match="weights must be finite") as error:
+        recover(broken, **words(tokens, tmp_path / "out", QUICK, dense=MODEL))
+    assert error.value.where == path
+
+
+def test_weights_that_leave_no_room_for_their_moments_are_refused(
+    graph: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("dispfx.run.preflight.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("dispfx.run.readiness.require_room_for_weights", lambda *given, **further: None)
+    with pytest.raises(DispfxError, match=r"recovery takes .* weights, 16 bytes each; 0\.0 MB are free"):
+        recover(graph, **words(tokens, tmp_path / "out", QUICK, dense=MODEL))

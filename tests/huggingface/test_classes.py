@@ -124,6 +124,40 @@ def tripled() -> nn.Module:
     return model
 
 
+def other_epsilon() -> nn.Module:
+    model: Any = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+    model.model.norm.variance_epsilon *= 1.2
+    return model
+
+
+def hook_beyond_forty_tokens() -> nn.Module:
+    model: Any = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+
+    def halved(module: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+        late = torch.arange(output.shape[1]) >= 40
+        return output * torch.where(late, 0.5, 1.0)[None, :, None]
+
+    model.model.norm.register_forward_hook(halved)
+    return model
+
+
+def other_frequencies() -> nn.Module:
+    model: Any = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+    model.model.rotary_emb.inv_freq *= 1.5
+    return model
+
+
+@pytest.mark.parametrize("build", [lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attention_dropout=0.5))])
+def test_a_model_in_training_mode_is_compiled_as_in_evaluation_and_stays_in_training(
+    build: Callable[[], nn.Module], tmp_path: Path
+):
+    model = build().train()
+    with torch.no_grad():  # nor do gradients that are switched off around it matter
+        report = dispfx.compile(model, 0.3, torch.arange(2_000) % 64, tmp_path / "out", steps=2, seq_len=16)
+    assert all(line.holds for line in report.verify)
+    assert all(module.training for module in model.modules())
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
@@ -162,6 +196,11 @@ def test_what_cannot_be_written_or_built_again_is_refused_before_anything_is_lea
     model = tripled()
     with pytest.raises(DispfxError, match=r"than its class does when(.|\n)*model\.layers\.0\.mlp"):
         dispfx.compile(model, 0.3, **learn)
+    for change in (other_epsilon, hook_beyond_forty_tokens):
+        with pytest.raises(DispfxError, match="than its class does when it is built from its config"):
+            dispfx.compile(change(), 0.3, **learn, seq_len=64)
+    with pytest.raises(DispfxError, match=r"would lose a buffer(.|\n)*rotary_emb\.inv_freq"):
+        dispfx.compile(other_frequencies(), 0.3, **learn, export="dense")
     model = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
     model.config.notes = {1, 2}  # no JSON
     with pytest.raises(DispfxError, match="cannot be written"):
