@@ -163,7 +163,11 @@ class ServedLayout:
         """
         norms = {path for path, norm in self.layout.modules.items() if norm.readers}
         for path in sorted((self.paths - norms) - self._served):
-            raise unserved(path, "vLLM has no linear layer for it, or runs it in a layer of another kind")
+            raise unserved(
+                path,
+                "its class in vLLM does not say which layer stands for this module",
+                hint="serve with --model-impl transformers, which takes the modules of the decoder itself",
+            )
 
     def require_untouched(self, path: str, kind: str) -> None:
         """Pass if nothing at or below a path is pruned.
@@ -206,9 +210,9 @@ def shared(size: int, ranks: int, path: str) -> int:
     return size // ranks
 
 
-def unserved(path: str, reason: str) -> OutputError:
+def unserved(path: str, reason: str, hint: str = _OTHER_WAY) -> OutputError:
     """Return the error for a module that vLLM cannot run as it was pruned."""
-    return OutputError(f"vLLM cannot serve this folder: {reason}", where=path, hint=_OTHER_WAY)
+    return OutputError(f"vLLM cannot serve this folder: {reason}", where=path, hint=hint)
 
 
 def _require_linear(path: str, module: ModuleLayout) -> None:

@@ -108,11 +108,17 @@ def _config(name: str) -> PreTrainedConfig:
 
 
 def tiny_decoder(name: str) -> nn.Module:
-    """Return a seeded decoder in evaluation mode; no parameter is constant, so that none hides an error."""
+    """Return a seeded decoder in evaluation mode; no parameter is constant, so that none hides an error.
+
+    Branches outweigh the embedding, so that a continuation is no repetition of the last token.
+    """
     torch.manual_seed(0)
     options = {"experts_implementation": "batched_mm"} if name == "mixtral" else {}
     model = AutoModelForCausalLM.from_config(_config(name), **options).eval()
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+            in_branch = parameter.dim() > 1 and parameter is not embedding.weight
+            scale = 0.2 if in_branch else 2.0 if parameter.dim() == 1 else 0.05
+            parameter.add_(scale * torch.randn_like(parameter))
     return model

@@ -1,6 +1,11 @@
-"""Run by a Python that has vLLM and dispfx: greedy continuations of prompts, as JSON on a line of stdout that begins with FOUND."""
+"""Run by a Python that has vLLM and dispfx: greedy continuations of prompts by several folders.
+
+The argument is JSON: a list of runs, each with `folder`, `batches` of prompts, `tokens` to add, and `options`
+of the engine.  Each run gives a line of stdout that begins with FOUND, followed by JSON.
+"""
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -9,27 +14,37 @@ from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 _ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "skip_tokenizer_init": True,
-    "disable_log_stats": True,
-    "gpu_memory_utilization": 0.3,
+    "max_model_len": 256,
     "max_num_seqs": 16,
+    "block_size": 32,
 }
 
 
 def main() -> None:
-    """The argument is JSON: `folder`, `batches` of prompts, `tokens` to add, and `options` of the engine."""
-    asked = json.loads(sys.argv[1])
+    """Start an engine for each run, one after the other."""
+    for asked in json.loads(sys.argv[1]):
+        try:
+            found = run(asked)
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {error}"}
+        # Of several processes that torchrun started, one says what all of them found.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\nFOUND {json.dumps(found)}", flush=True)
+
+
+def run(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the tokens that follow each prompt of each batch, and how many of a prompt's were cached."""
     engine = LLM(asked["folder"], **(_ENGINE | asked["options"]))
     greedy = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False)
-    found = []
+    batches = []
     for batch in asked["batches"]:
-        results = engine.generate([{"prompt_token_ids": prompt} for prompt in batch], greedy, use_tqdm=False)
-        found.append(
-            {
-                "greedy": [list(result.outputs[0].token_ids) for result in results],
-                "cached": [result.num_cached_tokens for result in results],
-            }
-        )
-    print(f"\nFOUND {json.dumps(found)}", flush=True)
+        prompts = [{"prompt_token_ids": prompt} for prompt in batch]
+        batches.append(engine.generate(prompts, greedy, use_tqdm=False))
+    engine.llm_engine.engine_core.shutdown()
+    return {
+        "greedy": [[list(result.outputs[0].token_ids) for result in results] for results in batches],
+        "cached": [[result.num_cached_tokens for result in results] for results in batches],
+    }
 
 
 if __name__ == "__main__":
