@@ -77,7 +77,10 @@ class PrunedLinearMethod(LinearMethodBase):
             inputs, outputs = self._shape_replicated(layer, input_size, output_partition_sizes)
         else:
             raise unserved(self.served.path, f"vLLM runs it in a {type(layer).__name__}")
-        attributes = {**extra_weight_attrs, "weight_loader": self._checked(extra_weight_attrs["weight_loader"])}
+        attributes = {
+            **extra_weight_attrs,
+            "weight_loader": self._checked(extra_weight_attrs["weight_loader"]),
+        }
         self.plain.create_weights(
             layer, inputs, outputs, layer.input_size, layer.output_size, params_dtype, **attributes
         )

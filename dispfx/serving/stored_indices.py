@@ -29,7 +29,9 @@ class StoredIndices:
         self._layout = layout
         self._rooms: dict[tuple[str, ...], Tensor] = {}
         self._checked: dict[str, Tensor] = {}
-        self._expected = {f"{path}.{name}" for path, module in layout.modules.items() for name in module.indices}
+        self._expected = {
+            f"{path}.{name}" for path, module in layout.modules.items() for name in module.indices
+        }
 
     def room(self, gather: Gather, length: int) -> Tensor:
         """Return int32 (length,) for an index, on the current device, the same for all layers that use it."""

@@ -69,7 +69,9 @@ class PrunedFolder(QuantizationConfig):
         """Read the section of config.json."""
         return cls(config)
 
-    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
         """Let the Transformers backend build the dense decoder from this config, without memory."""
         if hf_config is not None:
             setattr(hf_config, LOCK, None)

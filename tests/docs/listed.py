@@ -66,6 +66,8 @@ NOT_RUN = {
     "pip install '.[peft,lm-eval]'": _PACKAGES,
     "pip install '.[peft]'": _PACKAGES,
     "pip install '.[lm-eval]'": _PACKAGES,
+    "pip install '.[vllm]'": "fetches vLLM, which has requirements of its own",
+    "DISPFX_VLLM=ENV/bin/python tools/test tests/serving": "needs a Python with vLLM",
     "pip install 'dispfx[data]'": _PACKAGES,
     "pip install pip-audit && pip-audit": "asks a database on the network",
     "dispfx --install-completion": "changes files of the shell; tests/cli/test_app.py completes words",

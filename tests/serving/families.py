@@ -1,4 +1,4 @@
-"""Tiny random decoders whose head size vLLM's attention takes on a CPU, one for each arrangement of modules."""
+"""Tiny random decoders with heads that vLLM takes on a CPU, one for each arrangement of modules."""
 
 from typing import Any
 

@@ -56,7 +56,12 @@ def test_modules_with_reads_of_their_own_are_fused_where_they_read_as_many_featu
 
 @pytest.mark.parametrize(
     "other",
-    [linear(4, None, read=(8, 4)), linear(3, None), ModuleLayout(), linear(3, None, read=(8, 3), padded=True)],
+    [
+        linear(4, None, read=(8, 4)),
+        linear(3, None),
+        ModuleLayout(),
+        linear(3, None, read=(8, 3), padded=True),
+    ],
     ids=["more features", "no index", "dense", "padded"],
 )
 def test_modules_that_read_other_features_are_not_fused_rule_1(other: ModuleLayout):
@@ -181,10 +186,6 @@ def test_layouts_of_real_decoders_say_who_reads_a_norm(name: str, readers: dict[
     assert not any(norm.startswith("post_feedforward") for norm in found)
 
 
-def indices_of(layout: Layout) -> StoredIndices:
-    return StoredIndices(layout)
-
-
 def test_an_index_that_is_missing_changed_or_too_long_is_named():
     good = torch.tensor([0, 2, 5], dtype=torch.int32)
     layout = Layout({"q": linear(3, None, read=(8, 3))}, digest({"q.dispfx_read": good}))
@@ -201,7 +202,7 @@ def test_an_index_that_is_missing_changed_or_too_long_is_named():
     with pytest.raises(PlanMismatchError, match="not those that the config was written with"):
         indices.check(gather, room)
     room[1] = 8
-    with pytest.raises(PlanMismatchError, match="between 0 and 7|rise strictly"):
+    with pytest.raises(PlanMismatchError, match="between 0 and 7"):
         indices.check(gather, room)
 
 

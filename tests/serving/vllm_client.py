@@ -1,7 +1,7 @@
 """Run by a Python that has vLLM and dispfx: greedy continuations of prompts by several folders.
 
-The argument is JSON: a list of runs, each with `folder`, `batches` of prompts, `tokens` to add, and `options`
-of the engine.  Each run gives a line of stdout that begins with FOUND, followed by JSON.
+The arguments are JSON and a file.  The JSON is a list of runs, each with `folder`, `batches` of prompts,
+`tokens` to add, and `options` of the engine.  Each run adds a line of JSON to the file.
 """
 
 import json
@@ -17,7 +17,10 @@ _ENGINE: dict[str, Any] = {
     "max_model_len": 256,
     "max_num_seqs": 16,
     "block_size": 32,
+    "num_gpu_blocks_override": 128,
 }
+
+_KEPT: list[LLM] = []
 
 
 def main() -> None:
@@ -27,9 +30,10 @@ def main() -> None:
             found = run(asked)
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}"}
-        # Of several processes that torchrun started, one says what all of them found.
+        # Of several processes that torchrun started, one writes what all of them found.
         if os.environ.get("RANK", "0") == "0":
-            print(f"\nFOUND {json.dumps(found)}", flush=True)
+            with open(sys.argv[2], "a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(found)}\n")
 
 
 def run(asked: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +44,11 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
     for batch in asked["batches"]:
         prompts = [{"prompt_token_ids": prompt} for prompt in batch]
         batches.append(engine.generate(prompts, greedy, use_tqdm=False))
-    engine.llm_engine.engine_core.shutdown()
+    if "RANK" in os.environ:
+        # An engine that goes takes the process group along, and ranks would not meet again in time.
+        _KEPT.append(engine)
+    else:
+        engine.llm_engine.engine_core.shutdown()
     return {
         "greedy": [[list(result.outputs[0].token_ids) for result in results] for results in batches],
         "cached": [[result.num_cached_tokens for result in results] for results in batches],
