@@ -174,7 +174,7 @@ def test_what_vllm_would_serve_wrongly_is_refused_by_name(place: str, packages: 
     shutil.copy(folder("llama", place, align=1) / "config.json", other)
     runs = {
         "not those that the config was written with": asked(changed, PROMPTS),
-        "indices were expected": asked(other, PROMPTS),
+        "the stored weight has the shape": asked(other, PROMPTS),
         "not a linear layer": asked(folder("mixtral", place), PROMPTS),
         "--model-impl transformers": asked(folder("stablelm", place), PROMPTS),
         "does not support adapters": asked(llama, PROMPTS, enable_lora=True),
