@@ -67,6 +67,7 @@ NOT_RUN = {
     "pip install '.[peft]'": _PACKAGES,
     "pip install '.[lm-eval]'": _PACKAGES,
     "pip install '.[vllm]'": "fetches vLLM, which has requirements of its own",
+    "python tools/bench_vllm.py DIR --dense MODEL": "needs a Python with vLLM",
     "DISPFX_VLLM=ENV/bin/python tools/test tests/serving": "needs a Python with vLLM",
     "pip install 'dispfx[data]'": _PACKAGES,
     "pip install pip-audit && pip-audit": "asks a database on the network",
