@@ -1,4 +1,7 @@
-"""The weight files of an output folder: `model.safetensors`, or its shards and their index.
+"""The weight files of an output folder: `model.safetensors` or shards, and the index of either.
+
+A single file has an index, too: engines that read every `*.safetensors` of a folder without an index would
+take the plan for weights.
 
 `write_tensors` makes them, `read_headers` says what is in them from their headers alone, and
 `read_tensors` maps them into memory.  Reading trusts nothing: a damaged header, a dtype of another kind
@@ -70,7 +73,7 @@ def write_tensors(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write the weight files into `folder`; more than one, with an index, above `max_shard_bytes`.
+    """Write the weight files and their index into `folder`; more than one file above `max_shard_bytes`.
 
     Args:
         parameters: by path, a tied one once; counted as parameters when the folder is read.
@@ -89,11 +92,10 @@ def write_tensors(
         with _write_errors(folder / file):
             save_file({name: tensors[name] for name in names}, folder / file, metadata=metadata)
             share(folder / file)
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        with _write_errors(folder / INDEX_FILE):
-            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    with _write_errors(folder / INDEX_FILE):
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:

@@ -38,6 +38,8 @@ class ModuleLayout:
         shapes: shape of each parameter that is cut, by name.
         sizes: whole numbers that the module remembers of its shape, by attribute.
         select: (features of its output, kept ones) where the output is gathered for all its readers.
+        readers: paths of the modules that take the gathered output.  Engines that fuse a norm with other
+            operations gather in the readers.
         read: (features of its input, kept ones) where the input is gathered.
         padded: whether `read` may point one past the last feature, at a zero.
         write: (features of its output, kept ones) where the output is put among zeros.
@@ -46,6 +48,7 @@ class ModuleLayout:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     select: tuple[int, int] | None = None
+    readers: tuple[str, ...] = ()
     read: tuple[int, int] | None = None
     padded: bool = False
     write: tuple[int, int] | None = None
@@ -62,6 +65,7 @@ class ModuleLayout:
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
             "sizes": dict(self.sizes),
             "padded": self.padded,
+            "readers": list(self.readers),
         }
         entries |= {key: list(getattr(self, key) or ()) for key in ("select", "read", "write")}
         return {key: value for key, value in entries.items() if value}
@@ -74,7 +78,9 @@ class ModuleLayout:
             str(name): tuple(int(size) for size in shape) for name, shape in entries.get("shapes", {}).items()
         }
         sizes = {str(name): int(size) for name, size in entries.get("sizes", {}).items()}
-        return ModuleLayout(shapes, sizes, padded=bool(entries.get("padded", False)), **pairs)
+        readers = tuple(str(path) for path in entries.get("readers", ()))
+        padded = bool(entries.get("padded", False))
+        return ModuleLayout(shapes, sizes, readers=readers, padded=padded, **pairs)
 
 
 def _entries_of(modules: Any) -> dict[str, Any]:

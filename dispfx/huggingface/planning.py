@@ -181,7 +181,8 @@ class _Planner:
         filled: dict[Axis, np.ndarray] = {}
         for name in sorted(norms.keys() & thin):
             mask = self.masks[name]
-            layouts[norms[name]] = ModuleLayout(select=(len(mask), int(mask.sum())))
+            readers = tuple(sorted(self.consumers[name]))
+            layouts[norms[name]] = ModuleLayout(select=(len(mask), int(mask.sum())), readers=readers)
             indices[f"{norms[name]}.{SELECT}"] = torch.from_numpy(np.flatnonzero(mask).astype(np.int32))
         for path in sorted({owner for site in self.sites for owner in self.owners(site)}):
             widths = self._widths(path, thin)

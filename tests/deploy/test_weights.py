@@ -48,9 +48,15 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def test_what_was_written_is_read_back_bit_for_bit(folder: Path) -> None:
-    assert os.listdir(folder) == [WEIGHTS_FILE]
+    assert sorted(os.listdir(folder)) == [WEIGHTS_FILE, INDEX_FILE]
     assert same_bits(weights.read_tensors(folder), {**some_parameters(), **some_buffers()})
     assert list(weights.read_tensors(folder, ["scale"])) == ["scale"]
+
+
+def test_a_single_file_has_an_index_too_which_keeps_engines_from_reading_the_plan(folder: Path) -> None:
+    index = json.loads((folder / INDEX_FILE).read_text())
+    assert set(index["weight_map"]) == set(some_parameters()) | set(some_buffers())
+    assert set(index["weight_map"].values()) == {WEIGHTS_FILE}
 
 
 def test_shards_hold_the_same_tensors_below_the_limit_and_an_index(sharded: Path) -> None:

@@ -1,0 +1,9 @@
+"""A pruned folder in vLLM: `vllm serve DIR`.
+
+    fused_layers   what each linear layer of an engine reads, computes and writes, from the folder's layout
+    linear_method  one linear layer of vLLM on fewer features
+    weight_format  the folder as a weight format of vLLM: refusals, names of tensors, checks of the indices
+    plugin         the entry point that vLLM calls in each of its processes
+
+Only this room imports vLLM, and no other room imports this one.
+"""

@@ -1,0 +1,190 @@
+"""vLLM serves pruned folders token by token as PyTorch runs them.
+
+vLLM has requirements of its own, so it gets a Python of its own.  DISPFX_VLLM names that Python, and without
+it these tests are left out; docs/serving.md says how to make one.  The dispfx of this checkout is installed
+next to vLLM's environment, as a wheel.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import dispfx
+from dispfx import api
+from tests.serving.families import SHOWN, tiny_decoder
+from tests.wheels import build, copied_checkout
+
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.long,
+    pytest.mark.skipif("DISPFX_VLLM" not in os.environ, reason="DISPFX_VLLM names no Python that has vLLM"),
+]
+
+CLIENT = Path(__file__).with_name("vllm_client.py")
+TOKENS = 32
+PROMPTS = [
+    [5, 9, 3],
+    [17, 2, 88, 41, 7, 29],
+    [11] * 9,
+    [64, 3, 77, 21, 90, 14, 33, 8, 55, 19, 4, 100],
+    list(range(20, 45)),
+    list(range(3, 60)),
+]
+# Served by the modules of the decoder itself: vLLM's class fuses modules that it does not name.
+OWN_MODULES = ("stablelm",)
+SERVED = [name for name in SHOWN if name not in OWN_MODULES]
+EAGER = {"enforce_eager": True}
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+OWN = {"model_impl": "transformers"}
+
+
+@pytest.fixture(scope="session")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a folder with this checkout, installed without its requirements."""
+    place = tmp_path_factory.mktemp("vllm")
+    wheel = build("wheel", copied_checkout(place), place / "wheel")
+    words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(place / "site")]
+    subprocess.run([*words, str(wheel)], check=True)
+    return str(place / "site")
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("folders"))
+
+
+@cache
+def folder(name: str, place: str, align: int = 4) -> Path:
+    """Return the folder of a pruned tiny decoder."""
+    path = Path(place, f"{name}-{align}")
+    model = tiny_decoder(name)
+    plan = dispfx.Plan.random(dispfx.capture(model), 0.4, seed=1, align=align)
+    api.apply(model, plan, out=path, export="none")
+    return path
+
+
+@cache
+def expected(path: Path, prompts: str) -> list[list[int]]:
+    """Return what transformers generates greedily from each prompt alone."""
+    model: Any = dispfx.load(path)
+    found = []
+    for prompt in json.loads(prompts):
+        ids = torch.tensor([prompt])
+        length = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
+        found.append(
+            model.generate(ids, attention_mask=torch.ones_like(ids), **length)[0, len(prompt) :].tolist()
+        )
+    return found
+
+
+def asked(path: Path, *batches: list[list[int]], **options: Any) -> dict[str, Any]:
+    """Return a run of the client."""
+    return {"folder": str(path), "batches": list(batches), "tokens": TOKENS, "options": EAGER | options}
+
+
+def started(runs: list[dict[str, Any]], packages: str, ranks: int = 1) -> Iterator[dict[str, Any]]:
+    """Yield what vLLM makes of each run."""
+    python = Path(os.environ["DISPFX_VLLM"])
+    words = [str(python), "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)][
+        : 1 if ranks == 1 else 5
+    ]
+    settings = {
+        "PYTHONPATH": packages,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place, "found.jsonl")
+        done = subprocess.run(
+            [*words, str(CLIENT), json.dumps(runs), str(file)],
+            capture_output=True, text=True, timeout=840, cwd=place, env=os.environ | settings,
+        )  # fmt: skip
+        found = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    assert len(found) == len(runs), done.stderr[-3000:]
+    yield from map(json.loads, found)
+
+
+def compare(names: list[str], place: str, packages: str, ranks: int, **options: Any) -> dict[str, str]:
+    """Return what is wrong with each family that has other tokens than transformers."""
+    paths = [folder(name, place) for name in names]
+    runs = [asked(path, PROMPTS, **options) for path in paths]
+    wrong = {}
+    for name, path, found in zip(names, paths, started(runs, packages, ranks), strict=True):
+        if "error" in found:
+            wrong[name] = found["error"]
+        elif found["greedy"] != [expected(path, json.dumps(PROMPTS))]:
+            wrong[name] = "other tokens"
+    return wrong
+
+
+def test_every_family_gives_the_tokens_of_pytorch(place: str, packages: str):
+    assert not compare(SERVED, place, packages, 1)
+
+
+def test_every_family_gives_the_tokens_of_pytorch_on_two_ranks(place: str, packages: str):
+    assert not compare(SERVED, place, packages, 2, **TWO_RANKS)
+
+
+def test_the_transformers_backend_gives_the_tokens_of_pytorch(place: str, packages: str):
+    assert not compare(["llama", "gemma2", *OWN_MODULES], place, packages, 1, **OWN)
+
+
+def test_a_batch_of_16_in_chunks_with_cached_prefixes_gives_the_tokens_of_pytorch(place: str, packages: str):
+    """Prompts of 33 to 97 tokens that share a prefix, at most 32 tokens per step; then the same again."""
+    prompts = [[*range(1, 33), *[(7 * i + j) % 128 for j in range(1 + 4 * i)]] for i in range(16)]
+    path = folder("llama", place)
+    options = {"max_num_batched_tokens": 32, "enable_prefix_caching": True, "enable_chunked_prefill": True}
+    (found,) = started([asked(path, prompts, prompts, **options)], packages)
+    assert found["greedy"] == [expected(path, json.dumps(prompts))] * 2, found.get("error")
+    assert min(found["cached"][1]) >= 32
+
+
+def test_the_compiled_decoder_gives_the_tokens_of_pytorch(place: str, packages: str):
+    path = folder("llama", place)
+    (found,) = started([asked(path, PROMPTS, enforce_eager=False)], packages)
+    assert found.get("greedy") == [expected(path, json.dumps(PROMPTS))], found.get("error")
+
+
+def test_what_vllm_would_serve_wrongly_is_refused_by_name(place: str, packages: str, tmp_path: Path):
+    llama = folder("llama", place)
+    changed, other = tmp_path / "changed", tmp_path / "other"
+    for copy in (changed, other):
+        shutil.copytree(llama, copy)
+    tensors = load_file(changed / "model.safetensors")
+    name = next(one for one in tensors if one.endswith("dispfx_select"))
+    absent = next(i for i in range(128) if i not in tensors[name])
+    tensors[name][tensors[name] == tensors[name][tensors[name] > absent][0]] = absent
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(folder("llama", place, align=1) / "config.json", other)
+    runs = {
+        "not those that the config was written with": asked(changed, PROMPTS),
+        "the stored weight has the shape": asked(other, PROMPTS),
+        "not a linear layer": asked(folder("mixtral", place), PROMPTS),
+        "--model-impl transformers": asked(folder("stablelm", place), PROMPTS),
+        "does not support adapters": asked(llama, PROMPTS, enable_lora=True),
+    }
+    for said, found in zip(runs, started(list(runs.values()), packages), strict=True):
+        assert said in found.get("error", ""), found
+
+
+def test_ranks_that_cannot_share_the_features_are_refused_by_name(place: str, packages: str):
+    runs = [asked(folder("llama", place, align=1), PROMPTS, **TWO_RANKS)]
+    (found,) = started(runs, packages, 2)
+    assert re.search(r"\d+ features cannot be shared evenly by 2 ranks", found.get("error", "")), found
+    assert "model.layers." in found["error"] and "--align 2" in found["error"]
