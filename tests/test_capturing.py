@@ -289,6 +289,17 @@ def test_zeroed_tensors_are_used_without_touching_the_module():
     assert module_logits(model, IDS).any()
 
 
+def test_an_embedding_that_changes_its_weights_as_it_runs_is_refused():
+    model = decoder()
+    path, embedding = next(
+        (path, one) for path, one in model.named_modules() if isinstance(one, nn.Embedding)
+    )
+    embedding.max_norm = 1.0
+    with pytest.raises(CaptureError, match="changes its weights each time that it runs") as error:
+        dispfx.capture(model)
+    assert error.value.where == path
+
+
 def test_a_rewritten_graph_exports_again_with_batch_and_length_free():
     program = dispfx.capture(decoder())
     lowered = dispfx.lower(program, Plan.random(program, 0.4, 0))

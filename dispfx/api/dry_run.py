@@ -15,6 +15,7 @@ from dispfx.run.plan_learning import state_folder
 from dispfx.run.readiness import ready_to_learn
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import LearnSettings, RunSettings
+from dispfx.source.source import context_of
 
 
 def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
@@ -32,6 +33,9 @@ def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
     program = ready.program
     reachable, left = _widths(program, ready.budget, ready.settings)
     needed = estimate(program, ready.settings, of=ready.budget.of)
+    recovery = settings.afterwards.recovery
+    if recovery is not None:
+        recovery = recovery.fitted(context_of(ready.source), demo=ready.source.origin == "demo")
     on_cpu = program.device.type == "cpu"
     measured = ready.text.measure
     return Preview(
@@ -39,6 +43,7 @@ def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
         settings=ready.settings,
         estimate=needed,
         budget=ready.budget,
+        recovery=recovery,
         reachable=reachable,
         parameters=needed.parameters,
         parameters_left=left,

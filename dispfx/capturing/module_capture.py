@@ -212,6 +212,12 @@ def require_decoder(model: nn.Module) -> None:
                 where=path or type(model).__name__,
                 hint="give the module that it was made from",
             )
+        if getattr(part, "max_norm", None) is not None and isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            raise CaptureError(
+                "an embedding with `max_norm` changes its weights each time that it runs",
+                where=path,
+                hint="scale its weights once, and set `max_norm` to None",
+            )
 
 
 def _has_values(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from dispfx.ir.program import Program
 from dispfx.plan.budget import Budget
 from dispfx.report.estimate import duration, estimate_lines, estimate_plain
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.settings.recovery_settings import RecoverySettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +21,7 @@ class Preview:
         settings: of learning.
         estimate: of its memory and time.
         budget: of the plan.
+        recovery: training of the pruned decoder, if it follows.
         reachable: ratio of the widths that meet the budget if all features matter equally; a learned plan
             meets the budget as closely.
         parameters: of the decoder.
@@ -36,6 +38,7 @@ class Preview:
     settings: LearnSettings
     estimate: Estimate
     budget: Budget
+    recovery: RecoverySettings | None
     reachable: float
     parameters: int
     parameters_left: int
@@ -67,6 +70,11 @@ def preview_lines(found: Preview, written: str) -> list[str]:
     ]
     if found.cpu_seconds is not None:
         lines.append(f"  this CPU: about {duration(found.cpu_seconds)} for {settings.steps:,} steps")
+    if found.recovery is not None:
+        lines.append(
+            f"then recovery, not counted above: {found.recovery.train}, at most {found.recovery.steps:,} "
+            f"steps of {found.recovery.batch_size} × {found.recovery.seq_len} tokens"
+        )
     begins = "" if found.resumes_at is None else f", resuming at step {found.resumes_at:,}"
     return [
         *lines,
@@ -84,6 +92,9 @@ def preview_plain(found: Preview) -> dict[str, Any]:
         "tokens": {"learn": found.tokens, "measure": found.tokens_measured},
         "estimate": estimate_plain(found.estimate),
         "cpu_seconds": found.cpu_seconds,
+        "recovery": None
+        if found.recovery is None
+        else {name: getattr(found.recovery, name) for name in ("train", "steps", "batch_size", "seq_len")},
         "out": str(found.out),
         "state": str(found.state),
         "resumes_at": found.resumes_at,

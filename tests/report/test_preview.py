@@ -6,6 +6,7 @@ from pathlib import Path
 from dispfx.plan.budget import Budget
 from dispfx.report.run_preview import Preview, preview_lines, preview_plain
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.settings.recovery_settings import RecoverySettings
 from tests.report.test_estimate import estimate
 from tests.report.test_sites import program
 
@@ -17,6 +18,7 @@ def example_preview() -> Preview:
         settings=LearnSettings(steps=100, batch_size=2, seq_len=50),
         estimate=estimate(),
         budget=Budget(0.3, align=8),
+        recovery=RecoverySettings(train="scales", steps=600, batch_size=8, seq_len=512),
         reachable=0.3004,
         parameters=1000,
         parameters_left=760,
@@ -37,6 +39,7 @@ def test_a_preview_in_sentences():
     assert lines[1] == "parameters: 1,000 → about 760 (-24.0%)"
     assert lines[3].startswith("learning: 100 steps of 2 × 50 tokens read 0.5 times")
     assert "  this CPU: about 4.0 min for 100 steps" in lines
+    assert "then recovery, not counted above: scales, at most 600 steps of 8 × 512 tokens" in lines
     assert lines[-2] == "would write out/x (a plan), and meanwhile out/x.state, resuming at step 40"
     card = preview_lines(replace(example_preview(), cpu_seconds=None, resumes_at=None), "a plan")
     assert not any("this CPU" in line for line in card) and card[-2].endswith("out/x.state")
@@ -45,4 +48,5 @@ def test_a_preview_in_sentences():
 def test_a_preview_as_data():
     plain = preview_plain(example_preview())
     assert plain["parameters"] == {"dense": 1000, "pruned": 760} and plain["resumes_at"] == 40
+    assert plain["recovery"] == {"train": "scales", "steps": 600, "batch_size": 8, "seq_len": 512}
     assert len(plain["refused"]) == 1 and plain["estimate"]["steps"] == estimate().settings.steps
