@@ -34,7 +34,7 @@ from dispfx.words.preconditions import check_current_folder
 _DIR, _FOLDER = {"model": "DIR"}, {"folder": "DIR"}
 _DIR_DOC = {"model": "A folder that dispfx wrote."}
 _ANY_DOC = {"model": "A folder that dispfx wrote, or a MODEL as for compile."}
-# These verbs read no data of which a tenth could be left.
+# These verbs read no data whose end could be held out.
 _NO_DEFAULT = {"eval_data": "none"}
 _LEARNING = tuple(RunSettings.settings_of("learning"))
 _COMPUTE = tuple(RunSettings.settings_of("compute"))
