@@ -261,9 +261,7 @@ def lower_program(
 ) -> Program:
     """As `lower`, but return the program, and accept a decoder whose weights are not loaded yet."""
     require_choice(get_args(WriteSpelling), write, "write")
-    kept = plan.for_sites(program.sites)
-    by_name = {site.name: indices for site, indices in zip(program.sites, kept, strict=True)}
-    twin = run_stage("lower", program.clone(), kept=by_name)
+    twin = run_stage("lower", program.clone(), kept=plan.by_site(program.sites))
     if write == "gather-add":
         twin = run_stage("gather", twin)
     _attach(twin.graph_module, program.unused)

@@ -246,6 +246,14 @@ class Plan:
         """
         return [selection.kept for selection in self._fitting(sites)]
 
+    def by_site(self, sites: Sequence[Site]) -> dict[str, Tensor]:
+        """Return the kept indices by the names of `sites`.
+
+        Raises:
+            PlanMismatchError: as `for_sites`.
+        """
+        return dict(zip([site.name for site in sites], self.for_sites(sites), strict=True))
+
     def fitted(self, sites: Sequence[Site]) -> "Plan":
         """Return the plan with its selections converted to the features of the sites, in their order.
 

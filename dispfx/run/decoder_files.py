@@ -132,10 +132,9 @@ def modules_of(
         worst = max(line.max_rel_error for line in lines)
         return None if all(line.holds for line in lines) else f"its logits differ by {worst:.1e}"
 
-    kept = plan.for_sites(program.sites)
     return build_pruned(
         program,
-        {site.name: indices for site, indices in zip(program.sites, kept, strict=True)},
+        plan.by_site(program.sites),
         model,
         lowered,
         underived=underived_buffers(model, config),

@@ -175,7 +175,7 @@ class Opened:
         if layout is None:
             reload.fill(lowered.graph_module, self.path)
         else:
-            kept = _by_site(program, plan)
+            kept = plan.by_site(program.sites)
             planned = _planned_again(program, kept, model, layout.indices, self.path)
             stays = site_cuts(program.sites, kept)
             captured = _Captured(lowered, partial(planned.raised, stays=stays))
@@ -264,11 +264,6 @@ def load(
         As `open_folder`.
     """
     return open_folder(folder, device=device, trust_remote_code=trust_remote_code).decoder
-
-
-def _by_site(program: Program, plan: Plan) -> dict[str, torch.Tensor]:
-    kept = plan.for_sites(program.sites)
-    return {site.name: indices for site, indices in zip(program.sites, kept, strict=True)}
 
 
 def _planned_again(

@@ -218,9 +218,7 @@ def ordinary_decoder(source: Source, program: Program, plan: Plan, lowered: nn.M
         UnsupportedGraphError: if the class does not support these widths, or computes something else with
         them.
     """
-    kept = plan.for_sites(program.sites)
-    by_site = {site.name: indices for site, indices in zip(program.sites, kept, strict=True)}
-    found = build_ordinary(source.model, program, by_site)
+    found = build_ordinary(source.model, program, plan.by_site(program.sites))
     if isinstance(found, Mismatch):
         raise _no_ordinary_decoder(found.reason, source)
     model: Any = found.to(program.device)  # type: ignore[arg-type]

@@ -172,9 +172,7 @@ def _weights(program: Program, settings: RecoverySettings) -> Trainable:
 
 
 def _scales(program: Program, plan: Plan, settings: RecoverySettings) -> Trainable:
-    kept = plan.for_sites(program.sites)
-    by_site = {site.name: indices for site, indices in zip(program.sites, kept, strict=True)}
-    scaled = insert_scales(program, by_site)
+    scaled = insert_scales(program, plan.by_site(program.sites))
     if not scaled.folds:
         raise DispfxError(
             "no scale of a site can be folded into the weights of this decoder",
