@@ -1,8 +1,8 @@
 """How far apart are two tensors of logits?
 
 The largest absolute difference over the largest absolute value of the expected tensor.  A decoder may set
-the logits of tokens that it never predicts to a huge negative number, such as `finfo.min`.  Such a value
-says nothing about the size of all other logits, so it is compared with itself:
+the logits of tokens that it never predicts to a large negative number, such as `finfo.min`, or add one.
+Such a value says nothing about the size of all other logits, so it is compared with itself:
 
     error = max |a − b| / max(|b|, s)        s: largest |b| of the logits that are not masked
 
@@ -14,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-# Masked logits are at least so large, and so many times as large as all other ones.
-_LEAST_MASKED, _GAP = 1e4, 100.0
+# Masked logits are below this, and so many times as large as all other ones.
+_MASKED_BELOW, _GAP = -100.0, 10.0
 
 
 def logit_errors(expected: Tensor, actual: Tensor) -> tuple[float, float]:
@@ -40,14 +40,13 @@ def logit_errors(expected: Tensor, actual: Tensor) -> tuple[float, float]:
 def unmasked_scale(logits: Tensor) -> float:
     """Return the largest absolute value of finite logits that are not masked."""
     largest = largest_of(logits)
-    if largest < _LEAST_MASKED:
+    low = logits < _MASKED_BELOW
+    if not bool(low.any()) or bool(low.all()):
         return largest
-    sizes = logits.abs()
-    masked = sizes >= _LEAST_MASKED
-    if bool(masked.all()):
-        return largest
-    visible = float(sizes[~masked].max())
-    return visible if 0.0 < visible * _GAP <= float(sizes[masked].min()) else largest
+    scale, sizes = largest_of(logits[~low]), -logits[low]
+    while len(near := sizes[sizes < _GAP * scale]):
+        scale, sizes = max(scale, float(near.max())), sizes[sizes >= _GAP * scale]
+    return scale if len(sizes) and scale > 0.0 else largest
 
 
 def largest_of(values: Tensor) -> float:

@@ -128,20 +128,16 @@ def _require_stored_buffers(source: Source, program: Program) -> None:
 def _require_same_class(source: Source, program: Program) -> None:
     """Require that the decoder's class, built from its config, gives the same bits with the same tensors.
 
-    A module of another class inside of the decoder, a changed attribute or a hook would not be in the folder.
+    A module of another class, a hook, or an attribute or method that was changed would not be in the folder.
     Where there is one, the longest sequence of the run is compared too.
 
     Raises:
-        DataError: otherwise, with the first module of another class or with a hook.
+        DataError: otherwise, with the first module that was changed.
     """
     model = source.model
     twin = rebuilt(model, source.config)
-    classes = {path: type(module) for path, module in twin.named_modules()}
-    odd = [
-        path
-        for path, module in model.named_modules()
-        if classes.get(path) is not type(module) or module._forward_hooks or module._forward_pre_hooks
-    ]
+    built = dict(twin.named_modules())
+    odd = [path for path, module in model.named_modules() if _is_changed(module, built.get(path))]
     shapes = list(compared_shapes(program) if odd else short_shapes(program))
     with module_kept(model):
         with suppress(CaptureError):  # Not every decoder reads a single token.
@@ -159,9 +155,22 @@ def _require_same_class(source: Source, program: Program) -> None:
     if not all(line.holds for line in lines):
         raise DataError(
             "the decoder computes something else than its class does when it is built from its config",
-            where=odd[0] if odd else type(model).__name__,
+            where=next(filter(None, odd), type(model).__name__),
             hint="undo the change, or wrap the decoder in a module of your own to get a graph",
         )
+
+
+def _is_changed(module: nn.Module, built: nn.Module | None) -> bool:
+    """Whether a module has a hook, or another class, method or number than what its class builds."""
+    if type(module) is not type(built) or module._forward_hooks or module._forward_pre_hooks:
+        return True
+    return "forward" in vars(module) or _numbers(module) != _numbers(built) | {"training": module.training}
+
+
+def _numbers(module: nn.Module | None) -> dict[str, float]:
+    """Return a module's own numbers; names that begin with an underscore are not part of its arithmetic."""
+    named = vars(module).items()
+    return {name: one for name, one in named if isinstance(one, int | float) and not name.startswith("_")}
 
 
 def random_plan(program: Program, ratio: float, seed: int = 0) -> Plan:

@@ -141,6 +141,14 @@ def hook_beyond_forty_tokens() -> nn.Module:
     return model
 
 
+def method_beyond_forty_tokens() -> nn.Module:
+    model: Any = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) * torch.where(torch.arange(x.shape[1]) >= 40, 0.5, 1.0)[None, :, None]
+    return model
+
+
 def other_frequencies() -> nn.Module:
     model: Any = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
     model.model.rotary_emb.inv_freq *= 1.5
@@ -196,7 +204,7 @@ def test_what_cannot_be_written_or_built_again_is_refused_before_anything_is_lea
     model = tripled()
     with pytest.raises(DispfxError, match=r"than its class does when(.|\n)*model\.layers\.0\.mlp"):
         dispfx.compile(model, 0.3, **learn)
-    for change in (other_epsilon, hook_beyond_forty_tokens):
+    for change in (other_epsilon, hook_beyond_forty_tokens, method_beyond_forty_tokens):
         with pytest.raises(DispfxError, match="than its class does when it is built from its config"):
             dispfx.compile(change(), 0.3, **learn, seq_len=64)
     with pytest.raises(DispfxError, match=r"would lose a buffer(.|\n)*rotary_emb\.inv_freq"):

@@ -7,7 +7,7 @@ import torch
 
 from dispfx.ir.logit_errors import logit_errors, unmasked_scale
 
-MASKS = [torch.finfo(torch.float32).min, -1e9, -65504.0, -1e4]
+MASKS = [torch.finfo(torch.float32).min, -1e9, -65504.0, -1e4, -9999.0, -1000.0]
 
 
 def logits() -> torch.Tensor:
@@ -22,6 +22,22 @@ def test_masked_logits_do_not_hide_the_error_of_the_other_ones(mask: float):
     for tensor in (expected, actual):
         tensor[..., 60:] = mask
     assert logit_errors(expected, actual) == pytest.approx(plain)
+
+
+@pytest.mark.parametrize("mask", [-1e4, -1e3])
+def test_masks_that_are_added_hide_nothing_either(mask: float):
+    expected = logits()
+    actual = expected + 0.5
+    plain = logit_errors(expected[..., :60], actual[..., :60])
+    for tensor in (expected, actual):
+        tensor[..., 60:] += mask
+    assert logit_errors(expected, actual) == pytest.approx(plain, rel=1e-3)
+
+
+def test_large_negative_logits_without_a_gap_are_not_masked():
+    expected = logits()
+    expected[..., 0], expected[..., 1] = -150.0, -1200.0
+    assert unmasked_scale(expected) == 1200.0
 
 
 @pytest.mark.parametrize("mask", MASKS[:3])
