@@ -121,7 +121,7 @@ def test_what_is_not_possible_is_refused_before_anything_is_learned(tmp_path: Pa
         raise AssertionError("learning began")
 
     with pytest.MonkeyPatch.context() as patched, pytest.raises(UnsupportedGraphError, match="c_attn"):
-        patched.setattr("dispfx.run.plan_learning.learn", refuse_to_learn)
+        patched.setattr("dispfx.run.plan_learning.learn_within", refuse_to_learn)
         dispfx.compile(
             tiny_transformer("gpt2"),
             0.3,
