@@ -76,6 +76,7 @@ TAKES_ANY = {
     "dispfx/learning/tensorboard.py:_write": "handed on whole to the constructor of an event",
     "dispfx/quality/logits_by_rows.py:lambda": "called by a decoder in place of a part that has run already",
     "dispfx/deploy/onnx/lifting.py:run_decompositions": "called by torch; its arguments change nothing here",
+    "dispfx/serving/linear_method.py:create_weights": "vLLM's own, which it passes on to the parameter",
 }
 
 
