@@ -127,11 +127,15 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, stage: str):
         wait_until(lambda: reached(out), run, seconds=300, what=stage)
         run.send_signal(number)
         require_none_left(mark)
-        if number == signal.SIGKILL:
+        # A rank looks twice a second, and writing may be done by then: a folder is whole or absent.
+        whole = stage == "writing" and (out / "report.json").is_file()
+        if number == signal.SIGKILL and not whole:
             said, _ = run.communicate(timeout=LONGEST_SECONDS)
             assert "the process that started this run has ended" in said
-    assert not out.exists() and not list(tmp_path.glob("out.partial-*")), "a half-written folder was removed"
-    assert saved_step(tmp_path / "out.state"), "the run can go on"
+    assert out.exists() == whole and not list(tmp_path.glob("out.partial-*")), (
+        "a half-written folder was removed"
+    )
+    assert whole or saved_step(tmp_path / "out.state"), "the run can go on"
 
 
 def test_a_process_that_is_no_rank_is_not_watched(monkeypatch: pytest.MonkeyPatch):

@@ -23,7 +23,10 @@ SETTINGS = {name for tree in TREES for name in tree.settings()}
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 # A whole command may be quoted; a style sheet and another program's commands have words of their own.
 COMMAND = re.compile(r"dispfx (?:[a-z]+|…) [^`\n]*")
-NO_MESSAGES = {ROOT / name for name in ("report/page.py", "report/card.py", "source/quiet.py")}
+# Pages, a library's words, and options of vLLM.
+NO_MESSAGES = {
+    ROOT / name for name in ("report/page.py", "report/card.py", "source/quiet.py", "serving/fused_layers.py")
+}
 
 
 @pytest.mark.parametrize(
