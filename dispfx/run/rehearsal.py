@@ -105,12 +105,12 @@ def _require_stored_buffers(source: Source, program: Program) -> None:
     if not lost or not _has_values(program):
         return
     twin = rebuilt(model, source.config, without=lost).to(program.device)
-    logits = [partial(module_logits, one) for one in (model, twin)]
     shapes, size = compared_shapes(program), program.vocabulary_size
     with module_kept(model):
         lines = compare_decoders(
             "stored = model",
-            *logits,
+            partial(module_logits, model),
+            partial(module_logits, twin),
             tolerance_of(program),
             vocabulary_size=size,
             shapes=shapes,
