@@ -148,8 +148,8 @@ def behaviour_of(found: Comparison) -> Behaviour:
 
 
 def skill_changes(task: Task, reloaded: nn.Module) -> dict[str, SkillChange]:
-    """Probe the demo's skills: perplexity hides a lost skill."""
-    if task.source.origin != "demo":
+    """Probe the demo's skills: perplexity hides a lost skill.  Those of a draft are probed after recovery."""
+    if task.source.origin != "demo" or task.is_draft:
         return {}
     before, after = (
         skill_probe(decoder, task.source.tokenizer, PROBE_SEED, PROBE_SAMPLES)

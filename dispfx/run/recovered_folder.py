@@ -341,13 +341,16 @@ class Writer:
         )
 
     def _skills(self, decoder: Callable[[Tensor], Any]) -> dict[str, SkillChange]:
-        was = load_report(self.opened.path / "report.json")
-        if not was.skills:
+        """Probe the demo's skills; those of the dense decoder may be on record."""
+        dense = self.job.dense
+        if dense.origin != "demo":
             return {}
-        after = skill_probe(
-            decoder, self.job.dense.tokenizer, PROBE_SEED, PROBE_SAMPLES, device=self.job.device
-        )
-        return {name: SkillChange(skill.dense, after[name]) for name, skill in was.skills.items()}
+        words = (dense.tokenizer, PROBE_SEED, PROBE_SAMPLES)
+        probe = partial(skill_probe, device=self.job.device)
+        known = load_report(self.opened.path / "report.json").skills
+        before = {name: skill.dense for name, skill in known.items()}
+        before, after = before or probe(self.job.program.graph_module, *words), probe(decoder, *words)
+        return {name: SkillChange(before[name], after[name]) for name in before}
 
 
 def _parameter(values: Any, path: str, tensor: Tensor) -> Tensor:
