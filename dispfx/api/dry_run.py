@@ -13,9 +13,9 @@ from dispfx.report import NullObserver, Observer
 from dispfx.report.run_preview import Preview
 from dispfx.run.plan_learning import state_folder
 from dispfx.run.readiness import ready_to_learn
+from dispfx.run.recovery_job import fitted_recovery
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import LearnSettings, RunSettings
-from dispfx.source.source import context_of
 
 
 def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
@@ -35,7 +35,7 @@ def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
     needed = estimate(program, ready.settings, of=ready.budget.of)
     recovery = settings.afterwards.recovery
     if recovery is not None:
-        recovery = recovery.fitted(context_of(ready.source), demo=ready.source.origin == "demo")
+        recovery = fitted_recovery(recovery, ready.source, program, ready.text)
     on_cpu = program.device.type == "cpu"
     measured = ready.text.measure
     return Preview(

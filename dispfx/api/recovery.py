@@ -18,12 +18,11 @@ from dispfx.run.opening import open_model
 from dispfx.run.plan_learning import remove_state, state_folder
 from dispfx.run.readiness import analysed
 from dispfx.run.recovered_folder import recover_folder
-from dispfx.run.recovery_job import Recovery, longest_sequence, train_along
+from dispfx.run.recovery_job import Recovery, fitted_recovery, train_along
 from dispfx.run.run_text import TextChoice, open_text, require_tokens
 from dispfx.run.timed_stages import Stages
 from dispfx.run.trainables import folder_plan, stored_dtype
 from dispfx.settings.trees import RecoverSettings
-from dispfx.source.source import longest_context
 from dispfx.words.chosen_device import local_device
 
 
@@ -120,7 +119,6 @@ def _job(settings: RecoverSettings, state: Path, stages: Stages, ranks: Ranks) -
     text.require_measurable()
     program = only_planned(analysed(source, stages, (), plan.select), plan)
     require_tokens(source, text, program.vocabulary_size)
-    readable = program.lengths.within(longest_context(source.config))
     return Recovery(
         folder=folder,
         path=settings.output.path,
@@ -128,7 +126,7 @@ def _job(settings: RecoverSettings, state: Path, stages: Stages, ranks: Ranks) -
         dense=source,
         program=program,
         text=text,
-        settings=training.fitted(longest_sequence(text, readable), demo=source.origin == "demo"),
+        settings=fitted_recovery(training, source, program, text),
         context=window_of(source, program, None),
         windows=settings.text.eval_windows,
         merge=settings.output.merge,

@@ -27,7 +27,7 @@ INDEX_NAMES = (SELECT, READ, WRITE)
 # A tensor of a decoder without indices, so that what lists unknown tensors names dispfx for it, too.
 MARK = "dispfx_pruned"
 
-_ONE_COMPILATION = "config.json and the weights must come from one compilation"
+ONE_COMPILATION = "config.json and the weights must come from one compilation"
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Layout:
             return Layout(modules, str(entries["indices"]), buffers, dtypes)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanMismatchError(
-                f"the config's dispfx section holds no usable layout: {error!r}", hint=_ONE_COMPILATION
+                f"the config's dispfx section holds no usable layout: {error!r}", hint=ONE_COMPILATION
             ) from error
 
     @property
@@ -170,10 +170,10 @@ class Layout:
                 if index is not None:
                     problem = _problem(index, name, features, kept, module.padded)
                 if problem:
-                    raise PlanMismatchError(problem, where=f"{path}.{name}", hint=_ONE_COMPILATION)
+                    raise PlanMismatchError(problem, where=f"{path}.{name}", hint=ONE_COMPILATION)
         if digest(buffers) != self.indices:
             raise PlanMismatchError(
-                "the stored indices are not those that the config was written with", hint=_ONE_COMPILATION
+                "the stored indices are not those that the config was written with", hint=ONE_COMPILATION
             )
 
 

@@ -14,13 +14,12 @@ from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
 from dispfx.run.length_checks import window_of
 from dispfx.run.plan_learning import DRAFT, RECOVERY
-from dispfx.run.recovery_job import Recovery, longest_sequence
+from dispfx.run.recovery_job import Recovery, fitted_recovery
 from dispfx.run.run_text import Text
 from dispfx.settings import RunSettings
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.source import Source
 from dispfx.source.own_code import is_own_code
-from dispfx.source.source import context_of
 from dispfx.words.option_names import option
 
 
@@ -40,9 +39,7 @@ def recovery_of_draft(
         dense=source,
         program=program,
         text=text,
-        settings=recovery.fitted(
-            longest_sequence(text, program.lengths.within(context_of(source))), demo=source.origin == "demo"
-        ),
+        settings=fitted_recovery(recovery, source, program, text),
         context=window_of(source, program, None),
         base=source.name,
         own_code=is_own_code(source.model, source.config, source.tokenizer),

@@ -21,7 +21,6 @@ from dispfx.learning.trainer import Watch
 from dispfx.plan.hardening import LIMIT
 from dispfx.plan.plan import Plan
 from dispfx.report import NullObserver
-from dispfx.run.fitting import settings_for
 from dispfx.run.mask_learning import follow, learn_within
 from dispfx.run.readiness import Ready, ready_to_learn
 from dispfx.run.run_text import Text
@@ -68,8 +67,9 @@ def learn_from(
         stages.observer.note(resumption(state))
     with stages("learn"), _unless_it_fails_at_once(state):
         watch = Watch(state, resume, stages.observer.learning, stages.observer.note)
-        chosen = settings_for(ready.learned_on, ready.settings, watch.note)
-        plan = learn_within(budget, ready.learned_on, ready.batches, chosen, settings.compute, watch, ranks)
+        plan = learn_within(
+            budget, ready.learned_on, ready.batches, ready.settings, settings.compute, watch, ranks
+        )
         plan = replace(plan, bos=ready.text.bos)
     if plan.emptied:
         stages.observer.note(

@@ -35,6 +35,7 @@ from dispfx.run.students import graph_predictions
 from dispfx.run.trainables import Trainable, folder_plan, lowered_of, trainable_of
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.source import Source
+from dispfx.source.source import context_of
 from dispfx.words.option_names import option
 
 # Held-out text is measured again and again.
@@ -186,6 +187,19 @@ def longest_sequence(text: Text, context: int) -> int:
     """Return how many tokens a sequence may have: what the decoder reads, and no more than are held out."""
     _, held_out = _learned_and_held_out(text)
     return max(2, min(context, len(held_out) + len(text.bos)))
+
+
+def fitted_recovery(
+    settings: RecoverySettings, source: Source, program: Program, text: Text
+) -> RecoverySettings:
+    """Return the settings of a recovery with nothing left open.
+
+    Args:
+        source: of the dense decoder.
+        program: of it.
+    """
+    readable = program.lengths.within(context_of(source))
+    return settings.fitted(longest_sequence(text, readable), demo=source.origin == "demo")
 
 
 def _learned_and_held_out(text: Text) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ What is covered depends on the decoder's size, so that the rehearsal stays a sma
 """
 
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -105,18 +106,7 @@ def _require_stored_buffers(source: Source, program: Program) -> None:
     if not lost or not _has_values(program):
         return
     twin = rebuilt(model, source.config, without=lost).to(program.device)
-    shapes, size = compared_shapes(program), program.vocabulary_size
-    with module_kept(model):
-        lines = compare_decoders(
-            "stored = model",
-            partial(module_logits, model),
-            partial(module_logits, twin),
-            tolerance_of(program),
-            vocabulary_size=size,
-            shapes=shapes,
-            device=program.device,
-        )
-    if not all(line.holds for line in lines):
+    if not _agree(program, model, twin, tolerance_of(program), compared_shapes(program)):
         raise DataError(
             "an ordinary checkpoint would lose a buffer: its values are not those of the config, and "
             "transformers does not store it",
@@ -139,25 +129,32 @@ def _require_same_class(source: Source, program: Program) -> None:
     built = dict(twin.named_modules())
     odd = [path for path, module in model.named_modules() if _is_changed(module, built.get(path))]
     shapes = list(compared_shapes(program) if odd else short_shapes(program))
-    with module_kept(model):
-        with suppress(CaptureError):  # Not every decoder reads a single token.
-            module_logits(model, random_token_ids(program.vocabulary_size, (1, 1), device=program.device))
-            shapes.append((1, 1))
-        lines = compare_decoders(
-            "rebuilt = model",
-            partial(module_logits, model),
-            partial(module_logits, twin),
-            0.0,
-            vocabulary_size=program.vocabulary_size,
-            shapes=shapes,
-            device=program.device,
-        )
-    if not all(line.holds for line in lines):
+    with module_kept(model), suppress(CaptureError):  # Not every decoder reads a single token.
+        module_logits(model, random_token_ids(program.vocabulary_size, (1, 1), device=program.device))
+        shapes.append((1, 1))
+    if not _agree(program, model, twin, 0.0, shapes):
         raise DataError(
             "the decoder computes something else than its class does when it is built from its config",
             where=next(filter(None, odd), type(model).__name__),
             hint="undo the change, or wrap the decoder in a module of your own to get a graph",
         )
+
+
+def _agree(
+    program: Program, model: nn.Module, twin: nn.Module, tolerance: float, shapes: Sequence[tuple[int, int]]
+) -> bool:
+    """Whether two modules give the same logits; the first one, the user's, is not changed."""
+    with module_kept(model):
+        lines = compare_decoders(
+            "rebuilt = model",
+            partial(module_logits, model),
+            partial(module_logits, twin),
+            tolerance,
+            vocabulary_size=program.vocabulary_size,
+            shapes=shapes,
+            device=program.device,
+        )
+    return all(line.holds for line in lines)
 
 
 def _is_changed(module: nn.Module, built: nn.Module | None) -> bool:

@@ -29,12 +29,11 @@ from vllm.model_executor.layers.linear import (  # type: ignore[import-not-found
 from vllm.model_executor.utils import set_weight_attrs  # type: ignore[import-not-found]
 
 from dispfx.errors import PlanMismatchError
-from dispfx.huggingface.layout import READ, WRITE
+from dispfx.huggingface.layout import ONE_COMPILATION, READ, WRITE
 from dispfx.serving.fused_layers import FusedLayer, Gather, shared, unserved
 from dispfx.serving.stored_indices import StoredIndices
 
 _COLUMNS = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear)
-_ONE_COMPILATION = "config.json and the weights must come from one compilation"
 
 
 @register_weight_loader_v2_supported_method
@@ -176,7 +175,7 @@ class PrunedLinearMethod(LinearMethodBase):
                 raise PlanMismatchError(
                     f"the stored weight has the shape {tuple(stored.shape)}, which is not the layout's",
                     where=f"{self.served.path}.weight",
-                    hint=_ONE_COMPILATION,
+                    hint=ONE_COMPILATION,
                 ) from error
 
         return checked

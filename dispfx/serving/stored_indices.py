@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import PlanMismatchError
-from dispfx.huggingface.layout import Layout
+from dispfx.huggingface.layout import ONE_COMPILATION, Layout
 from dispfx.serving.fused_layers import Gather, unserved
-
-_ONE_COMPILATION = "config.json and the weights must come from one compilation"
 
 
 class StoredIndices:
@@ -51,7 +49,7 @@ class StoredIndices:
                 raise PlanMismatchError(
                     f"{index.numel()} indices were expected, {stored.numel()} are stored",
                     where=gather.sources[0],
-                    hint=_ONE_COMPILATION,
+                    hint=ONE_COMPILATION,
                 )
             if int(index[0]) >= 0 and not torch.equal(index.detach().cpu(), stored.cpu()):
                 raise unserved(gather.sources[0], f"{', '.join(gather.sources)} differ, and vLLM fuses them")
@@ -67,9 +65,7 @@ class StoredIndices:
         """
         values = index.detach().cpu()
         if int(values.min()) < 0:
-            raise PlanMismatchError(
-                "the index was not loaded", where=gather.sources[0], hint=_ONE_COMPILATION
-            )
+            raise PlanMismatchError("the index was not loaded", where=gather.sources[0], hint=ONE_COMPILATION)
         self._checked.update(dict.fromkeys(gather.sources, values))
         if self._checked.keys() >= self._expected:
             self._layout.check_indices(self._checked)

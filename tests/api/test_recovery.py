@@ -387,6 +387,14 @@ def test_a_gradient_of_recovery_that_is_infinite_is_found_before_learning(
     assert required == [one.requires_grad for one in model.parameters()]
 
 
+def test_a_preview_names_the_sequences_that_recovery_takes(tokens: Path, tmp_path: Path):
+    settings = dispfx.api.RunSettings.of(
+        model=MODEL, ratio=RATIO, out=tmp_path / "out", data=tokens, recover="weights", seq_len=16, align=1
+    )
+    recovery = dispfx.api.preview(settings).recovery
+    assert recovery is not None and recovery.seq_len == 60, "the held-out end has no more tokens"
+
+
 def test_an_embedding_with_sparse_gradients_is_recovered(tokens: Path, tmp_path: Path):
     model = build_decoder()
     next(one for one in model.modules() if isinstance(one, nn.Embedding)).sparse = True
