@@ -17,7 +17,8 @@ from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source.experts import experts_as, has_choice_of_experts
-from dispfx.verification.graphs import ZeroedDecoder, zeroed_tensors
+from dispfx.verification.equivalence import ModuleDecoder
+from dispfx.verification.graphs import zeroed_tensors
 from tests.learning_options import options_of
 from tests.plain_decoders import perturb
 from tests.programs import relative_error, token_ids
@@ -183,7 +184,7 @@ def test_a_mixture_compiles_from_text_to_a_verified_folder(tmp_path: Path, name:
     plan = Plan.load(tmp_path / "out" / "plan.safetensors")
     program = dispfx.capture(model)
     ids = token_ids(2, 9, vocabulary=VOCABULARY)
-    zeroed = ZeroedDecoder(model, zeroed_tensors(program, plan))(ids)
+    zeroed = ModuleDecoder(model, zeroed_tensors(program, plan))(ids)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         assert relative_error(loaded(ids).logits, zeroed) <= 1e-5

@@ -13,7 +13,8 @@ from dispfx.ir.program import Program
 from dispfx.plan.hardening import hard_masks
 from dispfx.plan.parameter_count import ParameterCount
 from dispfx.plan.plan import Plan
-from dispfx.verification.graphs import ZeroedDecoder, zeroed_tensors
+from dispfx.verification.equivalence import ModuleDecoder
+from dispfx.verification.graphs import zeroed_tensors
 from tests.plain_decoders import FORMS, build
 from tests.programs import program_of, relative_error, token_ids
 
@@ -51,7 +52,7 @@ def test_lowered_equals_hard_gated_at_untraced_shapes(case):
 def test_lowered_equals_the_users_module_with_removed_weights_set_to_zero(case):
     model, program = case
     plan = Plan.random(program, 0.5, seed=3)
-    zeroed = ZeroedDecoder(model, zeroed_tensors(program, plan))
+    zeroed = ModuleDecoder(model, zeroed_tensors(program, plan))
     ids = token_ids(3, 11)
     with torch.no_grad():
         assert relative_error(dispfx.lower(program, plan)(ids), zeroed(ids)) <= ORDER_OF_SUMS

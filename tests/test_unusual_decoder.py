@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import dispfx
 from dispfx.analysis.coverage import coverage
 from dispfx.plan.plan import Plan
-from dispfx.verification.graphs import ZeroedDecoder, zeroed_tensors
+from dispfx.verification.equivalence import ModuleDecoder
+from dispfx.verification.graphs import zeroed_tensors
 from tests.plain_decoders import RMSNorm, perturb
 from tests.programs import relative_error, token_ids
 
@@ -95,7 +96,7 @@ def test_the_pruned_decoder_is_the_module_with_zeros(model: nn.Module):
     program = dispfx.capture(model)
     for seed in range(3):
         plan = Plan.random(program, 0.4, seed)
-        zeroed = ZeroedDecoder(model, zeroed_tensors(program, plan))
+        zeroed = ModuleDecoder(model, zeroed_tensors(program, plan))
         for shape in ((2, 9), (1, 17)):
             ids = token_ids(*shape)
             expected = dispfx.gated(program, plan)(ids)

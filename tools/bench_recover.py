@@ -8,10 +8,11 @@
         --ratios 0.3 --learn-steps 3 --steps 4 --batch-size 2 --seq-len 32 --windows 2
 
 A plan is learned for each ratio, unless --plans names one, and applied once; each kind of recovery begins
-with that folder.  Nothing learns from --test or --second: what training holds out is the end of --data.  A
-row has perplexity, KL(dense ‖ pruned) per token and top-1 agreement on both texts, tokens learned from and
-seconds.  recover.json and recover.md are written after every row; folders stay in --out, and a row
-whose folder is there is not trained again.
+with that folder.  `control` is the dense decoder tuned by cross entropy on --data, for as many steps as
+weights are: what the style of that text is worth.  Nothing learns from --test or --second: what training
+holds out is the end of --data.  A row has perplexity, KL(dense ‖ pruned) per token and top-1 agreement on
+both texts, tokens learned from and seconds.  recover.json and recover.md are written after every row; folders
+stay in --out, and a row whose folder is there is not trained again.
 """
 
 import argparse
@@ -28,11 +29,15 @@ import torch
 from dispfx import api
 from dispfx.errors import DispfxError
 from dispfx.files.disk import replacing
-from dispfx.learning.objective import OBJECTIVES
+from dispfx.learning.distillation import learning_rate
+from dispfx.learning.objective import OBJECTIVES, next_token_loss
+from dispfx.learning.text import TokenBatches
 from dispfx.report import NullObserver, load_report
 from dispfx.run.folder_report import device_name, versions
+from dispfx.settings.recovery_settings import RecoverySettings
+from dispfx.source import dtype_of, encode, load_source
 
-KINDS = ("none", "scales", "weights")
+KINDS = ("none", "scales", "weights", "control")
 TEXTS = ("test", "second")
 
 
@@ -45,7 +50,10 @@ def main(words: Sequence[str] | None = None) -> int:
     whole = True
     for ratio in args.ratios:
         for kind in args.kinds:
-            whole &= bench.row(ratio, kind)
+            if kind != "control":
+                whole &= bench.row(ratio, kind)
+    if "control" in args.kinds:
+        bench.control()
     return 0 if whole else 1
 
 
@@ -97,6 +105,24 @@ class Bench:
             row["error"] = f"{type(error).__name__}: {error}"
         self._add(row)
         return "error" not in row
+
+    def control(self) -> None:
+        """Tune and measure the dense decoder."""
+        began = time.perf_counter()
+        settings = RecoverySettings(
+            **{name: getattr(self.args, name) for name in ("steps", "lr", "seq_len", "batch_size")}
+        )
+        folder, tokens = tuned_by_text(self.args, settings)
+        seconds = time.perf_counter() - began
+        row: dict[str, Any] = {
+            "removed": 0.0,
+            "recover": "control",
+            "tokens": tokens,
+            "train_seconds": seconds,
+        }
+        for name in TEXTS:
+            row[name] = self._measured(folder, name)
+        self._add(row)
 
     def _pruned(self, ratio: float) -> Path:
         folder, plan = self.args.out / f"pruned-{ratio:g}", self.args.out / f"plan-{ratio:g}.safetensors"
@@ -186,6 +212,34 @@ class Bench:
             with replacing(self.args.out / file) as partial:
                 partial.write_text(text, encoding="utf-8")
         print(_line(row), flush=True)
+
+
+def tuned_by_text(args: argparse.Namespace, settings: RecoverySettings) -> tuple[Path, int]:
+    """Tune a transformers decoder by cross entropy with the next token, as long and as fast as weights are.
+
+    Returns the folder that it is saved in, and the number of tokens.
+    """
+    folder = args.out / "control"
+    source = load_source(args.model, dtype="float32", device=args.device)
+    settings = settings.fitted(2048, demo=source.origin == "demo")
+    ids = torch.cat([encode(Path(path).read_text(encoding="utf-8"), source.tokenizer) for path in args.data])
+    text = TokenBatches(ids, settings.seq_len, settings.batch_size, settings.seed)
+    model = source.model.requires_grad_(True)
+    half = torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    optimizer = torch.optim.AdamW(model.parameters(), settings.lr, weight_decay=0.0)
+    for step in range(settings.steps):
+        ids_BT = text.batch(step).to(args.device)
+        with half:
+            loss = next_token_loss(model(ids_BT, use_cache=False).logits, ids_BT)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(settings, step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    model.to(dtype_of(args.dtype) if args.dtype else torch.float32).save_pretrained(folder)
+    source.tokenizer.save_pretrained(folder)
+    return folder, settings.steps * settings.batch_size * settings.seq_len
 
 
 def _facts(folder: Path) -> dict[str, Any]:

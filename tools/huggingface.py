@@ -175,7 +175,8 @@ def prune(model: Any, row: Row, folder: Path) -> None:
     from dispfx.deploy.section import ModelFiles
     from dispfx.plan.plan import Plan
     from dispfx.run.decoder_files import modules_of
-    from dispfx.verification.graphs import ZeroedDecoder, module_lines, zeroed_tensors
+    from dispfx.verification.equivalence import ModuleDecoder
+    from dispfx.verification.graphs import module_lines, zeroed_tensors
 
     program = api.capture(model)
     plan = Plan.random(program, RATIO, 1)
@@ -186,7 +187,7 @@ def prune(model: Any, row: Row, folder: Path) -> None:
         return
     lines = module_lines(program, lowered, pruned.model)
     row.lowered = max(line.max_rel_error for line in lines)
-    zeroed = ZeroedDecoder(model, zeroed_tensors(program, plan))
+    zeroed = ModuleDecoder(model, zeroed_tensors(program, plan))
     ids = [ids_of(program.vocabulary_size, shape) for shape in SHAPES]
     with torch.no_grad():
         logits = [module_logits(pruned.model, x) for x in ids]

@@ -7,7 +7,7 @@
 Shape legend: B batch, T tokens, V vocabulary, N features of a site.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,6 +19,7 @@ from dispfx.compiler.stages import names_of, run_stage
 from dispfx.errors import CaptureError, PlanMismatchError, UnsupportedGraphError
 from dispfx.ir.pipeline import Pass, Pipeline, further_passes
 from dispfx.ir.program import Program, own_tensor
+from dispfx.ir.retype import retyped
 from dispfx.ir.sites import Select
 from dispfx.plan.hardening import hard_masks
 from dispfx.plan.plan import Plan, site_keys
@@ -211,6 +212,11 @@ class HardGatedDecoder(nn.Module):
     def forward(self, ids: Tensor, *further: Tensor) -> Any:
         """Return the program's outputs for token ids (B, T) and its further inputs."""
         return self.gated(ids, self.masks, *further)
+
+    def retyped(self, old: torch.dtype, new: torch.dtype) -> Callable[..., Any]:
+        """Return the same decoder with every tensor of type `old` converted to `new`."""
+        graph = retyped(self.gated.graph, old, new)
+        return lambda ids, *further: graph(ids, *further, *self.masks)
 
 
 def gate(program: Program) -> GatedDecoder:

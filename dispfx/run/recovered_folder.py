@@ -60,13 +60,15 @@ from dispfx.source.own_code import is_own_code, private_code
 from dispfx.source.transformers_classes import code_of_class
 from dispfx.verification.equivalence import (
     SHAPES_BT,
+    TOLERANCES,
+    ModuleDecoder,
     Verification,
     compare,
     compare_decoders,
     random_token_ids,
     require,
 )
-from dispfx.verification.graphs import TOLERANCES, exported_lines, tolerance_of
+from dispfx.verification.graphs import exported_lines, tolerance_of
 from dispfx.words.preconditions import is_saved_again
 
 # Of a folder's files these are made anew, or were true of the weights that it no longer has.
@@ -284,7 +286,7 @@ class Writer:
         alike = partial(
             compare_decoders, vocabulary_size=self.job.program.vocabulary_size, device=self.job.device
         )
-        old, new = (partial(module_logits, one) for one in (trained, again.decoder))
+        old, new = (ModuleDecoder(one) for one in (trained, again.decoder))
         tolerance = tolerance_of(self.job.program)
         same_form = self.job.settings.train == "lora"
         lines = alike("reloaded = recovered", old, new, 0.0 if same_form else tolerance)

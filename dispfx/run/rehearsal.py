@@ -21,7 +21,6 @@ What is covered depends on the decoder's size, so that the rehearsal stays a sma
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,7 +42,13 @@ from dispfx.run.decoder_files import modules_of
 from dispfx.run.trainables import try_recovery
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.source import Source
-from dispfx.verification.equivalence import SHAPES_BT, compare_decoders, random_token_ids, require
+from dispfx.verification.equivalence import (
+    SHAPES_BT,
+    ModuleDecoder,
+    compare_decoders,
+    random_token_ids,
+    require,
+)
 from dispfx.verification.graphs import compared_shapes, short_shapes, tolerance_of
 from dispfx.words.option_names import option
 
@@ -147,8 +152,8 @@ def _agree(
     with module_kept(model):
         lines = compare_decoders(
             "rebuilt = model",
-            partial(module_logits, model),
-            partial(module_logits, twin),
+            ModuleDecoder(model),
+            ModuleDecoder(twin),
             tolerance,
             vocabulary_size=program.vocabulary_size,
             shapes=shapes,

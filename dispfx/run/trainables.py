@@ -35,8 +35,13 @@ from dispfx.run.students import adapted_student, graph_predictions, graph_studen
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.settings.sections import Dtype
 from dispfx.source import Source, dtype_of
-from dispfx.verification.equivalence import SHAPES_BT, Verification, compare_decoders, random_token_ids
-from dispfx.verification.graphs import TOLERANCES
+from dispfx.verification.equivalence import (
+    SHAPES_BT,
+    TOLERANCES,
+    Verification,
+    compare_decoders,
+    random_token_ids,
+)
 from dispfx.words.choices import choice
 from dispfx.words.option_names import option
 
@@ -122,11 +127,24 @@ def trainable_of(
         OutputError: if adapters were asked for a folder that transformers does not load.
     """
     makers: Mapping[str, Callable[[], Trainable]] = {
-        "scales": lambda: _scales(lowered(), folder_plan(opened), settings),
-        "weights": lambda: _weights(lowered(), settings),
+        "scales": lambda: graph_trainable(lowered(), folder_plan(opened), settings),
+        "weights": lambda: graph_trainable(lowered(), folder_plan(opened), settings),
         "lora": lambda: _adapters(opened, dtype, settings),
     }
     return choice(makers, settings.train, "train")()
+
+
+def graph_trainable(lowered: Program, plan: Plan, settings: RecoverySettings) -> Trainable:
+    """Return the scales or the weights of a lowered program as what is trained.
+
+    Args:
+        lowered: with values; from here on nothing in it requires gradients but what is trained.
+        plan: that it was lowered by.
+
+    Raises:
+        DispfxError: if no site can have a scale.
+    """
+    return _scales(lowered, plan, settings) if settings.train == "scales" else _weights(lowered, settings)
 
 
 def try_recovery(program: Program, plan: Plan, settings: RecoverySettings) -> None:
@@ -145,7 +163,7 @@ def try_recovery(program: Program, plan: Plan, settings: RecoverySettings) -> No
     tokens = program.lengths.within(9)
     settings = replace(settings, seq_len=tokens)
     try:
-        made = _scales(lowered, plan, settings) if settings.train == "scales" else _weights(lowered, settings)
+        made = graph_trainable(lowered, plan, settings)
         ids_BT = random_token_ids(program.vocabulary_size, (2, tokens), device=program.device)
         with torch.no_grad():
             teacher = graph_predictions(program)(ids_BT)
@@ -184,7 +202,8 @@ def _scales(program: Program, plan: Plan, settings: RecoverySettings) -> Trainab
     graph = scaled.program.graph_module
 
     def proof(values: Mapping[str, Tensor]) -> list[Verification]:
-        folded = partial(_with_values, program.graph_module, values)
+        # Folded weights are rounded once more, so the two differ in float32 as they do in half precision.
+        folded = partial(module_logits, program.graph_module, tensors=values)
         tolerance = TOLERANCES.get(program.dtype, 1e-4)
         shapes = [(rows, program.lengths.within(tokens)) for rows, tokens in SHAPES_BT]
         return compare_decoders(
@@ -198,10 +217,6 @@ def _scales(program: Program, plan: Plan, settings: RecoverySettings) -> Trainab
         )
 
     return Trainable(student, graph, program.graph_module, scaled.folded, proof)
-
-
-def _with_values(module: nn.Module, values: Mapping[str, Tensor], ids_BT: Tensor) -> Any:
-    return torch.func.functional_call(module, dict(values), (ids_BT,))
 
 
 def _adapters(opened: Opened, dtype: str | None, settings: RecoverySettings) -> Trainable:

@@ -4,7 +4,6 @@ import math
 from functools import partial
 from pathlib import Path
 
-from dispfx.capturing.module_capture import module_logits
 from dispfx.deploy import exported
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.digests import changed, stored_size
@@ -14,7 +13,13 @@ from dispfx.report import Report, load_report
 from dispfx.run.folders import open_folder, require_record
 from dispfx.run.onnx_folder import folder_onnx_lines, has_onnx
 from dispfx.run.targets import DENSE_FOLDER
-from dispfx.verification.equivalence import OF_REPORT, Verification, compare_decoders, shapes_up_to
+from dispfx.verification.equivalence import (
+    OF_REPORT,
+    ModuleDecoder,
+    Verification,
+    compare_decoders,
+    shapes_up_to,
+)
 from dispfx.verification.graphs import exported_lines, tolerance_of
 from dispfx.words.preconditions import is_saved_again
 
@@ -45,8 +50,8 @@ def verify(folder: str | Path, *, trust_remote_code: bool = False) -> list[Verif
             lines += exported_lines(opened.path, opened.decoder, opened.vocabulary_size, shapes)
         if (opened.path / DENSE_FOLDER).is_dir():
             ordinary = load_model(opened.path / DENSE_FOLDER, trust_remote_code=trust_remote_code)
-            dense = partial(module_logits, ordinary)
-            lines += compared("dense = checkpoint", partial(module_logits, opened.decoder), dense, tolerance)
+            own, dense = ModuleDecoder(opened.decoder), ModuleDecoder(ordinary)
+            lines += compared("dense = checkpoint", own, dense, tolerance)
     if has_onnx(opened.path):
         lines += folder_onnx_lines(opened, shapes)
     return lines

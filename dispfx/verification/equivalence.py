@@ -5,22 +5,80 @@ measures, `require` stops the compilation.  The metric is the contract's (`dispf
 largest absolute difference over the largest absolute value of the expected tensor, both over the whole
 tensor.
 
+Half precision rounds so coarsely that a wrong index would pass, and two orders of sums can end far apart in a
+long text.  Decoders in half precision are compared in float32 if memory allows.  In their own type they must
+be finite.
+
 Shape legend: B batch, T tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
+from dispfx.capturing.module_capture import module_logits
 from dispfx.errors import VerificationError
+from dispfx.estimate.free_memory import free_bytes
 from dispfx.ir.logit_errors import logit_errors
+from dispfx.ir.retype import retyped
 
 # (batch, tokens) at which every pair of forms is compared.  A capture is not traced at these sizes, so that a
 # graph with a fixed batch size or length is detected.
 SHAPES_BT = ((2, 9), (1, 17))
+
+
+# A product over fewer features adds the same numbers in another order.  In float32 this changed the logits of
+# tiny decoders by 1e-6 of the largest, and those of SmolLM2-135M, whose stream holds a few very large
+# features through 30 layers, by 2e-5.  A wrong index changes them by 1e-3 and more.  Half precision sums in
+# float32 and rounds the result of each product to 11 or 8 bits: another order flips some of these roundings
+# by one step, at most 2⁻¹⁰ or 2⁻⁷ of a value, and half of that on average.  Flips of independent sign add up
+# as a random
+# walk: a layer writes through about six products, so L layers change a value by √(6 L) · 2⁻⁸ in bfloat16,
+# which is 1.4e-2 for 2 layers and 5.4e-2 for 32.
+TOLERANCES = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+_HALF = (torch.float16, torch.bfloat16)
+_SHARE_OF_MEMORY = 0.7
+# What the name of a comparison ends with that was made in float32.
+IN_FLOAT32 = " in float32"
+
+
+class ModuleDecoder(nn.Module):
+    """A module as a decoder: token ids (B, T) to logits (B, T, V).
+
+    Args:
+        model: the module, which is not changed.
+        tensors: values to use in place of the module's own, by path.
+    """
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor] | None = None):
+        super().__init__()
+        self.tensors = None if tensors is None else dict(tensors)
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits (B, T, V) of token ids (B, T)."""
+        return module_logits(self.model, ids, self.tensors)
+
+    def retyped(self, old: torch.dtype, new: torch.dtype) -> "ModuleDecoder":
+        """Return the same decoder with every tensor of type `old` converted to `new`."""
+        own = {
+            **dict(self.model.named_parameters()),
+            **dict(self.model.named_buffers()),
+            **(self.tensors or {}),
+        }
+        return ModuleDecoder(
+            self.model, {path: one.detach().to(new) if one.dtype is old else one for path, one in own.items()}
+        )
 
 
 def shapes_up_to(most: int | None = None, longest: int = 0) -> tuple[tuple[int, int], ...]:
@@ -136,14 +194,64 @@ def compare_decoders(
     Raises:
         VerificationError: if the logits differ in shape or dtype.
     """
-    found = []
-    with torch.no_grad():
-        for shape in shapes:
-            ids_BT = random_token_ids(vocabulary_size, shape, seed=seed, device=device)
+    compared = _Compared(name, vocabulary_size, shapes, seed, device)
+    found = compared.lines(expected, actual, tolerance)
+    dtype = _half_of(expected, actual) if tolerance > TOLERANCES[torch.float32] else None
+    if dtype is None or not all(math.isfinite(line.max_rel_error) for line in found):
+        return found
+    # A module's code may insist on its type, and a GPU's memory may be in parts.
+    with contextlib.suppress(Exception):
+        _require_room(dtype, expected, actual)
+        twins = [_in_float32(one, dtype) for one in (expected, actual)]
+        return replace(compared, name=name + IN_FLOAT32).lines(*twins, TOLERANCES[torch.float32])
+    return found
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """One comparison of two decoders: its name, and the token ids."""
+
+    name: str
+    vocabulary_size: int
+    shapes: Sequence[tuple[int, int]]
+    seed: int
+    device: torch.device | str
+
+    @torch.no_grad()
+    def lines(
+        self, expected: Callable[[Tensor], Any], actual: Callable[[Tensor], Any], tolerance: float
+    ) -> list[Verification]:
+        """Return one line per shape."""
+        found = []
+        for shape in self.shapes:
+            ids_BT = random_token_ids(self.vocabulary_size, shape, seed=self.seed, device=self.device)
             expected_BTV = _logits(expected(ids_BT))
             actual_BTV = _logits(actual(ids_BT)).to(expected_BTV.device)
-            found.append(compare(name, expected_BTV, actual_BTV, tolerance, shape=shape))
-    return found
+            found.append(compare(self.name, expected_BTV, actual_BTV, tolerance, shape=shape))
+        return found
+
+
+def _half_of(*decoders: Any) -> torch.dtype | None:
+    """Return the type of half precision that modules have parameters of; None if one is no module."""
+    if not all(isinstance(one, nn.Module) for one in decoders):
+        return None
+    return next((one.dtype for each in decoders for one in each.parameters() if one.dtype in _HALF), None)
+
+
+def _require_room(dtype: torch.dtype, *decoders: Any) -> None:
+    """Raise MemoryError if float32 copies would not fit."""
+    copied = [one for each in decoders for one in each.parameters() if one.dtype is dtype]
+    free = free_bytes(copied[0].device)
+    if free is not None and 4 * sum(one.numel() for one in copied) > _SHARE_OF_MEMORY * free:
+        raise MemoryError
+
+
+def _in_float32(decoder: Any, dtype: torch.dtype) -> Callable[[Tensor], Any]:
+    """Return a decoder with its tensors of a type converted to float32."""
+    if isinstance(decoder, fx.GraphModule):
+        return retyped(decoder, dtype, torch.float32)
+    own = getattr(decoder, "retyped", None) or ModuleDecoder(decoder).retyped
+    return own(dtype, torch.float32)
 
 
 def _logits(output: Any) -> Tensor:

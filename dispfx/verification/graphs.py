@@ -22,35 +22,26 @@ All except the first run at two batch sizes and lengths that were not traced.  C
 not graphs of the compiler also run at the longest sequence of the run, if the capture was compared there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from dispfx.capturing.module_capture import module_logits
 from dispfx.compiler.programs import gate, gated, lower
 from dispfx.deploy.exported import load_program
 from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
-from dispfx.verification.equivalence import SHAPES_BT, Verification, compare_decoders, shapes_up_to
+from dispfx.verification.equivalence import (
+    SHAPES_BT,
+    TOLERANCES,
+    ModuleDecoder,
+    Verification,
+    compare_decoders,
+    shapes_up_to,
+)
 
 Shapes = Sequence[tuple[int, int]]
-# A product over fewer features adds the same numbers in another order.  In float32 this changed the logits of
-# tiny decoders by 1e-6 of the largest, and those of SmolLM2-135M, whose stream holds a few very large
-# features through 30 layers, by 2e-5.  A wrong index changes them by 1e-3 and more.  Half precision sums in
-# float32 and rounds the result of each product to 11 or 8 bits: another order flips some of these roundings
-# by one step, at most 2⁻¹⁰ or 2⁻⁷ of a value, and half of that on average.  Flips of independent sign add up
-# as a random
-# walk: a layer writes through about six products, so L layers change a value by √(6 L) · 2⁻⁸ in bfloat16,
-# which is 1.4e-2 for 2 layers and 5.4e-2 for 32.
-TOLERANCES = {
-    torch.float64: 1e-12,
-    torch.float32: 1e-4,
-    torch.float16: 1e-2,
-    torch.bfloat16: 5e-2,
-}
 
 
 def tolerance_of(program: Program) -> float:
@@ -103,7 +94,7 @@ def module_lines(
     program: Program, lowered: nn.Module, modules: nn.Module, *, shapes: Shapes | None = None
 ) -> list[Verification]:
     """Compare the decoder built from smaller modules with the lowered graph."""
-    logits = partial(module_logits, modules)
+    logits = ModuleDecoder(modules)
     shapes = shapes or compared_shapes(program)
     return _compare("modules = lowered", program, lowered, logits, tolerance_of(program), shapes)
 
@@ -116,15 +107,15 @@ def outside_lines(program: Program, plan: Plan, model: nn.Module, modules: nn.Mo
         tokens.append(lengths.most + 1)
     if not tokens or plan.select != "after-norm" or program.dense_statistics:
         return []
-    zeroed = ZeroedDecoder(model, zeroed_tensors(program, plan))
-    logits = partial(module_logits, modules)
+    zeroed = ModuleDecoder(model, zeroed_tensors(program, plan))
+    logits = ModuleDecoder(modules)
     shapes = [(1, length) for length in tokens]
     return _compare("modules = zeroed", program, zeroed, logits, tolerance_of(program), shapes)
 
 
 def dense_lines(program: Program, lowered: nn.Module, dense: nn.Module) -> list[Verification]:
     """Compare a full-size checkpoint with zeros, read back from disk, with the lowered decoder."""
-    logits = partial(module_logits, dense)
+    logits = ModuleDecoder(dense)
     shapes = compared_shapes(program)
     return _compare("dense = lowered", program, lowered, logits, tolerance_of(program), shapes)
 
@@ -133,7 +124,7 @@ def reloaded_lines(
     name: str, program: Program, written: nn.Module, reloaded: nn.Module
 ) -> list[Verification]:
     """Compare the decoder read back from disk with the written one: equal bits."""
-    logits = [partial(module_logits, module) for module in (written, reloaded)]
+    logits = [ModuleDecoder(module) for module in (written, reloaded)]
     shapes = compared_shapes(program)
     return _compare(f"reloaded = {name}", program, *logits, tolerance=0.0, shapes=shapes)
 
@@ -162,23 +153,10 @@ def zeroed_decoder(program: Program, plan: Plan, model: nn.Module) -> nn.Module:
     """
     tensors = zeroed_tensors(program, plan)
     if not program.dense_statistics:
-        return ZeroedDecoder(model, tensors)
+        return ModuleDecoder(model, tensors)
     twin = program.clone()
     twin.rebuild({**dict(program.tensors()), **tensors})
     return twin.graph_module
-
-
-class ZeroedDecoder(nn.Module):
-    """The user's module with other values for some of its parameters; the module is not changed."""
-
-    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]):
-        super().__init__()
-        self.tensors = dict(tensors)
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return logits (B, T, V) of token ids (B, T)."""
-        return module_logits(self.model, ids, self.tensors)
 
 
 def unread_lines(program: Program, plan: Plan, hard: nn.Module) -> list[Verification]:

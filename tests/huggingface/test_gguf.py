@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import dispfx
 from dispfx.api import apply, capture
 from dispfx.source import load_source
-from dispfx.verification.graphs import ZeroedDecoder, zeroed_tensors
+from dispfx.verification.equivalence import ModuleDecoder
+from dispfx.verification.graphs import zeroed_tensors
 from tests.programs import relative_error, token_ids
 
 WIDTH, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
@@ -88,7 +89,7 @@ def test_a_gguf_file_gives_a_folder_that_from_pretrained_loads(tmp_path: Path) -
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(loaded).__name__ == "LlamaForCausalLM" and not loaded.is_quantized
     with torch.no_grad():
-        expected = ZeroedDecoder(dense, zeroed_tensors(program, plan))(IDS)
+        expected = ModuleDecoder(dense, zeroed_tensors(program, plan))(IDS)
         assert relative_error(loaded(IDS).logits, expected) < 1e-5
         ordinary: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "dense")
         assert relative_error(ordinary(IDS).logits, expected) < 1e-5

@@ -16,7 +16,8 @@ import dispfx
 from dispfx.deploy import weights
 from dispfx.errors import OutputError, PlanMismatchError
 from dispfx.huggingface.modules import index_buffers
-from dispfx.verification.graphs import ZeroedDecoder, zeroed_tensors
+from dispfx.verification.equivalence import ModuleDecoder
+from dispfx.verification.graphs import zeroed_tensors
 from tests.huggingface.conftest import Folder
 from tests.programs import relative_error, token_ids
 from tests.tiny_transformers import VOCABULARY
@@ -33,7 +34,7 @@ def test_from_pretrained_gives_the_decoders_own_class_and_the_zeroed_decoders_lo
     model = AutoModelForCausalLM.from_pretrained(llama.path)
 
     with torch.no_grad():
-        expected = ZeroedDecoder(llama.dense, zeroed_tensors(llama.program, llama.plan))(IDS)
+        expected = ModuleDecoder(llama.dense, zeroed_tensors(llama.program, llama.plan))(IDS)
     assert type(model) is LlamaForCausalLM
     assert relative_error(logits(model), expected) < 1e-5
     assert model.num_parameters() < llama.dense.num_parameters()  # type: ignore[operator]

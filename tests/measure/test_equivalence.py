@@ -2,11 +2,13 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dispfx.errors import VerificationError
 from dispfx.verification.equivalence import (
+    IN_FLOAT32,
     SHAPES_BT,
+    ModuleDecoder,
     Verification,
     compare,
     compare_decoders,
@@ -130,3 +132,74 @@ def test_decoders_are_compared_at_every_shape() -> None:
 
     assert [line.shape for line in found] == list(SHAPES_BT)
     assert [line.holds for line in found] == [True, False]
+
+
+class Wide(nn.Module):
+    """A decoder whose sums depend on the order of its features."""
+
+    def __init__(self, order: Tensor, loud: float = 1.0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.embedding = nn.Parameter(torch.randn(16, 512, generator=generator))
+        self.inner = nn.Parameter(loud * torch.randn(512, 512, generator=generator))
+        self.head = nn.Parameter(torch.randn(16, 512, generator=generator))
+        self.order = order
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding[ids]
+        for _ in range(4):
+            x = (x[..., self.order].unsqueeze(-2) * self.inner[:, self.order]).cumsum(-1)[..., -1]
+        return x @ self.head.T
+
+
+def lines_of(actual: nn.Module, dtype: torch.dtype, loud: float = 1.0, tolerance: float = 5e-2):
+    expected = Wide(torch.arange(512), loud).to(dtype)
+    return compare_decoders(
+        "b = a", expected, actual.to(dtype), tolerance, vocabulary_size=16, shapes=[(1, 2)]
+    )
+
+
+@pytest.mark.parametrize("of_module", [False, True])
+def test_half_precision_is_compared_in_float32(of_module: bool) -> None:
+    other = Wide(torch.arange(512).flip(0))
+    actual: nn.Module = ModuleDecoder(other) if of_module else other
+
+    (line,) = lines_of(actual, torch.bfloat16)
+
+    assert line.name == "b = a" + IN_FLOAT32
+    assert line.holds and line.max_rel_error < 1e-5 and line.tolerance == 1e-4
+
+
+def test_a_fault_below_the_rounding_of_half_precision_is_found() -> None:
+    wrong = Wide(torch.arange(512))
+    with torch.no_grad():
+        wrong.head[3, 5] += 0.25
+
+    (line,) = lines_of(wrong, torch.bfloat16)
+
+    assert not line.holds and line.max_rel_error < 5e-2
+
+
+def test_equal_bits_and_decoders_that_are_no_modules_stay_in_half_precision() -> None:
+    same = Wide(torch.arange(512))
+
+    assert lines_of(same, torch.bfloat16, tolerance=0.0)[0].name == "b = a"
+    expected = same.to(torch.bfloat16)
+    found = compare_decoders(
+        "b = a", expected, lambda ids: expected(ids), 5e-2, vocabulary_size=16, shapes=[(1, 2)]
+    )
+    assert found[0].name == "b = a"
+
+
+def test_what_overflows_in_half_precision_never_holds() -> None:
+    (line,) = lines_of(Wide(torch.arange(512), 1e3), torch.float16, loud=1e3)
+
+    assert line.name == "b = a" and not line.holds
+
+
+def test_without_room_for_float32_half_precision_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dispfx.verification.equivalence.free_bytes", lambda device: 1000)
+
+    (line,) = lines_of(Wide(torch.arange(512)), torch.bfloat16)
+
+    assert line.name == "b = a" and line.holds
