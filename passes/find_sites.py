@@ -140,6 +140,17 @@ class _Search:
         self.around = Surroundings.of(self.program, self.flow)
         self.owner: dict[Dimension, np.ndarray] = {}
         self.whole_stream = False
+        # Buffers that products take as weights.
+        read = {
+            path
+            for node in self.program.graph.nodes
+            if ops.is_product(node) and ops.activations(node, self.flow.dependent)
+            for value in ops.operands(node)
+            if (path := ops.weight_of(value)) is not None
+        }
+        self.buffers = read - {
+            path for path, _ in self.program.graph_module.named_parameters(remove_duplicate=False)
+        }
 
     @property
     def statistics(self) -> Statistics:
@@ -247,7 +258,7 @@ class _Search:
         if isinstance(found, Closure) and kind == "inner":
             found = self._with_producers(found)
         if isinstance(found, Closure):
-            found = not_zero(found) or self._conflict(found) or found
+            found = not_zero(found) or self._conflict(found) or self._of_buffer(found, kind) or found
         if isinstance(found, Mismatch):
             self._refuse(leaf, kind, found, free[0])
             return names
@@ -281,6 +292,15 @@ class _Search:
                 other = self.sites[int(owner.max())].name
                 if dimension in closure.labels or dimension in self._labelled_by(other):
                     return Mismatch(f"the features already belong to {other}", dimension[0])
+        return None
+
+    def _of_buffer(self, closure: Closure, kind: SiteKind) -> Mismatch | None:
+        """A product's weight that is a buffer is in no parameter count, and no read or write cuts it."""
+        if kind == "inner":  # the other product of these features has zeros
+            return None
+        for node, _ in closure.labels:
+            if node.op == "get_attr" and str(node.target) in self.buffers:
+                return Mismatch("a weight that is a buffer, and no parameter, is not pruned", node)
         return None
 
     def _labelled_by(self, site: str) -> set[Dimension]:

@@ -15,11 +15,11 @@ from dispfx.deploy.folder import refuse_existing
 from dispfx.deploy.generate import generate as continue_ids
 from dispfx.deploy.onnx.exporting import OPSET
 from dispfx.deploy.onnx.legalize import Flavor
-from dispfx.errors import DataError, VerificationError
+from dispfx.errors import DataError, DispfxError, VerificationError
 from dispfx.quality.agreement import Agreement, compare_on_text
 from dispfx.quality.perplexity import Perplexity, TextFacts, measure
 from dispfx.report import NullObserver, Observer, load_report
-from dispfx.run.folders import is_output, open_folder
+from dispfx.run.folders import is_output, open_folder, require_unchanged
 from dispfx.run.onnx_folder import FOLDER, onnx_runner, write_onnx
 from dispfx.run.opening import open_model
 from dispfx.run.run_text import TextChoice, require_known, vocabulary_of
@@ -132,7 +132,7 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
 
     Raises:
         UnknownSettingError: if one of `changes` is no setting.
-        OutputError: if the form exists already, or the folder holds a graph alone.
+        OutputError: if the form exists already, the folder holds a graph alone, or its files have changed.
         VerificationError: if the new form disagrees; it is not written then.
     """
     settings = ExportSettings.given(folder, changes)
@@ -143,6 +143,7 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
         if asked and is_output(path):
             refuse_existing(place)
     opened = open_folder(path, experts="batched", trust_remote_code=settings.model.trust_remote_code)
+    require_unchanged(opened.path)
     written: list[Path] = []
     if forms.pt2:
         exported.save_graph(opened.graph_module, opened.path)
@@ -217,5 +218,16 @@ def _ready(settings: ModelSettings) -> _Ready:
         return _Ready(opened.decoder, opened.tokenizer, config, context, model, known)
     source = open_model(settings)
     decoder = partial(module_logits, source.model)
-    known = vocabulary_of(source.config)
+    known = vocabulary_of(source.config) or _width_of_logits(source.model)
     return _Ready(decoder, source.tokenizer, source.config, context_of(source), source.name, known)
+
+
+def _width_of_logits(model: Any) -> int | None:
+    """Return how many tokens a decoder of unknown vocabulary predicts; None if it does not run on one token."""
+    first = next(iter((*model.parameters(), *model.buffers())), None)
+    ids = torch.zeros((1, 1), dtype=torch.int64, device="cpu" if first is None else first.device)
+    with torch.no_grad():
+        try:
+            return module_logits(model, ids).shape[-1]
+        except DispfxError:
+            return None

@@ -12,7 +12,7 @@ from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.huggingface.adapters import peft_library
 from dispfx.report import NullObserver, Observer, Tuning
 from dispfx.report.tuning_record import RECORD_FILE, read_record
-from dispfx.run.folders import open_folder
+from dispfx.run.folders import open_folder, require_unchanged
 from dispfx.run.length_checks import window_of
 from dispfx.run.opening import open_model
 from dispfx.run.plan_learning import remove_state, state_folder
@@ -110,6 +110,7 @@ def _job(settings: RecoverSettings, state: Path, stages: Stages, ranks: Ranks) -
     folder = Path(model.model).expanduser()
     with stages("open"):
         opened = open_folder(folder, trust_remote_code=model.trust_remote_code)
+        require_unchanged(opened.path)
         plan = folder_plan(opened)
         # In the dtype of the folder: what the plan's fingerprint was taken of.
         source = open_model(replace(model, model=settings.teacher.dense, dtype=stored_dtype(opened)))

@@ -71,7 +71,7 @@ class Program:
         ties: path of every tied parameter -> the path under which its tensor is kept.
         outline: the graph in parts, once found; rewriting the graph makes it stale.
         unused: tensors of the decoder that the graph does not read, by path.
-        logits_returned: how many tensors of the logits' shape the decoder returns; the first are its logits.
+        logits_returned: how many tensors of the logits' shape the decoder returns; one of them is its logits.
         separator: token that ends a document, where the graph keeps the documents of a sequence apart.
         lengths: the sequence lengths for which the graph holds; `hold_to` changes them.
         context: tokens that the decoder reads, where its config names them; its graph may hold for fewer.
@@ -277,7 +277,7 @@ def unread_parts(unread: Mapping[str, int], read: Iterable[str], outputs: int) -
     for path, size in unread.items():
         part = next(prefix for prefix in (*_prefixes(path), path) if prefix not in in_use)
         sizes[part] = sizes.get(part, 0) + size
-    of = f", the first of {outputs} outputs of that shape" if outputs > 1 else ""
+    of = f", one of {outputs} outputs of that shape" if outputs > 1 else ""
     return tuple(
         Refusal(part, f"not read for the logits{of}; {size:,} parameters are kept as they are")
         for part, size in sizes.items()

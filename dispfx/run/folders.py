@@ -17,6 +17,7 @@ from dispfx.compiler.programs import analyse, lower_program, only_planned
 from dispfx.compiler.stages import run_stage
 from dispfx.deploy import reload
 from dispfx.deploy.checkpoint import PLAN_FILE, implementations, own_config, skeleton
+from dispfx.deploy.digests import changed
 from dispfx.deploy.exported import PROGRAM_FILE, load_program
 from dispfx.deploy.section import CONFIG_FILE, read_layout
 from dispfx.deploy.weights import read_tensors
@@ -249,6 +250,34 @@ def require_record(folder: Path) -> None:
             f"report and plan have different widths for {len(set(other))} sites, such as {other[0]}",
             where=str(folder),
             hint="the folder's files are from different runs; write it again",
+        )
+
+
+def require_unchanged(folder: Path) -> None:
+    """Require that what a folder's report was written of is what the folder holds.
+
+    Forms that can be made again are not looked at, and a folder that transformers saved has no report.
+
+    Raises:
+        OutputError: if a file of the decoder is missing, or has changed.
+    """
+    if not (folder / "report.json").is_file():
+        return
+    whole = (folder / CONFIG_FILE).is_file()
+    recorded = load_report(folder / "report.json").files
+    other = changed(
+        folder,
+        {
+            name: digest
+            for name, digest in recorded.items()
+            if "/" not in name and not (whole and name == PROGRAM_FILE)
+        },
+    )
+    if other:
+        raise OutputError(
+            f"{', '.join(other)}: missing, or changed since dispfx wrote the folder",
+            where=str(folder),
+            hint="copy the folder again, or write it again: its report was made of other files",
         )
 
 

@@ -242,6 +242,13 @@ def _write_own_files(opened: Opened, folder: Path) -> Any:
 
 def _reference(opened: Opened) -> Reference:
     decoder = opened.decoder
-    dtype = main_dtype(dict(decoder.named_parameters()))
+    own = {path: one for path, one in decoder.named_parameters()}
+    # One product in bfloat16 is enough for ONNX Runtime's CPU provider to refuse a model.
+    coarse = any(one.dtype == torch.bfloat16 for one in own.values())
+    dtype = torch.bfloat16 if coarse else main_dtype(own)
     device = next(decoder.parameters()).device
-    return Reference(decoder, lambda: opened.graph_module, opened.vocabulary_size, dtype, device)
+
+    def graph() -> fx.GraphModule:
+        return decoder if isinstance(decoder, fx.GraphModule) else opened.graph_module
+
+    return Reference(decoder, graph, opened.vocabulary_size, dtype, device)

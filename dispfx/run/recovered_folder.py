@@ -60,7 +60,6 @@ from dispfx.source.own_code import is_own_code, private_code
 from dispfx.source.transformers_classes import code_of_class
 from dispfx.verification.equivalence import (
     SHAPES_BT,
-    TOLERANCES,
     ModuleDecoder,
     Verification,
     compare,
@@ -68,7 +67,7 @@ from dispfx.verification.equivalence import (
     random_token_ids,
     require,
 )
-from dispfx.verification.graphs import exported_lines, tolerance_of
+from dispfx.verification.graphs import exported_lines, tolerance_of, tolerance_of_module
 from dispfx.words.preconditions import is_saved_again
 
 # Of a folder's files these are made anew, or were true of the weights that it no longer has.
@@ -91,8 +90,8 @@ def recover_folder(job: Recovery, stages: Stages) -> Tuning:
         DispfxError: for everything in the input that cannot be used.
         VerificationError: if OUT does not compute what was trained; it is not written then.
     """
-    opened = job.opened()
     with stages("open"):
+        opened = job.opened()
         lowered, trainable, task = training_of(job, opened)
     with stages("measure"):
         gauge = Gauge(job)
@@ -377,7 +376,7 @@ def _added(adapted: Any, vocabulary_size: int) -> tuple[nn.Module, list[Verifica
     with torch.no_grad():
         before = [module_logits(adapted, one) for one in ids]
         merged = adapted.merge_and_unload()
-        tolerance = TOLERANCES.get(next(merged.parameters()).dtype, 1e-4)
+        tolerance = tolerance_of_module(merged)
         lines = [
             compare("merged = adapters", expected, module_logits(merged, one), tolerance)
             for one, expected in zip(ids, before, strict=True)

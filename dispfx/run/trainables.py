@@ -37,11 +37,11 @@ from dispfx.settings.sections import Dtype
 from dispfx.source import Source, dtype_of
 from dispfx.verification.equivalence import (
     SHAPES_BT,
-    TOLERANCES,
     Verification,
     compare_decoders,
     random_token_ids,
 )
+from dispfx.verification.graphs import tolerance_of
 from dispfx.words.choices import choice
 from dispfx.words.option_names import option
 
@@ -204,7 +204,7 @@ def _scales(program: Program, plan: Plan, settings: RecoverySettings) -> Trainab
     def proof(values: Mapping[str, Tensor]) -> list[Verification]:
         # Folded weights are rounded once more, so the two differ in float32 as they do in half precision.
         folded = partial(module_logits, program.graph_module, tensors=values)
-        tolerance = TOLERANCES.get(program.dtype, 1e-4)
+        tolerance = tolerance_of(program)
         shapes = [(rows, program.lengths.within(tokens)) for rows, tokens in SHAPES_BT]
         return compare_decoders(
             "folded = scaled",

@@ -230,7 +230,16 @@ def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None = No
     """Return a decoder on a device, with floating-point tensors of a dtype; None keeps their dtypes.
 
     `to` is not called if nothing has to change.
+
+    Raises:
+        SourceError: if weights have no values here, because they are on the meta device.
     """
+    if any(one.is_meta for one in model.parameters()) and device.type != "meta":
+        raise SourceError(
+            "weights of the decoder have no values in memory: they are on the meta device",
+            where=type(model).__name__,
+            hint="load the decoder whole, without offloading to CPU or disk",
+        )
     wanted: dict[str, Any] = {"device": device} if dtype is None else {"device": device, "dtype": dtype}
     if all(_is_there(tensor, device, dtype) for tensor in (*model.parameters(), *model.buffers())):
         return model

@@ -24,6 +24,7 @@ not graphs of the compiler also run at the longest sequence of the run, if the c
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +46,22 @@ Shapes = Sequence[tuple[int, int]]
 
 
 def tolerance_of(program: Program) -> float:
-    """Return the relative error that another order of sums may cause in the program's dtype."""
-    return TOLERANCES.get(program.dtype, 1e-4)
+    """Return the relative error that another order of sums may cause, in the least precise dtype.
+
+    A decoder of float64 may compute a norm in float32, for example.
+    """
+    values = {getattr(node.meta.get("val"), "dtype", None) for node in program.graph.nodes}
+    own = {tensor.dtype for tensor in program.parameters.values()}
+    return _widest(own | values & {torch.float32})
+
+
+def tolerance_of_module(module: nn.Module) -> float:
+    """Return the same for a module, of which only the parameters are known."""
+    return _widest({one.dtype for one in module.parameters()})
+
+
+def _widest(dtypes: set[Any]) -> float:
+    return max((TOLERANCES[one] for one in dtypes if one in TOLERANCES), default=TOLERANCES[torch.float32])
 
 
 def captured_lines(program: Program) -> list[Verification]:
@@ -138,7 +153,7 @@ def exported_lines(
         "program.pt2 = checkpoint",
         decoder,
         load_program(folder),
-        TOLERANCES.get(parameter.dtype, 1e-5),
+        tolerance_of_module(decoder),
         vocabulary_size=vocabulary_size,
         shapes=shapes,
         device=parameter.device,

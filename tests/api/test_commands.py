@@ -165,6 +165,12 @@ def test_evaluate_takes_a_model_and_an_output_folder(demo: tuple[Path, Report], 
     assert pruned.value != dense.value
 
 
+def test_evaluate_names_a_token_that_a_plain_module_does_not_know(tmp_path: Path):
+    save_file({"tokens": torch.tensor([1, 2, 90, 3])}, tmp_path / "tokens.safetensors")
+    with pytest.raises(DataError, match=r"must be in \[0, 61\) .* holds 90"):
+        evaluate(build_decoder(), eval_data=tmp_path / "tokens.safetensors", context=4)
+
+
 def test_evaluate_measures_a_plain_module_on_tokens_of_a_given_window(tokens: Path):
     found = evaluate(build_decoder(), eval_data=tokens, context=32)
     assert found.protocol["context"] == 32 and found.protocol["windows"] == 19

@@ -7,6 +7,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import ACT2FN
 
@@ -20,6 +21,7 @@ from dispfx.run import onnx_folder
 from dispfx.run.rehearsal import rehearse
 from dispfx.source import Source
 from tests.api.conftest import Watcher
+from tests.api.plain import build_decoder
 from tests.command_line import run
 from tests.tiny_transformers import tiny_transformer
 
@@ -213,3 +215,28 @@ def test_a_bfloat16_model_is_verified_as_its_float32_twin(half: Path, tmp_path: 
     lines = [line for line in api.verify(tmp_path / "copy") if line.name.startswith("onnx")]
     # Two whole texts, three with a cache, one padded; at the tolerance of float32.
     assert len(lines) == 6 and all(line.holds and line.tolerance == 1e-4 for line in lines)
+
+
+def mixed() -> nn.Module:
+    """Return a decoder of no class of transformers with norms in float32 and all else in bfloat16."""
+    torch.manual_seed(0)
+    model = build_decoder().bfloat16()
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.float()
+            module.register_forward_pre_hook(lambda norm, given: (given[0].float(),))
+            module.register_forward_hook(lambda norm, given, x: x.bfloat16())
+    return model
+
+
+@pytest.mark.parametrize("build", [lambda: build_decoder().bfloat16(), mixed])
+def test_a_graph_in_bfloat16_is_verified_as_its_float32_twin(build: Any, tmp_path: Path):
+    model = build()
+    plan = dispfx.Plan.random(dispfx.capture(model), 0.4, seed=1, align=4)
+    report = api.apply(model, plan, out=tmp_path / "out", export="onnx")
+    lines = [line for line in report.verify if line.name.startswith("onnx")]
+    assert lines and all(line.holds and line.tolerance == 1e-4 for line in lines)
+    assert {line.name for line in report.verify} >= {
+        "lowered = gated in float32",
+        "gather-add = lowered in float32",
+    }

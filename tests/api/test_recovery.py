@@ -11,20 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import dispfx
-from dispfx.api import agree, apply, evaluate, recover, verify
+from dispfx.api import agree, apply, evaluate, export, recover, verify
 from dispfx.capturing.module_capture import module_logits
 from dispfx.demo import DECODER_FOLDER
 from dispfx.demo.grammar import generate_text
+from dispfx.deploy.digests import digests
 from dispfx.deploy.exported import save_graph
 from dispfx.errors import DataError, DispfxError, OutputError, PlanMismatchError, SourceError
 from dispfx.learning.state import saved_step
 from dispfx.quality.agreement import Comparison, compare_on_text
-from dispfx.report import Report, Tuning, load_report
+from dispfx.report import Report, Tuning, load_report, save_report
 from dispfx.run.plan_learning import DRAFT, RECOVERY
 from dispfx.settings.recovery_settings import RecoverySettings
 from tests.api.conftest import MODEL, RATIO, Watcher
@@ -192,6 +193,22 @@ class Stopped(Watcher):
         if name == "recovering" and self.at and done == self.at[0]:
             self.at.pop(0)
             os.kill(os.getpid(), signal.SIGTERM if self.at else signal.SIGINT)
+
+
+def test_weights_of_another_run_are_neither_recovered_nor_exported(pruned: Path, text: Path, tmp_path: Path):
+    mixed = tmp_path / "mixed"
+    shutil.copytree(pruned, mixed)
+    tensors = load_file(mixed / "model.safetensors")
+    doubled = {name: 2 * one if one.is_floating_point() else one for name, one in tensors.items()}
+    save_file(doubled, mixed / "model.safetensors", {"format": "pt"})
+    for run in (
+        lambda: recover(mixed, **words(text, tmp_path / "out")),
+        lambda: export(mixed, onnx=True),
+    ):
+        with pytest.raises(OutputError, match=r"model\.safetensors: missing, or changed"):
+            run()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mixed"]
+    assert not (mixed / "onnx").exists()
 
 
 @pytest.fixture(scope="module")
@@ -429,6 +446,8 @@ def test_a_folder_is_not_its_own_output_and_its_weights_are_finite(graph: Path, 
     broken = tmp_path / "broken"
     shutil.copytree(graph, broken)
     save_graph(lowered, broken)
+    report = load_report(broken / "report.json")
+    save_report(replace(report, files=digests(broken)), broken / "report.json")
     with pytest.raises(SourceError, match="weights must be finite") as error:
         recover(broken, **words(tokens, tmp_path / "out", QUICK, dense=MODEL))
     assert error.value.where == path

@@ -55,6 +55,28 @@ def test_a_refused_site_gives_its_reason():
     }
 
 
+class Frozen(nn.Module):
+    """An MLP that has its gate as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False)
+        self.register_buffer("gate", torch.randn(INNER, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(F.linear(x, self.gate)) * self.up(x))
+
+
+def test_a_read_that_a_buffer_shares_is_refused_and_the_rest_computes_the_same():
+    model = one_branch(Frozen)
+    program = dispfx.capture(model)
+    assert {refusal.name: refusal.reason for refusal in program.refused} == {
+        "mlp.read": "a weight that is a buffer, and no parameter, is not pruned"
+    }
+    require_sum(program)
+    require_one_function(model, program)
+
+
 class Between(nn.Module):
     """An MLP with one more weight, which mixes what the others keep apart."""
 

@@ -46,7 +46,7 @@ def test_every_part_is_named_with_its_size():
     second = sum(tensor.numel() for tensor in model.get_submodule("second").parameters())
     found = {refusal.name: refusal.reason for refusal in program.left_dense}
     assert set(found) == {"second", "second_scale"}
-    assert found["second"].startswith("not read for the logits, the first of 2 outputs of that shape")
+    assert found["second"].startswith("not read for the logits, one of 2 outputs of that shape")
     assert f"{second:,} parameters" in found["second"]
 
 

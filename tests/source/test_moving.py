@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from dispfx.errors import SourceError
 from dispfx.source import load_config, load_source
 from dispfx.source.loading import moved
 from tests.plain_decoders import FORMS, Decoder
@@ -58,3 +59,11 @@ def test_such_a_decoder_is_opened():
     name = "tests.source.test_moving:positional"
     assert next(load_source(name, dtype="bfloat16").model.parameters()).dtype == torch.bfloat16
     assert next(load_config(name).model.parameters()).is_meta
+
+
+def test_a_decoder_without_values_is_refused_by_name():
+    model = Decoder(FORMS["pre-norm"], layers=1)
+    model.layers[0].to(META)
+    with pytest.raises(SourceError, match="no values in memory") as found:
+        moved(model, torch.device("cpu"))
+    assert "offloading" in str(found.value.hint) and found.value.where == "Decoder"
