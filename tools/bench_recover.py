@@ -25,17 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from control_row import Control
 
 from dispfx import api
 from dispfx.errors import DispfxError
 from dispfx.files.disk import replacing
-from dispfx.learning.distillation import learning_rate
-from dispfx.learning.objective import OBJECTIVES, next_token_loss
-from dispfx.learning.text import TokenBatches
+from dispfx.learning.objective import OBJECTIVES
 from dispfx.report import NullObserver, load_report
 from dispfx.run.folder_report import device_name, versions
 from dispfx.settings.recovery_settings import RecoverySettings
-from dispfx.source import dtype_of, encode, load_source
+from dispfx.settings.sections import ModelSettings, TextSettings
 
 KINDS = ("none", "scales", "weights", "control")
 TEXTS = ("test", "second")
@@ -108,20 +107,24 @@ class Bench:
 
     def control(self) -> None:
         """Tune and measure the dense decoder."""
-        began = time.perf_counter()
-        settings = RecoverySettings(
-            **{name: getattr(self.args, name) for name in ("steps", "lr", "seq_len", "batch_size")}
+        args, began = self.args, time.perf_counter()
+        chosen = {name: getattr(args, name) for name in ("steps", "lr", "seq_len", "batch_size")}
+        control = Control(
+            ModelSettings(args.model, dtype=args.dtype, device=args.device),
+            TextSettings(args.data, eval_data=[args.test, args.second]),
+            RecoverySettings(**chosen),
+            args.context,
+            args.windows,
         )
-        folder, tokens = tuned_by_text(self.args, settings)
-        seconds = time.perf_counter() - began
-        row: dict[str, Any] = {
-            "removed": 0.0,
-            "recover": "control",
-            "tokens": tokens,
-            "train_seconds": seconds,
-        }
-        for name in TEXTS:
-            row[name] = self._measured(folder, name)
+        found, tokens = control.run()
+        row: dict[str, Any] = {"removed": 0.0, "recover": "control", "tokens": tokens}
+        row["train_seconds"] = time.perf_counter() - began
+        for name, one in zip(TEXTS, found, strict=True):
+            row[name] = {
+                "perplexity": one.pruned.value,
+                "kl": one.agreement.kl_nats,
+                "top1": one.agreement.top1,
+            }
         self._add(row)
 
     def _pruned(self, ratio: float) -> Path:
@@ -212,34 +215,6 @@ class Bench:
             with replacing(self.args.out / file) as partial:
                 partial.write_text(text, encoding="utf-8")
         print(_line(row), flush=True)
-
-
-def tuned_by_text(args: argparse.Namespace, settings: RecoverySettings) -> tuple[Path, int]:
-    """Tune a transformers decoder by cross entropy with the next token, as long and as fast as weights are.
-
-    Returns the folder that it is saved in, and the number of tokens.
-    """
-    folder = args.out / "control"
-    source = load_source(args.model, dtype="float32", device=args.device)
-    settings = settings.fitted(2048, demo=source.origin == "demo")
-    ids = torch.cat([encode(Path(path).read_text(encoding="utf-8"), source.tokenizer) for path in args.data])
-    text = TokenBatches(ids, settings.seq_len, settings.batch_size, settings.seed)
-    model = source.model.requires_grad_(True)
-    half = torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-    optimizer = torch.optim.AdamW(model.parameters(), settings.lr, weight_decay=0.0)
-    for step in range(settings.steps):
-        ids_BT = text.batch(step).to(args.device)
-        with half:
-            loss = next_token_loss(model(ids_BT, use_cache=False).logits, ids_BT)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    model.to(dtype_of(args.dtype) if args.dtype else torch.float32).save_pretrained(folder)
-    source.tokenizer.save_pretrained(folder)
-    return folder, settings.steps * settings.batch_size * settings.seq_len
 
 
 def _facts(folder: Path) -> dict[str, Any]:

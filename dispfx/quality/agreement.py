@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dispfx.errors import DataError
-from dispfx.quality.logits_by_rows import by_rows
+from dispfx.quality.logits_by_rows import LogitsByRows, by_rows
 from dispfx.quality.perplexity import (
     Perplexity,
     TextFacts,
@@ -82,12 +82,14 @@ def compare_on_text(
     check_measurable(tokens, context, windows, text)
     likelihoods, divergence = [0.0, 0.0], 0.0
     same, count, used, first = 0, 0, 0, first_predicted(text.bos)
+    ways: list[LogitsByRows] = []
     with running_on(context, text), torch.no_grad():
         for ids_BT in windows_of(tokens, context, windows, 1, text.bos):
             ids_BT = ids_BT.to(device=device, dtype=torch.int64)
             place = 1
             used += 1
-            chunks = (by_rows(decoder, ids_BT).chunks(ids_BT, _DOUBLE_BYTES) for decoder in (dense, pruned))
+            ways = ways or [by_rows(decoder, ids_BT) for decoder in (dense, pruned)]
+            chunks = (way.chunks(ids_BT, _DOUBLE_BYTES) for way in ways)
             for pair in zip(*chunks, strict=False):
                 _require_one_vocabulary(*pair)
                 for index, logits_BRV in enumerate(pair):

@@ -54,16 +54,27 @@ class LogitsByRows(Protocol):
 
 
 def by_rows(decoder: Decoder, ids_BT: Tensor) -> LogitsByRows:
-    """Return a way to compute a decoder's logits for texts of this shape with little memory."""
+    """Return a way to compute a decoder's logits for texts of this shape with little memory.
+
+    A graph is cut and tried for it, so make one for all windows of a text.
+    """
     module = _module_of(decoder)
     way: _Cut | _Replayed | None = None
     if isinstance(module, fx.GraphModule):
+        if _FLOAT_BYTES * ids_BT.numel() * _vocabulary_of(module) <= CHUNK_BYTES:
+            return _Whole(decoder)
         way = _Cut.of(module)
     elif module is not None:
         way = _Replayed.of(module)
     if way is None or _FLOAT_BYTES * ids_BT.numel() * way.vocabulary <= CHUNK_BYTES:
         return _Whole(decoder)
     return way if _gives_the_same(way, decoder, ids_BT[:1, :_TRIED_TOKENS]) else _Whole(decoder)
+
+
+def _vocabulary_of(graph: fx.GraphModule) -> int:
+    """Return the width of a graph's logits; 0 where the graph does not say."""
+    value = ops.logits_of(graph.graph).meta.get("val")
+    return int(value.shape[-1]) if isinstance(value, Tensor) else 0
 
 
 def rows_of(vocabulary: int, bytes_each: int = _FLOAT_BYTES) -> int:
@@ -123,7 +134,7 @@ class _Cut:
         parts = split_at_head(module)
         if parts is None:
             return None
-        return _Cut(*parts, int(ops.logits_of(module.graph).meta["val"].shape[-1]))
+        return _Cut(*parts, _vocabulary_of(module))
 
     def chunks(self, ids_BT: Tensor, bytes_each: int = _FLOAT_BYTES) -> Iterator[Tensor]:
         stream_BTD = self._body(ids_BT)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dispfx.errors import CaptureError, DataError, first_line
-from dispfx.quality.logits_by_rows import by_rows
+from dispfx.quality.logits_by_rows import LogitsByRows, by_rows
 from dispfx.words.option_names import option
 
 
@@ -91,11 +91,13 @@ def perplexity(
     check_measurable(tokens, context, windows, text)
     first = first_predicted(text.bos)
     likelihood, predicted, used = 0.0, 0, 0
+    way: LogitsByRows | None = None
     with torch.no_grad():
         for ids_BT in windows_of(tokens, context, windows, batch_size, text.bos):
             ids_BT = ids_BT.to(device=device, dtype=torch.int64)
             place = 1
-            for logits_BRV in by_rows(decoder, ids_BT).chunks(ids_BT):
+            way = way or by_rows(decoder, ids_BT)
+            for logits_BRV in way.chunks(ids_BT):
                 likelihood += negative_log_likelihood(logits_BRV, ids_BT, place, first)
                 place += logits_BRV.shape[1]
                 del logits_BRV  # before the next chunk is made
