@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dispfx.distributed.ranks import ALONE, Ranks
-from dispfx.errors import DispfxError, PassError
+from dispfx.errors import DispfxError, PassError, memory_shortage
 from dispfx.ir.sites import Site
 from dispfx.learning.estimators import OwnEstimator, estimator
 from dispfx.learning.hypernetwork import build_hypernetwork
@@ -334,6 +334,8 @@ def check_samples(problem: Problem) -> None:
             for run_BT, mask_N in zip(runs, masks, strict=True)
         ]
     except (RuntimeError, ValueError) as error:
+        if memory_shortage(error) is not None:
+            raise
         raise _no_samples(samples, str(error)) from error
     expected = sum(loss for loss, _ in alone) / samples
     difference = abs(together - expected)

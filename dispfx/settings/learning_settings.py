@@ -42,6 +42,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
         "start": "sensitivity",
         "weight_decay": 1.0,
         "schedule": "cosine",
+        "objective": "kl",
     },
 }
 # Additional settings of a recipe for runs of fewer than FEW_STEPS steps (docs/recipe.md).
@@ -108,6 +109,7 @@ class LearnSettings(Section):
     objective: ObjectiveName = setting(
         "ce",
         "Loss of the masks: cross entropy with the next token, KL from the dense decoder, or half of each.",
+        default="kl",
     )
     lr: float = setting(1e-3, "Learning rate of AdamW.", default="3e-3", above=0.0)
     weight_decay: float = setting(0.05, "Weight decay of AdamW.", default="1; demo: 0.05", least=0.0)

@@ -49,6 +49,7 @@ ELSEWHERE = {
     "tools/quality.py --rows informed:0.3:steps=3": _QUALITY,
     "tools/quality.py --rows informed:0.5:steps=200 --align N": _QUALITY,
     "tools/train_small.py --steps 1800 --lr 3e-3": _SMALL,
+    "tools/train_small.py --width 256 --batch-size 16 --steps 3000 --lr 3e-3": _SMALL,
     "tools/build.py --out dist": _BUILD,
 }  # fmt: skip
 
