@@ -223,7 +223,7 @@ def _ready(settings: ModelSettings) -> _Ready:
 
 
 def _width_of_logits(model: Any) -> int | None:
-    """Return how many tokens a decoder of unknown vocabulary predicts; None if it does not run on one token."""
+    """Return how many tokens a decoder predicts one of; None if it does not run on a single token."""
     first = next(iter((*model.parameters(), *model.buffers())), None)
     ids = torch.zeros((1, 1), dtype=torch.int64, device="cpu" if first is None else first.device)
     with torch.no_grad():

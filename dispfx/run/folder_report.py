@@ -38,6 +38,7 @@ from dispfx.run.decoder_files import Task
 from dispfx.run.length_checks import window_of
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import RunSettings
+from dispfx.source import Source
 from dispfx.source.transformers_classes import code_of_class
 from dispfx.verification.equivalence import Verification
 
@@ -160,27 +161,33 @@ def skill_changes(task: Task, reloaded: nn.Module) -> dict[str, SkillChange]:
 
 def write_words(task: Task, folder: Path, report: Report, *, as_modules: bool) -> None:
     """Write the report, the model card, the learning log and the HTML page."""
-    save_report(report, folder / "report.json")
-    card = model_card(
-        report,
-        FolderContents(
-            task.path.name,
-            as_modules=as_modules,
-            onnx=task.exports == "onnx",
-            tokenizer=task.source.tokenizer is not None,
-            code=code_of_class(task.source.model),
-            own_code=task.runs_own_code,
-        ),
-        base_model=task.source.name,
-        on_hub=task.source.origin == "hub",
-        # The data that an applied plan was learned from is unknown.
-        data=task.text.learned_name if task.state is not None else "",
+    contents = FolderContents(
+        task.path.name,
+        as_modules=as_modules,
+        onnx=task.exports == "onnx",
+        tokenizer=task.source.tokenizer is not None,
+        code=code_of_class(task.source.model),
+        own_code=task.runs_own_code,
     )
-    (folder / "README.md").write_text(card, encoding="utf-8")
     log = task.state / "metrics.jsonl" if task.state is not None else None
     if log is not None and log.is_file():
         shutil.copyfile(log, folder / "metrics.jsonl")
-    write_page(folder, task.path.name)
+    # The data that an applied plan was learned from is unknown.
+    data = task.text.learned_name if task.state is not None else ""
+    write_pages(folder, report, contents, task.source, data)
+
+
+def write_pages(folder: Path, report: Report, contents: FolderContents, dense: Source, data: str) -> None:
+    """Write report.json, and what people read of it: the model card and the HTML page.
+
+    Args:
+        dense: the decoder that the folder's was made from.
+        data: name of the text that the masks were learned from, if that is known.
+    """
+    save_report(report, folder / "report.json")
+    card = model_card(report, contents, base_model=dense.name, on_hub=dense.origin == "hub", data=data)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    write_page(folder, contents.folder)
 
 
 def versions() -> dict[str, str]:

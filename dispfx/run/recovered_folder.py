@@ -36,10 +36,7 @@ from dispfx.report import (
     SkillChange,
     Tuning,
     load_report,
-    model_card,
-    save_report,
 )
-from dispfx.report.page import write_page
 from dispfx.report.tuning_record import RECORD_FILE, adapter_card, write_record
 from dispfx.run.folder_report import (
     PROBE_SAMPLES,
@@ -48,6 +45,7 @@ from dispfx.run.folder_report import (
     device_name,
     perplexity_change,
     versions,
+    write_pages,
 )
 from dispfx.run.folders import Opened, open_folder
 from dispfx.run.onnx_folder import write_onnx
@@ -223,7 +221,6 @@ class Writer:
             skills = self._skills(decoder)
         report = self._report(folder, told, tuple(lines), after, files)
         report = replace(report, skills=skills, onnx_without_cache=no_cache)
-        save_report(report, folder / "report.json")
         contents = FolderContents(
             self.job.path.name,
             as_modules=again.plan is not None and read_layout(folder) is not None,
@@ -232,15 +229,7 @@ class Writer:
             code=code_of_class(self.job.dense.model),
             own_code=is_own_code(again.decoder, again.tokenizer),
         )
-        card = model_card(
-            report,
-            contents,
-            base_model=self.job.dense.name,
-            on_hub=self.job.dense.origin == "hub",
-            data=self.job.learned_from,
-        )
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        write_page(folder, self.job.path.name)
+        write_pages(folder, report, contents, self.job.dense, self.job.learned_from)
         return told
 
     def _changed(self, folder: Path, kept: bool) -> tuple[nn.Module, list[Verification]]:
