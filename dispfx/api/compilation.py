@@ -28,6 +28,7 @@ from dispfx.run.opening import open_model
 from dispfx.run.plan_learning import (
     DRAFT,
     follow_command,
+    is_complete,
     learn_from,
     remove_state,
     state_folder,
@@ -147,11 +148,8 @@ def run_compile(
     Raises:
         DispfxError, VerificationError: as `compile`.
     """
-    path, resume = settings.output.path, settings.output.resume
-    watcher = observer or NullObserver()
-    if resume and (path / "report.json").is_file():
-        watcher.note(f"{path} is complete; there is nothing to do")
-        remove_state(state_folder(path, resume))
+    path, watcher = settings.output.path, observer or NullObserver()
+    if is_complete(path / "report.json", settings.output, watcher):
         return load_report(path / "report.json")
     refuse_existing(path)
     require_recoverable(settings)
@@ -232,12 +230,8 @@ def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks:
     Raises:
         DispfxError: as `compile`.
     """
-    path, resume = settings.output.path, settings.output.resume
-    watcher = observer or NullObserver()
-    if resume and path.is_file():
-        watcher.note(f"{path} is complete; there is nothing to do")
-        # A run that was killed after it wrote the plan left the state.
-        remove_state(state_folder(path, resume))
+    path, watcher = settings.output.path, observer or NullObserver()
+    if is_complete(path, settings.output, watcher):
         return Plan.load(path)
     refuse_existing(path)
     learned = learn_from(settings, Stages(watcher), ranks=ranks)

@@ -15,7 +15,7 @@ from dispfx.report.tuning_record import RECORD_FILE, read_record
 from dispfx.run.folders import open_folder, require_unchanged
 from dispfx.run.length_checks import window_of
 from dispfx.run.opening import open_model
-from dispfx.run.plan_learning import remove_state, state_folder
+from dispfx.run.plan_learning import is_complete, remove_state, state_folder
 from dispfx.run.readiness import analysed
 from dispfx.run.recovered_folder import recover_folder
 from dispfx.run.recovery_job import Recovery, fitted_recovery, train_along
@@ -66,9 +66,7 @@ def run_recover(
     """
     path, resume = settings.output.path, settings.output.resume
     stages = Stages(observer or NullObserver())
-    if _is_complete(settings):
-        stages.observer.note(f"{path} is complete; there is nothing to do")
-        remove_state(state_folder(path, resume))
+    if is_complete(path / RECORD_FILE, settings.output, stages.observer):
         return read_record(path)
     refuse_existing(path)
     state = state_folder(path, resume)
@@ -85,15 +83,11 @@ def follow_recovery(settings: RecoverSettings, ranks: Ranks) -> None:
         RankLost: if another process ended.
         DispfxError: as `recover`.
     """
-    if _is_complete(settings):
+    if settings.output.resume and (settings.output.path / RECORD_FILE).is_file():
         return
     # The leading rank may have begun to write it.
     state = state_folder(settings.output.path, True)
     train_along(_job(settings, state, Stages(NullObserver()), ranks))
-
-
-def _is_complete(settings: RecoverSettings) -> bool:
-    return settings.output.resume and (settings.output.path / RECORD_FILE).is_file()
 
 
 def _job(settings: RecoverSettings, state: Path, stages: Stages, ranks: Ranks) -> Recovery:
