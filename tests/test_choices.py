@@ -15,6 +15,7 @@ from dispfx.errors import DispfxError, UnknownSettingError
 from dispfx.ir.sites import Select
 from dispfx.learning.estimators import ESTIMATORS, estimator
 from dispfx.learning.hypernetwork import HYPERNETWORKS, build_hypernetwork, hypernetwork_parameters
+from dispfx.learning.objective import OBJECTIVES
 from dispfx.learning.scores import SCORES, score
 from dispfx.passes.find_sites import FindSites
 from dispfx.passes.static_cache import StaticCache
@@ -29,6 +30,7 @@ from dispfx.settings.learning_settings import (
     HypernetworkName,
     LearnSettings,
     Method,
+    ObjectiveName,
     RecipeName,
 )
 from dispfx.words.choices import check_choices, choice
@@ -207,6 +209,7 @@ def test_tables_hold_what_the_names_of_a_choice_say():
     assert set(ESTIMATORS) == set(get_args(EstimatorName))
     assert set(HYPERNETWORKS) == set(get_args(HypernetworkName))
     assert set(RECIPES) == set(get_args(RecipeName))
+    assert set(OBJECTIVES) == set(get_args(ObjectiveName))
     assert set(SELECTIONS) == set(get_args(Select))
 
 

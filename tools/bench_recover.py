@@ -268,7 +268,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--plans", nargs="+", default=[], metavar="RATIO=FILE", help="plans learned before")
     parser.add_argument(
-        "--objective", choices=OBJECTIVES, default="ce", help="loss that plans are learned by"
+        "--objective", choices=OBJECTIVES, default="kl", help="loss that plans are learned by"
     )
     parser.add_argument("--learn-steps", type=int, help="steps of learning masks; the recipe's by default")
     parser.add_argument("--steps", type=int, help="steps of recovery; the kind's default otherwise")

@@ -149,7 +149,8 @@ def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     about = {"command": " ".join(sys.argv), "device": device, "versions": versions()}
     found = json.dumps({"facts": about, "rows": rows}, indent=1) + "\n"
     (args.out / "recovery_step.json").write_text(found, encoding="utf-8")
-    head = f"{args.shape}, {args.ratio:.0%} removed, {args.batch_size} × {args.seq_len} tokens, {device}"
+    head = f"{args.shape}, {args.ratio:.0%} removed, {args.batch_size} × {args.seq_len} tokens, "
+    head += f"objective {args.objective}, {device}"
     lines = [head, "", "| step | ms | GiB |", "|---|---:|---:|"]
     lines += [
         f"| {row['kind']} | {row['error'] if 'error' in row else format(row['milliseconds'], '.1f')} | "
@@ -168,7 +169,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="the shape's by default")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--ratio", type=float, default=0.3)
-    parser.add_argument("--objective", default="ce", help="of learning masks")
+    parser.add_argument("--objective", default="kl", help="of learning masks")
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=15, help="steps that are measured")

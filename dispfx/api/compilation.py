@@ -166,8 +166,8 @@ def run_compile(
         settings=settings.changed(align=learned.plan.budget.align).fitted(learned.settings),
         command=command,
     )
-    if settings.afterwards.recovery is not None:
-        return _recovered(task, settings.afterwards.recovery, stages, ranks)
+    if settings.recovery is not None:
+        return _recovered(task, settings.recovery, stages, ranks)
     return _finish(task, stages)
 
 
@@ -179,7 +179,7 @@ def follow_compile(settings: RunSettings, ranks: Ranks) -> None:
         DispfxError: as `compile`.
     """
     ready = follow_command(settings, ranks)
-    recovery = settings.afterwards.recovery
+    recovery = settings.recovery
     if ready is None or recovery is None:
         return
     wait_for_draft(ranks, ready.program)

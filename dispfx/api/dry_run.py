@@ -33,7 +33,7 @@ def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
     program = ready.program
     reachable, left = _widths(program, ready.budget, ready.settings)
     needed = estimate(program, ready.settings, of=ready.budget.of)
-    recovery = settings.afterwards.recovery
+    recovery = settings.recovery
     if recovery is not None:
         recovery = fitted_recovery(recovery, ready.source, program, ready.text)
     on_cpu = program.device.type == "cpu"

@@ -133,11 +133,6 @@ class StaticDecoder:
         self._used += ids.shape[1]
         return self._step(ids, positions_of(self._mask[:, : self._used], ids.shape[1]))
 
-    def skip_to(self, used: int) -> None:
-        """Go on as if so many places were in use, whatever they hold; for measuring speed."""
-        self._require_room(0, used)
-        self._used = used
-
     def _run_step(self, ids: Tensor, positions: Tensor) -> Tensor:
         return self._decode(ids, self._mask, positions, self._start, *self.caches)
 

@@ -1,8 +1,9 @@
 """From a decoder to its program, and from program and plan to modules.
 
-    module → capture → canonicalize → find residual stream → find branches → find sites    (analyse)
-           → insert gates                                                                   (gate)
-           → lower gates → align groups → gather-add                                        (lower)
+    module → capture → analyse → gate                 masks multiply what may be removed
+                               → lower → gather       smaller weights
+
+The stages are those of `dispfx.compiler.stages`.
 
 Shape legend: B batch, T tokens, V vocabulary, N features of a site.
 """

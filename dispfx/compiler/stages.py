@@ -37,6 +37,7 @@ STAGES: Mapping[str, tuple[Any, ...]] = {
     "analyse": (Canonicalize, FoldStatistics, FindResidualStream, FindBranches, FindSites),
     "gate": (InsertGates,),
     "train": (DropCausalMasks, GroupHeads, OutlineLayers),
+    "recover": (DropCausalMasks, GroupHeads),
     "lower": (InsertGates, LowerGates, AlignGroups),
     "scale": (InsertScales,),
     "gather": (GatherAdd,),
@@ -97,8 +98,4 @@ def for_learning(gated: Program, tokens: int, *, verify: bool = True) -> Program
 
 def for_training(program: Program, tokens: int) -> Program:
     """Return a copy of a program that is fast on sequences of that length; it shares all tensors."""
-    passes = (
-        DropCausalMasks(tokens, requires=program.stage),
-        GroupHeads(masked=False, requires=program.stage),
-    )
-    return Pipeline(passes).run(program.clone())
+    return run_stage("recover", program.clone(), tokens=tokens, masked=False, requires=program.stage)

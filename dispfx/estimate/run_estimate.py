@@ -114,8 +114,9 @@ class Estimate:
 
     @property
     def flops_a_step(self) -> int:
-        """Operations of one step of the optimizer."""
-        return self.work.total * self.settings.accumulate
+        """Operations of one step of the optimizer; but for `ce`, the dense decoder's pass is one of them."""
+        dense = 0 if self.settings.objective == "ce" else self.work.forward
+        return (self.work.total + dense) * self.settings.accumulate
 
     def seconds_a_step(self, device: Device) -> float:
         """Return the time of one step on a device."""

@@ -1,4 +1,4 @@
-"""A gated decoder that learning calls: token ids and masks to the next-token loss.
+"""A gated decoder that learning calls: token ids and masks to the loss of an objective.
 
     TrainingDecoder(program, …).loss(ids_BT, masks)
 

@@ -27,7 +27,7 @@ class StepRecord:
     Args:
         step: steps done, this one included.
         steps: steps of the whole run.
-        loss: next-token loss with sampled masks, in nats; not finite after a bad step.
+        loss: of the objective, with sampled masks, in nats; not finite after a bad step.
         budget_loss: R, before it is weighted by λ.
         achieved_ratio: share of the counted parameters that the sampled masks remove.
         tokens_per_second: over the last steps.

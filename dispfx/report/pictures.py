@@ -188,7 +188,7 @@ def use_picture(layers: Layers) -> Picture:
 
 
 def loss_picture(steps: Sequence[StepRecord]) -> Picture:
-    """Draw the next-token loss and the budget loss over the steps."""
+    """Draw the loss of the objective and the budget loss over the steps."""
     at, loss = thinned([record.step for record in steps], [record.loss for record in steps])
     _, budget = thinned([record.step for record in steps], [record.budget_loss for record in steps])
     held_out = [(one.step, one.held_out_loss) for one in steps if one.held_out_loss is not None]
@@ -196,7 +196,7 @@ def loss_picture(steps: Sequence[StepRecord]) -> Picture:
     def draw(figure: "Figure") -> None:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
         upper.plot(at, loss, color=CYCLE[0], linewidth=0.8, alpha=0.35)
-        upper.plot(at, smoothed(loss), color=CYCLE[0], linewidth=1.6, label="next token, sampled masks")
+        upper.plot(at, smoothed(loss), color=CYCLE[0], linewidth=1.6, label="objective, sampled masks")
         if held_out:
             where, values = zip(*held_out, strict=True)
             upper.plot(
@@ -211,7 +211,7 @@ def loss_picture(steps: Sequence[StepRecord]) -> Picture:
 
     return draw_picture(
         "losses",
-        "Language-model loss (pale; its running mean strong) and budget loss while the masks were learned.",
+        "Loss of the objective (pale; its running mean strong) and budget loss while the masks were learned.",
         f"Two curves over {steps[-1].step} steps: loss from {steps[0].loss:.3f} to {steps[-1].loss:.3f} "
         f"nats, budget loss from {steps[0].budget_loss:.4f} to {steps[-1].budget_loss:.4f}.",
         draw,

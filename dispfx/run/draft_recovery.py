@@ -65,7 +65,7 @@ def require_recoverable(settings: RunSettings) -> None:
     Raises:
         DispfxError: if weights are in parts, or a form is asked that is made from the dense weights.
     """
-    if settings.afterwards.recovery is None:
+    if settings.recovery is None:
         return
     if settings.compute.shard_on is not None:
         raise DispfxError(

@@ -116,7 +116,7 @@ def ready_to_learn(
         require_lengths(source, program, learning, stages.observer.note, measured=text.measure is not None)
     batches = text.batches(learning)
     require_room_to_learn(learned_on, learning, settings.compute, ranks)
-    recovery = settings.afterwards.recovery
+    recovery = settings.recovery
     if recovery is not None and recovery.train == "weights":
         kept = round(budget.keep * program.size)
         require_room_to_recover(kept, program.dtype, program.device)

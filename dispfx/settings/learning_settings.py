@@ -129,7 +129,7 @@ class LearnSettings(Section):
         1, "Masks drawn per step, a divisor of the batch size.", default="one per sequence", least=1
     )
     antithetic: bool = setting(
-        False, "Draw masks in pairs from u and 1 − u.", default="on with two or more samples"
+        False, "Draw masks in pairs from u and 1 − u.", default="on; acts with two or more masks"
     )
     sharpen: float = setting(
         1.0,
@@ -177,7 +177,6 @@ class LearnSettings(Section):
             raise DispfxError(
                 f"{option('samples')} must be a divisor of {option('batch_size')} ({self.batch_size}), "
                 f"and {self.samples} was given",
-                where="LearnSettings.samples",
             )
 
     @property
@@ -229,7 +228,9 @@ def learn_settings(model: object = None, *, recipe: str | None = None, **chosen:
 
 
 def changed_settings(settings: LearnSettings, changes: Mapping[str, Any]) -> LearnSettings:
-    """Return the settings with further choices, as if they had been chosen at the start.
+    """Return the settings with further choices.
+
+    The number of steps no longer selects a recipe's settings for short runs.
 
     Raises:
         UnknownSettingError: if a name is no setting of learning.

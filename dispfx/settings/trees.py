@@ -81,6 +81,12 @@ class RunSettings(Tree):
         return replace(found, learning=changed_settings(found.learning, learning)) if learning else found
 
     @property
+    def recovery(self) -> RecoverySettings | None:
+        """How the pruned decoder is trained after learning, with the seed of the run; None if it is not."""
+        found = self.afterwards.recovery
+        return None if found is None else replace(found, seed=self.learning.seed)
+
+    @property
     def placed_model(self) -> ModelSettings:
         """The decoder as this process opens it; on the CPU if no device may hold all of it."""
         device = local_device(self.model.device) if self.compute.shard_on is None else "cpu"

@@ -40,8 +40,8 @@ def check_select(select: str, *, constrained: bool, costs: bool) -> None:
         return
     if not constrained:
         raise DispfxError(
-            "a selection before the norms applies to the whole residual stream",
-            hint=f"add {option('constrained', True)} to {option('select', 'before-norm')}",
+            f"{option('select', 'before-norm')} makes one selection for all branches",
+            hint=f"add {option('constrained', True)} to it",
         )
     if costs:
         raise DispfxError(
@@ -92,7 +92,8 @@ def check_folder(path: str | os.PathLike[str], *, report: bool = False) -> None:
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise OutputError("the folder does not exist", where=str(path), hint="pass one that dispfx wrote")
+        problem = "this is a file, not a folder" if folder.exists() else "the folder does not exist"
+        raise OutputError(problem, where=str(path), hint="pass one that dispfx wrote")
     saved_again = is_saved_again(folder)
     if saved_again and report:
         raise OutputError(

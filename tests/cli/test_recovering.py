@@ -109,12 +109,13 @@ def test_an_interrupted_run_says_how_to_go_on(dispfx, replaced, written: Path):
 def test_compile_hands_recovery_on(dispfx, replaced, report, tmp_path: Path):
     run = replaced("run_compile", report)
     out = tmp_path / "out"
-    given = ["compile", "demo", "--ratio", 0.5, "--recover", "weights", "--recover-steps", 7, "--out", out]
+    given = ["compile", "demo", "--ratio", 0.5, "--recover", "weights", "--recover-steps", 7]
+    given += ["--seed", 5, "--out", out]
     assert dispfx(*given).exit_code == 0
-    chosen = run.call_args.args[0].afterwards.recovery
-    assert chosen == RecoverySettings(train="weights", steps=7)
+    chosen = run.call_args.args[0].recovery
+    assert chosen == RecoverySettings(train="weights", steps=7, seed=5)
     assert dispfx("compile", "demo", "--ratio", 0.5, "--out", out).exit_code == 0
-    assert run.call_args.args[0].afterwards.recovery is None
+    assert run.call_args.args[0].recovery is None
 
 
 def test_the_record_of_a_run_has_what_is_shown():

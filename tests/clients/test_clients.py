@@ -32,6 +32,7 @@ FAMILIES = ("llama", "qwen3", "gpt2", "phi", "gemma3")
 REQUIREMENTS = {
     "plain": ["onnxruntime>=1.31", "numpy"],
     "genai": ["onnxruntime-genai==0.18.0", "numpy"],
+    "openvino": ["openvino>=2026.4", "numpy"],
     "optimum": ["optimum-onnx[onnxruntime]==0.1.0", "transformers>=4.57,<4.58", "torch"],
 }
 # What a client gets wrong by itself, with what it says: optimum-onnx 0.1.0 makes the first cache of the

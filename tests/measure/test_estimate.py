@@ -158,6 +158,12 @@ def test_time_is_operations_over_the_rate_that_is_reached_and_what_steps_take_be
     assert found.seconds(device) == 7 * found.seconds_a_step(device)
 
 
+@pytest.mark.parametrize("objective", ["kl", "mix"])
+def test_the_dense_decoder_predicts_too_for_kl(objective: str):
+    plain, found = estimated("llama"), estimated("llama", objective=objective)
+    assert found.flops_a_step == plain.flops_a_step + plain.work.forward
+
+
 @pytest.mark.parametrize("device", [*CARDS.values(), this_cpu(torch.float32)], ids=lambda one: one.name)
 def test_no_step_is_promised_in_less_than_its_overhead(device: Device):
     """Measured without a decoder: 1.8 ms on an H200; the demo takes 28 ms on a CPU at 1 × 8 tokens."""
