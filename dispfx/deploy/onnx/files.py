@@ -54,6 +54,9 @@ def _save(model: ir.Model, path: Path, max_inline_bytes: int) -> None:
         _order_rows(value)
     tensors = [value.const_value for value in model.graph.initializers.values()]
     size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    if size <= max_inline_bytes:
+        # Otherwise weights read from disk would go on naming the file that they came from.
+        ir.external_data.load_to_model(model)
     with silence():
         ir.save(model, path, external_data=f"{path.name}.data" if size > max_inline_bytes else None)
         try:
