@@ -19,13 +19,16 @@ from dispfx.errors import DataError, DispfxError, VerificationError
 from dispfx.quality.agreement import Agreement, compare_on_text
 from dispfx.quality.perplexity import Perplexity, TextFacts, measure
 from dispfx.report import NullObserver, Observer, load_report
-from dispfx.run.folders import is_output, open_folder, require_unchanged
-from dispfx.run.onnx_folder import FOLDER, onnx_runner, write_onnx
+from dispfx.report.quantized import quantized_notes
+from dispfx.run.folders import Opened, is_output, open_folder, require_unchanged
+from dispfx.run.onnx_folder import FOLDER, folder_onnx_lines, has_onnx, onnx_runner, write_onnx
 from dispfx.run.opening import open_model
+from dispfx.run.quantized_folder import quantized_folder, write_quantized
 from dispfx.run.run_text import TextChoice, require_known, vocabulary_of
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import ModelSettings, TextSettings
 from dispfx.settings.trees import EvalSettings, ExportSettings, GenerateSettings
+from dispfx.settings.verb_settings import FormSettings
 from dispfx.source import encode
 from dispfx.source.source import context_of, longest_context
 from dispfx.source.text import ReadText, bos_tokens, read_text, with_bos
@@ -127,7 +130,8 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
 
     Args:
         folder: an output folder, or `ExportSettings`.
-        observer: notified if the ONNX model has no KV cache, with the reason.
+        observer: notified if the ONNX model has no KV cache, with the reason; and of what quantization
+            changes.
         changes: single settings, as in `onnx=True`.
 
     Raises:
@@ -136,12 +140,13 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
         VerificationError: if the new form disagrees; it is not written then.
     """
     settings = ExportSettings.given(folder, changes)
-    forms = settings.forms
+    forms, observer = settings.forms, observer or NullObserver()
     path = Path(settings.model.model).expanduser()
-    target, onnx_folder = path / exported.PROGRAM_FILE, path / FOLDER
-    for asked, place in ((forms.pt2, target), (forms.onnx, onnx_folder)):
-        if asked and is_output(path):
+    target = path / exported.PROGRAM_FILE
+    if is_output(path):
+        for place in _new_places(path, forms):
             refuse_existing(place)
+    TextChoice(settings.text).check()
     opened = open_folder(path, experts="batched", trust_remote_code=settings.model.trust_remote_code)
     require_unchanged(opened.path)
     written: list[Path] = []
@@ -154,12 +159,36 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
             raise
         written.append(target)
     if forms.onnx:
-        flavor = Flavor(not forms.no_padding, forms.ort_fusions)
-        model = write_onnx(opened, opset=forms.opset or OPSET, write=forms.write, flavor=flavor)
-        if model.note is not None:
-            (observer or NullObserver()).note(model.note)
-        written.append(onnx_folder)
+        written += _written_onnx(opened, forms, observer)
+    if forms.quantize != "none":
+        found = write_quantized(opened, forms.quantize, settings.text)
+        for line in quantized_notes(found):
+            observer.note(line)
+        written.append(path / quantized_folder(forms.quantize))
     return written
+
+
+def _new_places(path: Path, forms: FormSettings) -> list[Path]:
+    """Return the paths that must not exist yet; an ONNX model that is there can be quantized as it is."""
+    again = forms.quantize != "none" and not forms.shapes_onnx and has_onnx(path)
+    asked = (
+        (forms.pt2, path / exported.PROGRAM_FILE),
+        (forms.onnx and not again, path / FOLDER),
+        (forms.quantize != "none", path / quantized_folder(forms.quantize)),
+    )
+    return [place for wanted, place in asked if wanted]
+
+
+def _written_onnx(opened: Opened, forms: FormSettings, observer: Observer) -> list[Path]:
+    """Write DIR/onnx, or compare the one that is there with the checkpoint; return what was written."""
+    if has_onnx(opened.path):
+        require(*folder_onnx_lines(opened))
+        return []
+    flavor = Flavor(not forms.no_padding, forms.ort_fusions)
+    model = write_onnx(opened, opset=forms.opset or OPSET, write=forms.write, flavor=flavor)
+    if model.note is not None:
+        observer.note(model.note)
+    return [opened.path / FOLDER]
 
 
 def generate(model: Any, prompt: str | None = None, **changes: Any) -> str:

@@ -102,8 +102,9 @@ VERBS = (
         using.export,
         ExportSettings,
         positional=_DIR,
-        without=(*_OPENING, "device"),
-        docs=_DIR_DOC,
+        without=(*_OPENING, *_LEARNED_FROM, "device", "data_field", "data_bytes", "allow_unknown", "bos"),
+        docs=_DIR_DOC | {"eval_data": "Text to measure the loss by quantization on. May be repeated."},
+        shown_defaults={"eval_data": "demo: its own text, else a short text of dispfx"},
     ),
     Verb(
         using.generate,

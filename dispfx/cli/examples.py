@@ -23,7 +23,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "dispfx eval out/demo --eval-data text.txt --dense demo",
         "dispfx eval out/pruned --tasks piqa,arc_easy --limit 100 --out out/pruned",
     ),
-    "export": ("dispfx export out/demo --onnx",),
+    "export": ("dispfx export out/demo --onnx", "dispfx export out/demo --onnx --quantize int4"),
     "generate": (
         'dispfx generate out/demo --prompt "copy abc xyz ="',
         'dispfx generate demo --prompt "sort" --temperature 0.8 --top-k 20 --max-new-tokens 32',

@@ -1,6 +1,7 @@
 """Verbs that inspect a decoder or use a folder: inspect, verify, export, generate."""
 
 from pathlib import Path
+from typing import Any
 
 from dispfx.cli.screen import Screen
 from dispfx.errors import OutputError, VerificationError
@@ -90,9 +91,20 @@ def export(settings: ExportSettings, screen: Screen) -> None:
 
     with screen.observer() as observer:
         files = api.export(settings, observer=observer)
-    screen.print_json({"files": [str(path) for path in files]})
+    recorded = _quantized(Path(settings.model.model).expanduser(), settings.forms.quantize)
+    screen.print_json({"files": [str(path) for path in files], **recorded})
     for path in files:
         screen.print_text(str(path))
+
+
+def _quantized(folder: Path, scheme: str) -> dict[str, Any]:
+    """Return what the folder's report says of a quantized model, ready for JSON."""
+    from dispfx.report import load_report, to_plain
+
+    path = folder / "report.json"
+    if scheme == "none" or not path.is_file():
+        return {}
+    return {"quantized": to_plain([one for one in load_report(path).quantized if one.name == scheme])}
 
 
 def generate(settings: GenerateSettings, screen: Screen) -> None:

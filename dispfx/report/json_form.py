@@ -21,17 +21,24 @@ from dispfx.files.json_text import parse_json
 from dispfx.report.schema import Report
 from dispfx.settings.stored import stored_sections
 
+# Entries that are not written when they are empty.
+_OPTIONAL = (
+    "behaviour",
+    "skills",
+    "tuned",
+    "files",
+    "settings",
+    "onnx_without_cache",
+    "lengths",
+    "quantized",
+)
 Shape = typing.TypeVar("Shape")
 
 
 def to_json(report: Report) -> str:
     """Return the report as indented JSON."""
     plain = to_plain(report)
-    for absent in [
-        name
-        for name in ("behaviour", "skills", "tuned", "files", "settings", "onnx_without_cache", "lengths")
-        if not getattr(report, name)
-    ]:
+    for absent in [name for name in _OPTIONAL if not getattr(report, name)]:
         del plain[absent]
     return json.dumps(plain, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 

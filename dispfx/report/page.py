@@ -16,10 +16,11 @@ from dispfx.report.evaluation import Evaluation, task_table, text_lines
 from dispfx.report.layers import Layers, layers_of
 from dispfx.report.numbers import shown_perplexity
 from dispfx.report.pictures import COLOURS, Picture, pictures_of
+from dispfx.report.quantized import quantized_lines
 from dispfx.report.run import Run, read_run
 from dispfx.report.schema import Report
 from dispfx.report.settings_table import settings_rows
-from dispfx.report.table import flattered_notes, report_rows, verification_rows
+from dispfx.report.table import flattered_notes, report_rows
 from dispfx.report.task_rows import task_notes
 from dispfx.report.tuning_record import tuning_lines
 
@@ -97,6 +98,10 @@ def page(run: Run, layers: Layers, pictures: Sequence[Picture]) -> str:
     if report.onnx_without_cache is not None:
         note = f"The ONNX model has no KV cache: {report.onnx_without_cache}"
         sections.append(section("ONNX", f"<p>{escape(note)}</p>"))
+    if report.quantized:
+        notes = [line for one in report.quantized for line in quantized_lines(one)]
+        items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+        sections.append(section("Quantized ONNX models", f"<ul>{items}</ul>"))
     if report.refused:
         rows = [(one.name, one.reason) for one in report.refused]
         sections.append(section("Left dense", table(("branch or site", "reason"), rows)))
@@ -134,8 +139,8 @@ def _header(run: Run) -> str:
                 f"perplexity, {shown_perplexity(report.perplexity.dense)} before",
             )
         )
-    held = sum(line.holds for line in report.verify)
-    tiles.append((f"{held} of {len(report.verify)}", "verifications hold"))
+    lines = [line for one in (report, *report.quantized) for line in one.verify]
+    tiles.append((f"{sum(line.holds for line in lines)} of {len(lines)}", "verifications hold"))
     shown = "".join(f"<li><b>{escape(value)}</b>{escape(what)}</li>" for value, what in tiles)
     return f'<header><h1>{escape(run.name)}</h1><ul class="tiles">{shown}</ul></header>'
 
@@ -205,7 +210,7 @@ def _verified(report: Report) -> str:
     # On a terminal, words in front of the number replace this heading.
     rows = [
         (name, shape, error.removeprefix("error "), most.removeprefix("at most "))
-        for name, shape, error, most in verification_rows(report.verify)
+        for name, shape, error, most in report_rows(report)[-1]
     ]
     return table(("comparison", "batch × tokens", "error", "tolerance"), rows)
 

@@ -181,6 +181,46 @@ class Tuning:
 
 
 @dataclass(frozen=True)
+class QuantizedQuality:
+    """How alike an ONNX model predicts a text before and after its weights were quantized.
+
+    Args:
+        kl: mean over tokens of KL(before ‖ after), in nats.
+        top1: share of tokens for which both find the same one likeliest.
+        perplexity_before, perplexity_after: in ONNX Runtime, under one protocol.
+    """
+
+    kl: float
+    top1: float
+    perplexity_before: float
+    perplexity_after: float
+    protocol: Protocol
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """An ONNX model with weights in fewer bits.
+
+    Args:
+        name: int8 or int4.
+        bytes_before: of the ONNX model that it was made from.
+        bytes_after: of its own files.
+        quality: what quantization costs; None if there was no text to measure on.
+        left: weights that are not quantized.
+        verify: its comparisons.
+        files: SHA-256 of each of its files by its path in the folder.
+    """
+
+    name: str
+    bytes_before: int
+    bytes_after: int
+    quality: QuantizedQuality | None
+    left: tuple[str, ...]
+    verify: tuple[Verification, ...]
+    files: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class UngatedWeights:
     """Block weights that no site cuts, for one reason: how many parameters, and their paths."""
 
@@ -217,6 +257,7 @@ class Report:
         lengths: sequence lengths for which the decoder's graph holds; None in older reports.
         settings: every setting of the run by section (`dispfx.settings.RunSettings`); None if a plan was
             applied.
+        quantized: ONNX models that `export --quantize` added later; not written when empty.
     """
 
     ratio: Ratio
@@ -239,6 +280,7 @@ class Report:
     onnx_without_cache: str | None = None
     ungated: tuple[UngatedWeights, ...] = ()
     lengths: Lengths | None = None
+    quantized: tuple[Quantized, ...] = ()
 
     def _repr_html_(self) -> str:
         from dispfx.report.table import report_html

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from dispfx.ir.shown_tables import html_table
 from dispfx.report.numbers import shown_perplexity
+from dispfx.report.quantized import quantized_rows
 from dispfx.verification.equivalence import Verification
 
 Row = tuple[str, str, str, str]
@@ -27,7 +28,7 @@ def print_report(report: Any, console: Console) -> None:
         print_rows(sections, console, _HEADER)
         return
     print_rows(sections[:-1], console, _HEADER)
-    print_verifications(report.verify, console)
+    print_verifications([line for one in (report, *report.quantized) for line in one.verify], console)
 
 
 def print_verifications(verifications: Sequence[Verification], console: Console) -> None:
@@ -37,7 +38,9 @@ def print_verifications(verifications: Sequence[Verification], console: Console)
 
 def report_rows(report: Any) -> list[list[Row]]:
     """Return the table's sections: size, quality, verification."""
-    return [_size_rows(report), _quality_rows(report), verification_rows(report.verify)]
+    quality = [*_quality_rows(report), *quantized_rows(report.quantized)]
+    lines = [line for one in (report, *report.quantized) for line in one.verify]
+    return [_size_rows(report), quality, verification_rows(lines)]
 
 
 def verification_rows(verifications: Sequence[Verification]) -> list[Row]:

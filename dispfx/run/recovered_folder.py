@@ -328,6 +328,7 @@ class Writer:
             command=self.job.command or "dispfx.api.recover",
             tuned=told,
             files=files,
+            quantized=(),
         )
 
     def _skills(self, decoder: Callable[[Tensor], Any]) -> dict[str, SkillChange]:

@@ -260,6 +260,16 @@ def open_text(source: Source, chosen: TextChoice) -> Text:
     )
 
 
+def texts_to_measure(source: Source, chosen: TextChoice) -> tuple[MeasuredText, ...]:
+    """Return the texts to measure on: those that were named, or the demo's own, and the project's text.
+
+    Raises:
+        DataError: as `open_text`.
+    """
+    own = tuple(_by_itself(source, chosen, one) for one in _own(source))
+    return open_text(source, chosen).measured or own
+
+
 def _by_itself(source: Source, chosen: TextChoice, text: ReadText) -> MeasuredText:
     bos = bos_tokens(chosen.settings.bos, source.tokenizer, given_ids=text.given_ids)
     return MeasuredText(text.tokens, TextFacts(text.name, None, bos, text.unknown_share))

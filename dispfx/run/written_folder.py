@@ -12,6 +12,7 @@ from dispfx.plan.plan import Plan
 from dispfx.report import Report, load_report
 from dispfx.run.folders import open_folder, require_record
 from dispfx.run.onnx_folder import folder_onnx_lines, has_onnx
+from dispfx.run.quantized_folder import folder_quantized_lines, recorded_files
 from dispfx.run.targets import DENSE_FOLDER
 from dispfx.verification.equivalence import (
     OF_REPORT,
@@ -54,7 +55,7 @@ def verify(folder: str | Path, *, trust_remote_code: bool = False) -> list[Verif
             lines += compared("dense = checkpoint", own, dense, tolerance)
     if has_onnx(opened.path):
         lines += folder_onnx_lines(opened, shapes)
-    return lines
+    return lines + folder_quantized_lines(opened, shapes)
 
 
 def _shapes(report: Report) -> tuple[tuple[int, int], ...]:
@@ -67,7 +68,7 @@ def _shapes(report: Report) -> tuple[tuple[int, int], ...]:
 def _file_lines(folder: Path) -> list[Verification]:
     """Return one line if everything matches the report, or one line per file and figure that differs."""
     report = load_report(folder / "report.json")
-    other = changed(folder, report.files)
+    other = changed(folder, recorded_files(report))
     if not other and report.files:
         other = _other_figures(folder, report)
     if other or not report.files:

@@ -162,6 +162,7 @@ class ExportSettings(Tree):
     """`export`: other forms of a folder's decoder."""
 
     model: ModelSettings
+    text: TextSettings
     forms: FormSettings
 
 

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from dispfx.errors import OutputError
 from dispfx.settings.field import Section, required, setting
 from dispfx.settings.sections import WritingSection
+from dispfx.words.option_names import option
 
 Runtime = Literal["torch", "onnx"]
+Quantize = Literal["none", "int8", "int4"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +114,26 @@ class FormSettings(Section):
     )
     ort_fusions: bool = setting(False, "Use ONNX Runtime's own operators if the result verifies.")
     no_padding: bool = setting(False, "Leave out the attention mask. The model then accepts no padding.")
+    quantize: Quantize = setting(
+        "none",
+        "Also write DIR/onnx-int8/ or DIR/onnx-int4/: the ONNX model with weights of 8 or 4 bits.",
+        common=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quantize != "none" and not self.onnx:
+            raise OutputError(
+                f"{option('quantize')} is for the ONNX model, which was not requested",
+                hint=f"add {option('onnx', True)}",
+            )
+
+    @property
+    def shapes_onnx(self) -> bool:
+        """Whether an option says how the ONNX model is written."""
+        usual = FormSettings()
+        names = ("opset", "write", "ort_fusions", "no_padding")
+        return any(getattr(self, name) != getattr(usual, name) for name in names)
 
 
 @dataclass(frozen=True)

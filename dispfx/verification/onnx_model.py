@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from dispfx.deploy.onnx.files import load_model, save_model
+from dispfx.deploy.onnx.files import load_model, save_model, takes_cache, takes_padding
 from dispfx.deploy.onnx.session import CachedSession, OnnxCachedDecoder, OnnxDecoder
 from dispfx.deploy.onnx.twin import differences_beyond_types, float32_twin
 from dispfx.errors import VerificationError
@@ -121,13 +121,27 @@ def with_cached_answers(answers: Answers, program: Program, *, padding: bool = T
     module = program.graph_module
     if answers.dtype == torch.bfloat16:
         module = retyped(module, torch.bfloat16, torch.float32)
-    caches, size = cache_tensors(module.graph), program.vocabulary_size
-    longest = program.context or sum(CACHED_SHAPES[1][1:])
+    questions = cached_questions(
+        cache_tensors(module.graph), program.vocabulary_size, context=program.context, padding=padding
+    )
+    return replace(answers, cached=_asked(questions, lambda inputs: module(*inputs)))
+
+
+def cached_questions(
+    caches: Sequence[CacheTensor], size: int, *, context: int | None = None, padding: bool = True
+) -> "list[_Question]":
+    """Return the comparisons of a model with a cache.
+
+    Args:
+        caches: of the model.
+        size: of the vocabulary.
+        context: most tokens that the model takes, or None.
+        padding: whether its texts may be padded.
+    """
+    longest = context or sum(CACHED_SHAPES[1][1:])
     shapes = [shape._replace(past=min(shape.past, longest - shape.tokens)) for shape in CACHED_SHAPES]
     questions = [_of_cached(caches, shape, size, padding) for shape in shapes]
-    if padding:
-        questions.append(_of_padded(caches, size))
-    return replace(answers, cached=_asked(questions, lambda inputs: module(*inputs)))
+    return [*questions, _of_padded(caches, size)] if padding else questions
 
 
 def _asked(questions: Sequence[_Question], run: _Run) -> _Asked:
@@ -156,6 +170,65 @@ def _lines(path: Path, answers: Answers) -> list[Verification]:
     whole = _whole_run(partial(_in_two_runs, session))
     lines = _compared(answers.whole, whole, tolerance)
     return lines + _compared(answers.cached, lambda inputs: list(session(inputs).values()), tolerance)
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """Two ONNX models of one decoder, of which the first is known to be correct.
+
+    Args:
+        name: which two forms are compared.
+        expected, actual: their files.
+        vocabulary_size: width of the logits.
+        shapes: (batch, tokens) of whole texts.
+        context: most tokens that the decoder takes, or None.
+        tolerance: largest allowed relative error.
+        random_caches: whether also to compare after random numbers in the cache, which enlarge rounding.
+    """
+
+    name: str
+    expected: Path
+    actual: Path
+    vocabulary_size: int
+    shapes: Sequence[tuple[int, int]] = SHAPES_BT
+    context: int | None = None
+    tolerance: float = 1e-3
+    random_caches: bool = True
+
+
+def model_lines(pair: ModelPair) -> list[Verification]:
+    """Compare two ONNX models on whole texts and, if they take a cache, with one and with padding.
+
+    Raises:
+        DataError: if a model is missing or damaged.
+    """
+    questions = [_of_whole_texts(shape, pair.vocabulary_size) for shape in pair.shapes]
+    if not takes_cache(pair.actual):
+        expected, actual = (_whole_run(OnnxDecoder(path)) for path in (pair.expected, pair.actual))
+        return _named(pair, _compared(_asked(questions, expected), actual, pair.tolerance))
+    sessions = [CachedSession(path) for path in (pair.expected, pair.actual)]
+    whole = [_whole_run(partial(_in_two_runs, session)) for session in sessions]
+    with_cache = [partial(_outputs, session) for session in sessions]
+    asked = cached_questions(
+        sessions[0].caches,
+        pair.vocabulary_size,
+        context=pair.context,
+        padding=takes_padding(pair.actual),
+    )
+    if not pair.random_caches:
+        asked = asked[len(CACHED_SHAPES) :]
+    lines = _compared(_asked(questions, whole[0]), whole[1], pair.tolerance)
+    return _named(pair, lines + _compared(_asked(asked, with_cache[0]), with_cache[1], pair.tolerance))
+
+
+def _outputs(session: CachedSession, inputs: Sequence[Tensor]) -> list[Tensor]:
+    return list(session(inputs).values())
+
+
+def _named(pair: ModelPair, lines: Sequence[Verification]) -> list[Verification]:
+    """Give the comparisons the name of the pair; those with a cache say so."""
+    other = pair.name.replace(" = ", " with cache = ")
+    return [replace(line, name=pair.name if line.name == NAME else other) for line in lines]
 
 
 def _in_two_runs(session: CachedSession, ids: Tensor) -> Tensor:

@@ -1,0 +1,89 @@
+"""What a report says of quantized ONNX models: rows of a table, sentences, a section of the card."""
+
+import re
+from collections.abc import Sequence
+
+from dispfx.report.numbers import shown_bytes, shown_perplexity
+from dispfx.report.schema import Quantized, Report
+
+Row = tuple[str, str, str, str]
+_HEADING = "## Quantized"
+
+
+def quantized_rows(found: Sequence[Quantized]) -> list[Row]:
+    """Return size, KL and perplexity of each model: before, after, change."""
+    return [row for one in found for row in _rows(one)]
+
+
+def _rows(one: Quantized) -> list[Row]:
+    before, after = one.bytes_before, one.bytes_after
+    rows = [
+        (f"ONNX model, {one.name}", shown_bytes(before), shown_bytes(after), f"{after / before - 1:+.1%}"),
+    ]
+    quality = one.quality
+    if quality is None:
+        return rows
+    first, second = quality.perplexity_before, quality.perplexity_after
+    return [
+        *rows,
+        (
+            f"KL per token, {one.name}",
+            "0",
+            f"{quality.kl:.4f} nats",
+            f"{quality.top1:.1%} the same first choice",
+        ),
+        (
+            f"perplexity, {one.name} ({quality.protocol.windows} × {quality.protocol.context} tokens)",
+            shown_perplexity(first),
+            shown_perplexity(second),
+            f"{second / first - 1:+.2%}",
+        ),
+    ]
+
+
+def quantized_lines(one: Quantized) -> list[str]:
+    """Return sentences on what was measured, and on weights that are not quantized."""
+    lines = []
+    if one.quality is None:
+        lines.append(f"{one.name}: the loss was not measured: the folder's tokenizer knows no text of dispfx")
+    else:
+        protocol = one.quality.protocol
+        lines.append(
+            f"{one.name}: measured on {protocol.text}, {protocol.tokens:,} predicted tokens, in ONNX Runtime "
+            "against the ONNX model before quantization"
+        )
+    for name in one.left[:1]:
+        more = f" and {len(one.left) - 1} more" if len(one.left) > 1 else ""
+        lines.append(f"{one.name}: not quantized: {name}{more}")
+    return lines
+
+
+def quantized_notes(one: Quantized) -> list[str]:
+    """Return the rows and sentences of one model as lines for a terminal."""
+    rows = [f"{name}: {before} → {after} ({change})" for name, before, after, change in _rows(one)]
+    return rows + quantized_lines(one)
+
+
+def with_quantized_section(card: str, report: Report) -> str:
+    """Return a model card with the section on quantized models, in the place of an older one."""
+    rest = re.sub(rf"\n*^{_HEADING}$.*?(?=^## |\Z)", "\n\n", card, flags=re.DOTALL | re.MULTILINE)
+    return f"{rest.rstrip()}\n\n{_section(report.quantized)}\n"
+
+
+def _section(found: Sequence[Quantized]) -> str:
+    rows = [f"| {' | '.join(row)} |" for row in quantized_rows(found)]
+    lines = [f"- {line}." for one in found for line in quantized_lines(one)]
+    places = ", ".join(f"`onnx-{one.name}/model.onnx`" for one in found)
+    return "\n".join(
+        [
+            _HEADING,
+            "",
+            f"{places}: the ONNX model with weights in fewer bits.",
+            "",
+            "| | before | after | change |",
+            "|---|---:|---:|---:|",
+            *rows,
+            "",
+            *lines,
+        ]
+    )

@@ -1,0 +1,246 @@
+"""`dispfx export DIR --onnx --quantize int8|int4`: what is written, checked, measured and refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import numpy_helper
+from safetensors.torch import save_file
+
+import dispfx
+from dispfx import api
+from dispfx.deploy.onnx import quantize
+from dispfx.errors import OutputError, VerificationError
+from dispfx.report import load_report
+from tests.api.conftest import Watcher
+from tests.command_line import run
+from tests.tiny_transformers import VOCABULARY, tiny_transformer
+
+
+def made(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, align: int = 1) -> Path:
+    """Write a pruned folder with odd widths, without an ONNX model."""
+    model = tiny_transformer(kind).to(dtype)
+    plan = dispfx.Plan.random(dispfx.capture(model), 0.4, seed=1, align=align)
+    api.apply(model, plan, out=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with its ONNX model and one of 4 bits; do not change it."""
+    folder = made(tmp_path_factory.mktemp("quantized") / "out")
+    written = api.export(folder, onnx=True, quantize="int4")
+    assert written == [folder / "onnx", folder / "onnx-int4"]
+    return folder
+
+
+def copied(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def tokens(path: Path, count: int = 80) -> Path:
+    """Write a text of token ids."""
+    ids = torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(3))
+    save_file({"tokens": ids.to(torch.int32)}, path)
+    return path
+
+
+def logits_of(path: Path, ids: np.ndarray) -> np.ndarray:
+    """Run a model on whole texts (B, T) with onnxruntime alone."""
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    batch, count = ids.shape
+    feed = {
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "position_ids": np.broadcast_to(np.arange(count), ids.shape),
+    }
+    for one in session.get_inputs():
+        if one.name.startswith("past_key_values"):
+            feed[one.name] = np.zeros((batch, one.shape[1], 0, one.shape[3]), np.float32)
+    given = {one.name: feed[one.name] for one in session.get_inputs()}
+    return np.asarray(session.run(["logits"], given)[0])
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def test_the_folder_opens_as_the_one_of_the_float_model(quantized: Path):
+    names = {path.name for path in (quantized / "onnx").iterdir()}
+    assert names == {path.name for path in (quantized / "onnx-int4").iterdir()}
+    for name in ("genai_config.json", "config.json"):
+        assert (quantized / "onnx-int4" / name).read_bytes() == (quantized / "onnx" / name).read_bytes()
+    model = onnx.load(str(quantized / "onnx-int4/model.onnx"))
+    packed = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
+    widths = [at.i for node in packed for at in node.attribute if at.name == "K"]
+    assert len(packed) == 15 and any(width % 2 for width in widths)
+    assert {node.op_type for node in model.graph.node}.isdisjoint({"MatMul", "Gemm"})
+
+
+def test_verify_checks_rounding_cache_padding_and_digests(quantized: Path):
+    lines = api.verify(quantized)
+
+    names = [line.name for line in lines if line.name.startswith("onnx-int4")]
+    assert names.count("onnx-int4 rounds onnx") == 1
+    assert names.count("onnx-int4 = dequantized") == 2
+    assert names.count("onnx-int4 with cache = dequantized") == 4
+    assert names.count("onnx-int4, integer products = dequantized") == 2
+    assert names.count("onnx-int4, integer products with cache = dequantized") == 1
+    assert all(line.holds for line in lines)
+
+
+def test_report_card_and_page_give_the_sizes(quantized: Path):
+    (found,) = load_report(quantized / "report.json").quantized
+
+    assert found.name == "int4" and found.quality is None and found.left == ()
+    assert found.bytes_before == (quantized / "onnx/model.onnx").stat().st_size
+    assert found.bytes_after == (quantized / "onnx-int4/model.onnx").stat().st_size
+    assert found.bytes_after < 0.8 * found.bytes_before
+    assert "onnx-int4/model.onnx" in found.files
+    for name in ("README.md", "report.html"):
+        assert "ONNX model, int4" in (quantized / name).read_text(), name
+    assert "ONNX model, int4" in load_report(quantized / "report.json")._repr_html_()
+    assert run("report", quantized).exit_code == 0
+    assert "ONNX model, int4" in (quantized / "report.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["up", "scale", "norm"])
+def test_verify_finds_a_changed_model(quantized: Path, tmp_path: Path, name: str):
+    folder = copied(quantized, tmp_path)
+    path = folder / "onnx-int4/model.onnx"
+    model = onnx.load(str(path))
+    ends = {"up": "_Q4", "scale": "_scales", "norm": "norm.weight"}
+    tensor = next(one for one in model.graph.initializer if one.name.endswith(ends[name]))
+    numbers = numpy_helper.to_array(tensor).copy()
+    numbers.flat[0] = numbers.flat[0] + 8
+    tensor.CopyFrom(numpy_helper.from_array(numbers, tensor.name))
+    onnx.save(model, str(path))
+
+    failed = {line.name for line in api.verify(folder) if not line.holds}
+
+    assert failed >= {"onnx-int4/model.onnx = report", "onnx-int4 rounds onnx"}
+
+
+def test_a_wrong_packing_is_found_and_nothing_appears(
+    quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = copied(quantized, tmp_path)
+    right = quantize._packer
+
+    def wrong(bits: int) -> Any:
+        def pack(matrix: np.ndarray) -> tuple[np.ndarray, ...]:
+            data, scales, zeros = right(bits)(matrix)
+            return (data >> 4 | data << 4) if bits == 4 else data, scales, zeros
+
+        return pack
+
+    monkeypatch.setattr(quantize, "_packer", wrong)
+    shutil.rmtree(folder / "onnx-int4")
+    before = (folder / "report.json").read_bytes()
+
+    with pytest.raises(VerificationError, match="onnx-int4 rounds onnx"):
+        api.export(folder, onnx=True, quantize="int4")
+
+    assert not [path for path in folder.iterdir() if path.name.startswith("onnx-")]
+    assert (folder / "report.json").read_bytes() == before
+
+
+def test_a_model_that_is_there_is_quantized_as_it_is_and_measured(quantized: Path, tmp_path: Path):
+    folder = copied(quantized, tmp_path)
+    before = (folder / "onnx/model.onnx").read_bytes()
+    text = tokens(tmp_path / "text.safetensors")
+    observer = Watcher()
+
+    written = api.export(
+        folder, onnx=True, quantize="int8", eval_data=str(text), eval_windows=1, observer=observer
+    )
+
+    assert written == [folder / "onnx-int8"]
+    assert (folder / "onnx/model.onnx").read_bytes() == before
+    first, second = load_report(folder / "report.json").quantized
+    assert (first.name, second.name) == ("int4", "int8")
+    quality = second.quality
+    assert quality is not None and (quality.protocol.windows, quality.protocol.tokens) == (1, 79)
+    # The same figures from onnxruntime and numpy alone.
+    ids = _ids(text)
+    p, q = (
+        log_softmax(logits_of(folder / name / "model.onnx", ids)[0, :-1]) for name in ("onnx", "onnx-int8")
+    )
+    assert quality.kl == pytest.approx((np.exp(p) * (p - q)).sum(-1).mean(), rel=1e-3)
+    assert 0 < quality.kl < 0.01
+    for found, expected in ((quality.perplexity_before, p), (quality.perplexity_after, q)):
+        likelihood = expected[np.arange(79), ids[0, 1:]].mean()
+        assert found == pytest.approx(np.exp(-likelihood), rel=1e-5)
+    assert any("KL per token, int8" in note for note in observer.notes)
+    assert (folder / "README.md").read_text().count("## Quantized") == 1
+    assert all(line.holds for line in api.verify(folder))
+
+
+def _ids(text: Path) -> np.ndarray:
+    from safetensors.numpy import load_file
+
+    return load_file(text)["tokens"].astype(np.int64)[None]
+
+
+def test_what_makes_no_sense_is_refused(quantized: Path, tmp_path: Path):
+    folder = copied(quantized, tmp_path)
+
+    unknown = run("export", folder, "--onnx", "--quantize", "int3")
+    assert unknown.exit_code == 2 and '"int8", "int4"' in unknown.stderr
+    alone = run("export", folder, "--quantize", "int4")
+    assert alone.exit_code == 2 and "add --onnx" in alone.stderr
+    again = run("export", folder, "--onnx", "--quantize", "int4")
+    assert again.exit_code == 2 and "onnx-int4" in again.stderr
+    # Options on how the float model is written cannot apply to one that is there.
+    other = run("export", folder, "--onnx", "--quantize", "int8", "--no-padding")
+    assert other.exit_code == 2 and "must not exist yet" in other.stderr
+    with pytest.raises(OutputError, match="was not requested"):
+        api.export(folder, pt2=True, quantize="int8")
+    assert not (folder / "onnx-int8").exists()
+
+
+def test_json_output_gives_the_figures(quantized: Path, tmp_path: Path):
+    folder = copied(quantized, tmp_path)
+    text = tokens(tmp_path / "text.safetensors")
+
+    found = run("export", folder, "--onnx", "--quantize", "int8", "--eval-data", text, "--json")
+
+    assert found.exit_code == 0, found.stderr
+    document = json.loads(found.stdout)
+    assert document["files"] == [str(folder / "onnx-int8")]
+    (one,) = document["quantized"]
+    assert one["bytes_after"] < one["bytes_before"] and one["quality"]["kl"] > 0
+
+
+@pytest.mark.slow
+def test_a_decoder_in_half_precision_runs_on_the_cpu_in_float32(tmp_path: Path):
+    folder = made(tmp_path / "out", dtype=torch.bfloat16, align=4)
+
+    api.export(folder, onnx=True, quantize="int4")
+
+    ids = np.arange(12, dtype=np.int64).reshape(2, 6)
+    logits = logits_of(folder / "onnx-int4/model.onnx", ids)
+    assert logits.dtype == np.float32 and np.isfinite(logits).all()
+    assert all(line.holds for line in api.verify(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "lfm2"])
+def test_products_with_biases_and_a_model_without_a_cache_are_quantized(tmp_path: Path, kind: str):
+    folder = made(tmp_path / "out", kind)
+
+    api.export(folder, onnx=True, quantize="int4")
+
+    model = onnx.load(str(folder / "onnx-int4/model.onnx"))
+    assert sum(node.op_type == "MatMulNBits" for node in model.graph.node) >= 8
+    cached = any(value.name.startswith("past") for value in model.graph.input)
+    assert cached == (kind == "gpt2")
+    lines = [line for line in api.verify(folder) if line.name.startswith("onnx-int4")]
+    assert len(lines) == (10 if cached else 5) and all(line.holds for line in lines)
