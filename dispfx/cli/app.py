@@ -6,7 +6,7 @@ import sys
 from io import TextIOWrapper
 from pathlib import Path
 
-from cyclopts import App, CycloptsError, MissingArgumentError
+from cyclopts import App, CycloptsError, MissingArgumentError, RepeatArgumentError
 
 from dispfx import __version__
 from dispfx.cli import evaluating, making, recovering, showing, using
@@ -204,14 +204,25 @@ def main() -> None:
         raise SystemExit(EXIT_INTERRUPTED) from None
     except CycloptsError as error:
         verb = "" if words[0].startswith("-") else f" {words[0]}"
-        raise refused(UsageError(_told(error), hint=f"dispfx{verb} --help"), words) from None
+        hint = _instead(error) or f"dispfx{verb} --help"
+        raise refused(UsageError(_told(error), hint=hint), words) from None
 
 
 def _told(error: CycloptsError) -> str:
     """Return a message for wrong arguments."""
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         return f"{error.argument.name} is missing, or has no value"
+    if isinstance(error, RepeatArgumentError):
+        return f"{error.token.keyword} takes one value, and was given twice"
     return str(error)
+
+
+def _instead(error: CycloptsError) -> str | None:
+    """Return what to do instead of giving an option twice."""
+    if not isinstance(error, RepeatArgumentError):
+        return None
+    settings = [one for verb in VERBS for one in verb.tree.settings().values()]
+    return next((one.facts.once for one in settings if one.option == error.token.keyword), None)
 
 
 def _check_verb(words: list[str]) -> None:

@@ -125,8 +125,8 @@ class Verb:
             show_default=False,
             validator=_in_range(facts),
             allow_leading_hyphen=one.typed in (str, list[str]),
-            # If an option is given twice, the last one counts.
-            allow_repeating=None if one.facts.repeats else True,
+            # If an option is given twice, the last one counts, unless a user would expect both.
+            allow_repeating=None if one.facts.repeats else not one.facts.once,
         )
         return inspect.Parameter(
             one.name,

@@ -39,6 +39,7 @@ class Setting:
         functions: whether `file.py:function` or a Python function is accepted instead of a choice.
         takes: type on the command line, if it is narrower than the field's.
         repeats: type of one value, if the option may be repeated.
+        once: what to do instead of giving the option twice; otherwise the last one counts.
         on_command_line: False for a setting that only the API has.
         error: exception class for a number outside the range.
         per_run: whether it affects where and how a run executes but not its result; `--config` ignores it.
@@ -55,6 +56,7 @@ class Setting:
     functions: bool = False
     takes: type | None = None
     repeats: type | None = None
+    once: str = ""
     on_command_line: bool = True
     error: type[DispfxError] = DispfxError
     per_run: bool = False

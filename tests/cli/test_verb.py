@@ -4,7 +4,7 @@ import pytest
 
 from dispfx.settings.trees import RunSettings
 from tests.cli.asked import asked
-from tests.command_line import NAMED, options
+from tests.command_line import NAMED, options, run
 
 # What other programs may rely on.
 CONTRACT = {
@@ -21,7 +21,7 @@ CONTRACT = {
     "inspect": "config-only skip select steps seq-len batch-size hypernetwork revision dtype device",
     "verify": "trust-remote-code",
     "eval": "dense eval-data tasks task-folder shots limit batch-size context eval-windows out device",
-    "export": "onnx pt2 opset write ort-fusions no-padding trust-remote-code",
+    "export": "onnx pt2 quantize eval-data eval-windows opset write ort-fusions no-padding trust-remote-code",
     "generate": "prompt max-new-tokens temperature top-k seed runtime bos",
     "bench": "dense batch prompt past mode runtime align eval-data eval-windows device out",
     "recover": (
@@ -129,3 +129,14 @@ def test_wrong_arguments_are_told_with_the_way_to_the_help(dispfx, words: tuple[
     assert result.exit_code == 2 and result.stdout == ""
     assert told in result.stderr and f"dispfx {words[0]} --help" in result.stderr
     assert len(result.stderr.splitlines()) == 2
+
+
+@pytest.mark.parametrize("verb", ["compile", "apply"])
+def test_two_forms_in_one_run_are_refused_with_a_way_to_have_both(verb: str):
+    words = {"compile": ("demo", "--ratio", "0.3"), "apply": ("demo", "plan.safetensors")}[verb]
+
+    found = run(verb, *words, "--out", "out", "--export", "dense", "--export", "onnx")
+
+    assert found.exit_code == 2
+    assert "--export takes one value, and was given twice" in found.stderr
+    assert "dispfx export DIR --onnx" in found.stderr
