@@ -84,6 +84,21 @@ def test_the_folder_opens_as_the_one_of_the_float_model(quantized: Path):
     assert {node.op_type for node in model.graph.node}.isdisjoint({"MatMul", "Gemm"})
 
 
+def test_values_of_attention_inner_features_and_head_keep_8_bits(quantized: Path):
+    model = onnx.load(str(quantized / "onnx-int4/model.onnx"))
+
+    bits = {
+        node.output[0]: at.i
+        for node in model.graph.node
+        for at in node.attribute
+        if node.op_type == "MatMulNBits" and at.name == "bits"
+    }
+    # Of each layer, in order: query, key, value, output, gate, up, down.
+    exact = {"linear_2", "linear_6", "linear_9", "linear_13", "logits"}
+    assert {name for name, count in bits.items() if count == 8} == exact
+    assert sorted(bits.values()) == [4] * 10 + [8] * 5
+
+
 def test_verify_checks_rounding_cache_padding_and_digests(quantized: Path):
     lines = api.verify(quantized)
 

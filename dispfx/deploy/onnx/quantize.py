@@ -9,7 +9,9 @@ Every group of 32 numbers along the input dimension has a scale and a zero point
 Rules:
 1. A weight of a product is quantized if it is a float32 matrix, or the Transpose of one.  Its width need not
    be a multiple of 32: the last group is filled up with zeros, which take no part in the product.
-2. The token embedding and the head keep 8 bits.  Position tables and everything else stay float32.
+2. The token embedding, the head, and two kinds of products in a layer keep 8 bits: those that give the values
+   of attention, and those from an MLP's inner features.  In 4 bits these two do half of the damage, measured
+   as KL.  Position tables and everything else stay float32.
 3. A head with the numbers of the embedding is stored once.  The embedding then gives groups, which a Reshape
    joins.
 4. Products are marked for integer arithmetic (`accuracy_level` 4): the kernel also rounds the inputs, to 8
@@ -32,10 +34,13 @@ from dispfx.deploy.onnx.twin import float32_twin
 DOMAIN = "com.microsoft"
 GROUP = 32
 BITS = {"int4": 4, "int8": 8}
-# Of the embedding and the head.
-_TABLE_BITS = 8
+# Of the embedding, the head and other weights that 4 bits would harm most (rule 2).
+_MORE_BITS = 8
 _INTEGER_PRODUCTS = 4
 _PRODUCTS = ("MatMul", "Gemm")
+_SHAPING = ("Reshape", "Transpose", "Cast", "Squeeze", "Unsqueeze")
+# Results of an MLP's inner part: a gate, an activation, or a formula that ends in a product of two numbers.
+_INNER = ("Mul", "Relu", "Gelu", "Tanh", "Sigmoid", "HardSwish", "Pow")
 _PLAIN_GEMM = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
 # End of the name of a product before its bias is added.
 PRODUCT = "_product"
@@ -120,8 +125,9 @@ class _Rewriting:
     def run(self) -> None:
         head = head_of(self._graph)
         products = [node for node in self._graph if weight_of(node) is not None]
+        exact = {head, *sensitive_products(self._graph)}
         for node in products:
-            packed = self._replace_product(node, _TABLE_BITS if node is head else self._bits)
+            packed = self._replace_product(node, _MORE_BITS if node in exact else self._bits)
             self._head = packed if node is head else self._head
         for node in [node for node in self._graph if _is_embedding(node)]:
             self._replace_embedding(node)
@@ -162,13 +168,13 @@ class _Rewriting:
         table, ids, output = node.inputs[0], node.inputs[1], node.outputs[0]
         assert table is not None and ids is not None
         width = shape_of(table)[1]
-        packed = self._pack(Weight(table, transposed=True), _TABLE_BITS)
+        packed = self._pack(Weight(table, transposed=True), _MORE_BITS)
         shared = width % GROUP == 0 and self._head is not None and self._is_head(packed)
         if shared:
             assert self._head is not None
             self._put(node, self._shared(node, self._head, width))
             return
-        data = ir.Value(name=f"{table.name}_rows_Q{_TABLE_BITS}")
+        data = ir.Value(name=f"{table.name}_rows_Q{_MORE_BITS}")
         # Rows without the zeros that fill up the last group.
         self._store(data, _numbers(packed.data).reshape(packed.shape[1], -1)[:, :width])
         made = _gather(node, [data, ids, packed.scales, packed.zero_points], 1, _like(output, output.name))
@@ -234,6 +240,32 @@ def head_of(graph: ir.Graph) -> ir.Node | None:
     return at
 
 
+def sensitive_products(graph: ir.Graph) -> list[ir.Node]:
+    """Return the products that give values of attention, and those from inner features (rule 2)."""
+    values = [_above(node.inputs[2], _SHAPING) for node in graph if node.op_type == "Attention"]
+    products = [node for node in graph if weight_of(node) is not None]
+    inner = [node for node in products if _reads_inner(node)]
+    return [*(node for node in values if node is not None and weight_of(node) is not None), *inner]
+
+
+def _reads_inner(product: ir.Node) -> bool:
+    """Whether a product reads what an activation or a gate gives, and neither a norm nor attention."""
+    source = _above(product.inputs[0], (*_SHAPING, "Gather"))
+    if source is None or source.op_type not in _INNER:
+        return False
+    # A norm written out ends in a product with its weight.
+    return not any(value is not None and value.is_initializer() for value in source.inputs)
+
+
+def _above(value: ir.Value | None, through: tuple[str, ...]) -> ir.Node | None:
+    """Return the first node above a value that does more than change its shape."""
+    node = None if value is None else value.producer()
+    while node is not None and node.op_type in through:
+        above = node.inputs[0]
+        node = None if above is None else above.producer()
+    return node
+
+
 def weight_of(node: ir.Node) -> Weight | None:
     """Return the matrix of a product with a weight (rule 1)."""
     if node.domain != "" or node.op_type not in _PRODUCTS:
@@ -274,10 +306,10 @@ def _gather(node: ir.Node, inputs: list[Any], axis: int, output: ir.Value) -> ir
     return ir.node(
         "GatherBlockQuantized",
         inputs,
-        {"gather_axis": 0, "quantize_axis": axis, "block_size": GROUP, "bits": _TABLE_BITS},
+        {"gather_axis": 0, "quantize_axis": axis, "block_size": GROUP, "bits": _MORE_BITS},
         domain=DOMAIN,
         outputs=[output],
-        name=f"{node.name}_Q{_TABLE_BITS}",
+        name=f"{node.name}_Q{_MORE_BITS}",
     )
 
 
