@@ -13,6 +13,7 @@ pictures   their plots with matplotlib
 page       DIR/report.html
 observer   stages and progress while a compilation runs
 tasks, evaluation   scores in tasks, and what `dispfx eval` found
+quantized  size and loss of ONNX models with fewer bits
 tuning     what fine-tuning did
 """
 
