@@ -53,7 +53,7 @@ class Screen:
         from dispfx import api
         from dispfx.report import TerminalObserver
 
-        shown = TerminalObserver(Console(stderr=self.json), self.quiet or not leads)
+        shown = TerminalObserver(Console(stderr=self.json), self.quiet or not leads, spelled)
         with shown as observer, api.printing(self.print_after, observer):
             yield observer
 

@@ -6,6 +6,7 @@ and one per tenth of the steps or per minute, whichever comes first.
 """
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -97,11 +98,13 @@ class TerminalObserver(NullObserver):
     Args:
         console: the output; stderr if stdout carries JSON.
         quiet: show only graphs that the user requested.
+        spell: rewrites the settings that a note names, as `align=8`, for those who read it.
     """
 
-    def __init__(self, console: Console, quiet: bool = False):
+    def __init__(self, console: Console, quiet: bool = False, spell: Callable[[str], str] = str):
         self._console = console
         self._quiet = quiet
+        self._spell = spell
         self._status: Status | None = None
         self._progress: Progress | None = None
         self._task = TaskID(0)
@@ -130,7 +133,7 @@ class TerminalObserver(NullObserver):
     def note(self, text: str) -> None:
         """Show the line."""
         if not self._quiet:
-            self._line(text)
+            self._line(self._spell(text))
 
     def found(self, program: Program) -> None:
         """Show branches and sites by kind, and what is left dense."""

@@ -7,6 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
+from dispfx.cli.screen import spelled
 from dispfx.learning.records import StepRecord
 from dispfx.report import NullObserver, Observer, Report, TerminalObserver
 from dispfx.verification.equivalence import Verification
@@ -170,3 +171,9 @@ def test_tables_keep_every_figure_on_a_narrow_terminal(report: Report):
     for figure in ("before: 922,112", "after: 701,204", "before: 3.200", "batch × tokens: 2 × 9"):
         assert figure in text, figure
     assert "before: 2 × 9" not in text
+
+
+def test_a_note_names_settings_as_its_reader_spells_them():
+    stream = io.StringIO()
+    TerminalObserver(Console(file=stream, width=120), spell=spelled).note("a smaller `align` comes closer")
+    assert stream.getvalue() == "a smaller --align comes closer\n"
