@@ -1,21 +1,24 @@
-"""What a report says of quantized ONNX models: rows of a table, sentences, a section of the card."""
+"""What a report says of quantized ONNX models: rows of a table, sentences, a section of the card.
+
+Reports are untyped here, because a report shows itself with this module.
+"""
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from dispfx.report.numbers import shown_bytes, shown_perplexity
-from dispfx.report.schema import Quantized, Report
 
 Row = tuple[str, str, str, str]
 _HEADING = "## Quantized"
 
 
-def quantized_rows(found: Sequence[Quantized]) -> list[Row]:
+def quantized_rows(found: Sequence[Any]) -> list[Row]:
     """Return size, KL and perplexity of each model: before, after, change."""
     return [row for one in found for row in _rows(one)]
 
 
-def _rows(one: Quantized) -> list[Row]:
+def _rows(one: Any) -> list[Row]:
     before, after = one.bytes_before, one.bytes_after
     rows = [
         (f"ONNX model, {one.name}", shown_bytes(before), shown_bytes(after), f"{after / before - 1:+.1%}"),
@@ -41,7 +44,7 @@ def _rows(one: Quantized) -> list[Row]:
     ]
 
 
-def quantized_lines(one: Quantized) -> list[str]:
+def quantized_lines(one: Any) -> list[str]:
     """Return sentences on what was measured, and on weights that are not quantized."""
     lines = []
     if one.quality is None:
@@ -58,19 +61,19 @@ def quantized_lines(one: Quantized) -> list[str]:
     return lines
 
 
-def quantized_notes(one: Quantized) -> list[str]:
+def quantized_notes(one: Any) -> list[str]:
     """Return the rows and sentences of one model as lines for a terminal."""
     rows = [f"{name}: {before} → {after} ({change})" for name, before, after, change in _rows(one)]
     return rows + quantized_lines(one)
 
 
-def with_quantized_section(card: str, report: Report) -> str:
+def with_quantized_section(card: str, report: Any) -> str:
     """Return a model card with the section on quantized models, in the place of an older one."""
     rest = re.sub(rf"\n*^{_HEADING}$.*?(?=^## |\Z)", "\n\n", card, flags=re.DOTALL | re.MULTILINE)
     return f"{rest.rstrip()}\n\n{_section(report.quantized)}\n"
 
 
-def _section(found: Sequence[Quantized]) -> str:
+def _section(found: Sequence[Any]) -> str:
     rows = [f"| {' | '.join(row)} |" for row in quantized_rows(found)]
     lines = [f"- {line}." for one in found for line in quantized_lines(one)]
     places = ", ".join(f"`onnx-{one.name}/model.onnx`" for one in found)

@@ -56,7 +56,7 @@ def tolerance_of(program: Program) -> float:
 
 
 def tolerance_of_module(module: nn.Module) -> float:
-    """Return the same for a module, of which only the parameters are known."""
+    """Return the same for a module, by its parameters alone."""
     return _widest({one.dtype for one in module.parameters()})
 
 

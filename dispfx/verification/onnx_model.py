@@ -174,7 +174,7 @@ def _lines(path: Path, answers: Answers) -> list[Verification]:
 
 @dataclass(frozen=True)
 class ModelPair:
-    """Two ONNX models of one decoder, of which the first is known to be correct.
+    """Two ONNX models of one decoder; the first is known to be correct.
 
     Args:
         name: which two forms are compared.
