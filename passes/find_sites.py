@@ -48,11 +48,11 @@ from dispfx.ir.sites import (
     GatePoint,
     Refusal,
     Rows,
-    Select,
     Site,
     SiteKind,
     Slice,
 )
+from dispfx.settings.sections import Select
 from dispfx.words.choices import check_choices
 from dispfx.words.option_names import option
 

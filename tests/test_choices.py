@@ -10,16 +10,15 @@ import pytest
 
 import dispfx.api
 from dispfx.api import learn_settings
-from dispfx.compiler.programs import WriteSpelling, analyse, lower
+from dispfx.compiler.programs import analyse, lower
 from dispfx.errors import DispfxError, UnknownSettingError
-from dispfx.ir.sites import Select
 from dispfx.learning.estimators import ESTIMATORS, estimator
 from dispfx.learning.hypernetwork import HYPERNETWORKS, build_hypernetwork, hypernetwork_parameters
 from dispfx.learning.objective import OBJECTIVES
 from dispfx.learning.scores import SCORES, score
 from dispfx.passes.find_sites import FindSites
 from dispfx.passes.static_cache import StaticCache
-from dispfx.plan.budget import Budget, BudgetOf
+from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan
 from dispfx.run.mask_learning import learn
 from dispfx.run.readiness import ALIGNMENT
@@ -33,8 +32,9 @@ from dispfx.settings.learning_settings import (
     ObjectiveName,
     RecipeName,
 )
+from dispfx.settings.sections import RatioOf, Select
+from dispfx.settings.verb_settings import WriteSpelling
 from dispfx.words.choices import check_choices, choice
-from dispfx.words.preconditions import SELECTIONS
 from dispfx.words.text_origin import Bos
 from tests.api.plain import build_decoder
 from tests.command_line import NAMED
@@ -210,7 +210,6 @@ def test_tables_hold_what_the_names_of_a_choice_say():
     assert set(HYPERNETWORKS) == set(get_args(HypernetworkName))
     assert set(RECIPES) == set(get_args(RecipeName))
     assert set(OBJECTIVES) == set(get_args(ObjectiveName))
-    assert set(SELECTIONS) == set(get_args(Select))
 
 
 def literals(function: Callable[..., Any]) -> dict[str, set[str]]:
@@ -236,7 +235,7 @@ def test_the_command_line_offers_the_names_that_the_compiler_knows():
     shared = compile_.keys() & settings.keys()
     assert {"method", "estimator", "hypernetwork", "start", "schedule"} <= shared
     assert {name: compile_[name] for name in shared} == {name: settings[name] for name in shared}
-    assert compile_["ratio_of"] == set(get_args(BudgetOf)) and compile_["select"] == set(get_args(Select))
+    assert compile_["ratio_of"] == set(get_args(RatioOf)) and compile_["select"] == set(get_args(Select))
     assert choices_of("export")["write"] == set(get_args(WriteSpelling))
     assert compile_["checkpointing"] == literals(ComputeSettings)["checkpointing"]
     assert compile_["dtype"] == {"float32", "bfloat16", "float16"}

@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 
 from dispfx.capturing.cached_capture import capture_cached as capture_prepared
 from dispfx.compiler.programs import (
-    WriteSpelling,
     lower_program,
     only_planned,
     require_same_decoder,
@@ -22,8 +21,9 @@ from dispfx.compiler.programs import (
 from dispfx.compiler.stages import run_stage
 from dispfx.ir.cached_inputs import cache_tensors, positions_of
 from dispfx.ir.program import Program
-from dispfx.ir.sites import Select
 from dispfx.plan.plan import Plan
+from dispfx.settings.sections import Select
+from dispfx.settings.verb_settings import WriteSpelling
 from dispfx.source.cached_forward import cached_forward
 from dispfx.source.experts import Experts, experts_as
 from dispfx.source.source import named_context

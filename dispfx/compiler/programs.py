@@ -9,7 +9,7 @@ Shape legend: B batch, T tokens, V vocabulary, N features of a site.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,14 @@ from dispfx.errors import CaptureError, PlanMismatchError, UnsupportedGraphError
 from dispfx.ir.pipeline import Pass, Pipeline, further_passes
 from dispfx.ir.program import Program, own_tensor
 from dispfx.ir.retype import retyped
-from dispfx.ir.sites import Select
 from dispfx.plan.hardening import hard_masks
 from dispfx.plan.plan import Plan, site_keys
+from dispfx.settings.sections import Select
+from dispfx.settings.verb_settings import WriteSpelling
 from dispfx.source.experts import Experts, experts_as, has_choice_of_experts
 from dispfx.source.source import longest_context, named_context
 from dispfx.words.choices import require_choice
 from dispfx.words.option_names import option
-
-WriteSpelling = Literal["index-add", "gather-add"]
 
 
 def skipped(skip: Sequence[str] | str) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from typing import Literal
 BranchKind = Literal["attention", "mlp", "mixer"]
 SiteKind = Literal["read", "inner", "write", "stream"]
 RowsKind = Literal["ids", "ends", "positions"]
-Select = Literal["after-norm", "before-norm"]
 
 # The one site of the whole residual stream, which takes the place of all reads and writes.
 STREAM = "stream"

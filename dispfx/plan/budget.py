@@ -1,12 +1,10 @@
 """The budget of a plan: the ratio to remove, and the counted parameters."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from dispfx.plan.latency_table import CostTable
+from dispfx.settings.sections import RatioOf
 from dispfx.words.choices import check_choices
-
-BudgetOf = Literal["blocks", "total"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class Budget:
     """
 
     ratio: float
-    of: BudgetOf = "blocks"
+    of: RatioOf = "blocks"
     align: int = 1
     costs: CostTable | None = None
 

@@ -33,8 +33,8 @@ from torch import Tensor
 from dispfx.errors import BudgetError
 from dispfx.ir.sites import Site
 from dispfx.plan.axes import AxisSize, Features, axis_sizes, expert_axes
-from dispfx.plan.budget import BudgetOf
 from dispfx.plan.groups import Groups
+from dispfx.settings.sections import RatioOf
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class ParameterCount:
     """
 
     dense: int
-    of: BudgetOf
+    of: RatioOf
     parameters: tuple[str, ...]
     features: int
     fixed: int
@@ -70,7 +70,7 @@ class ParameterCount:
 
     @staticmethod
     def of_sites(
-        sites: Sequence[Site], shapes: Mapping[str, tuple[int, ...]], budget_of: BudgetOf = "blocks"
+        sites: Sequence[Site], shapes: Mapping[str, tuple[int, ...]], budget_of: RatioOf = "blocks"
     ) -> "ParameterCount":
         """Return the count of a decoder.
 

@@ -25,10 +25,11 @@ from dispfx.files.disk import replacing
 from dispfx.files.json_text import parse_json
 from dispfx.ir.lengths import End, Lengths
 from dispfx.ir.shown_tables import plan_html, plan_text
-from dispfx.ir.sites import STREAM, Select, Site
-from dispfx.plan.budget import Budget, BudgetOf
+from dispfx.ir.sites import STREAM, Site
+from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import ParameterCount, hard_masks, harden
 from dispfx.plan.latency_table import CostTable
+from dispfx.settings.sections import RatioOf, Select
 
 if TYPE_CHECKING:
     from dispfx.ir.program import Program
@@ -146,7 +147,7 @@ class Plan:
 
     @staticmethod
     def random(
-        program: "Program", ratio: float, seed: int, *, of: BudgetOf = "blocks", align: int = 1
+        program: "Program", ratio: float, seed: int, *, of: RatioOf = "blocks", align: int = 1
     ) -> "Plan":
         """Return a plan of random selections and random widths that meets the ratio.
 
@@ -169,7 +170,7 @@ class Plan:
         return Plan.of(program, budget, kept, seed)
 
     @staticmethod
-    def from_masks(program: "Program", masks: Mapping[str, Any], *, of: BudgetOf = "blocks") -> "Plan":
+    def from_masks(program: "Program", masks: Mapping[str, Any], *, of: RatioOf = "blocks") -> "Plan":
         """Return the plan for given masks; its ratio is the share that they remove.
 
         Args:
@@ -193,7 +194,7 @@ class Plan:
         *,
         per_layer: bool = False,
         align: int = 1,
-        of: BudgetOf = "blocks",
+        of: RatioOf = "blocks",
     ) -> "Plan":
         """Return the plan that meets a ratio by keeping the features with the highest scores.
 
@@ -371,7 +372,7 @@ def _checked_lengths(entry: dict[str, Any] | None) -> Lengths | None:
 
 def _checked_budget(entry: dict[str, Any]) -> Budget:
     costs = CostTable.of_plain(entry["costs"]) if entry.get("costs") is not None else None
-    if entry["of"] not in get_args(BudgetOf):
+    if entry["of"] not in get_args(RatioOf):
         raise ValueError(f"its budget counts {entry['of']!r}")
     budget = Budget(float(entry["ratio"]), entry["of"], int(entry["align"]), costs)
     if not 0.0 <= budget.ratio < 1.0 or budget.align < 1:

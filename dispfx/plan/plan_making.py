@@ -15,9 +15,10 @@ from torch import Tensor
 
 from dispfx.errors import BudgetError, DispfxError, PlanMismatchError
 from dispfx.ir.sites import Site
-from dispfx.plan.budget import Budget, BudgetOf
+from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import harden
 from dispfx.plan.parameter_count import ParameterCount
+from dispfx.settings.sections import RatioOf
 from dispfx.words.choices import closest
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def kept_of_scores(
     *,
     per_layer: bool = False,
     align: int = 1,
-    of: BudgetOf = "blocks",
+    of: RatioOf = "blocks",
 ) -> tuple[Budget, list[Tensor]]:
     """Return the budget of the whole decoder, and the indices that every site keeps.
 

@@ -6,11 +6,12 @@ written files, read back.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from dispfx.ir.lengths import Lengths
 from dispfx.learning.distillation import HeldOut
 from dispfx.settings.recovery_settings import Train
+from dispfx.settings.sections import RatioOf
 from dispfx.verification.equivalence import Verification
 
 # Less is what rounding may do.
@@ -29,7 +30,7 @@ class Ratio:
 
     requested: float
     achieved: float
-    of: Literal["blocks", "total"]
+    of: RatioOf
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx
 
 from dispfx.analysis.label_map import Mismatch
-from dispfx.compiler.programs import WriteSpelling
 from dispfx.compiler.stages import run_stage
 from dispfx.deploy.checkpoint import main_dtype, own_generation_config
 from dispfx.deploy.folder import new_folder
@@ -37,6 +36,7 @@ from dispfx.ir.lengths import held_to
 from dispfx.ir.program import Program
 from dispfx.run.folders import Opened
 from dispfx.run.length_checks import require_onnx_lengths
+from dispfx.settings.verb_settings import WriteSpelling
 from dispfx.source.own_code import carry_code
 from dispfx.source.source import named_context
 from dispfx.verification.equivalence import SHAPES_BT, Verification, random_token_ids, require

@@ -16,7 +16,6 @@ from dispfx.analysis.lookups import require_readable
 from dispfx.compiler.programs import analyse, apart
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.ir.program import Program
-from dispfx.ir.sites import Select
 from dispfx.learning.text import Batches
 from dispfx.plan.budget import Budget
 from dispfx.plan.latency_table import CostTable, latency_table
@@ -31,6 +30,7 @@ from dispfx.run.run_text import Text, TextChoice, open_text, require_tokens, sep
 from dispfx.run.targets import export_of, require_ordinary
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import LearnSettings, RunSettings
+from dispfx.settings.sections import Select
 from dispfx.source import Source
 from dispfx.source.source import context_of
 from dispfx.source.transformers_classes import unknown_class

@@ -12,7 +12,7 @@ from dispfx.errors import BudgetError, DataError, OutputError
 from dispfx.settings.field import Section, required, setting
 from dispfx.words.chosen_device import check_device
 from dispfx.words.option_names import option
-from dispfx.words.text_origin import TEXT_BYTES, TEXT_FIELD
+from dispfx.words.text_origin import TEXT_BYTES, TEXT_FIELD, Bos
 
 Switch = Literal["auto", "on", "off"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -67,7 +67,7 @@ class TextSettings(Section):
         least=2**20,
         error=DataError,
     )
-    bos: Switch = setting(
+    bos: Bos = setting(
         "auto",
         "Begin sequences, windows and prompts with the beginning-of-sequence token.",
         default="auto: if the tokenizer adds it to text; never before token ids",

@@ -12,6 +12,8 @@ from dispfx.words.option_names import option
 
 Runtime = Literal["torch", "onnx"]
 Quantize = Literal["none", "int8", "int4"]
+# How a branch adds to the residual stream.
+WriteSpelling = Literal["index-add", "gather-add"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +111,7 @@ class FormSettings(Section):
     onnx: bool = setting(False, "Write DIR/onnx/.", common=True)
     pt2: bool = setting(False, "Write DIR/program.pt2.", common=True)
     opset: int | None = setting(None, "ONNX operator set.", default="23", least=1)
-    write: Literal["gather-add", "index-add"] = setting(
+    write: WriteSpelling = setting(
         "gather-add", "How the ONNX model writes into the residual stream; index-add is slow."
     )
     ort_fusions: bool = setting(False, "Use ONNX Runtime's own operators if the result verifies.")

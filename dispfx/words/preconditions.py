@@ -9,11 +9,8 @@ from pathlib import Path
 
 from dispfx.errors import DataError, DispfxError, OutputError
 from dispfx.files.json_text import read_json
-from dispfx.words.choices import require_choice
 from dispfx.words.option_names import option
 from dispfx.words.python_code import current_folder
-
-SELECTIONS = ("after-norm", "before-norm")
 
 
 def check_current_folder() -> None:
@@ -35,7 +32,6 @@ def check_select(select: str, *, constrained: bool, costs: bool) -> None:
     Raises:
         DispfxError: if branches would select separately, or be left dense by their latency.
     """
-    require_choice(SELECTIONS, select, option("select"))
     if select == "after-norm":
         return
     if not constrained:

@@ -1,7 +1,7 @@
 """A run that is killed, or whose disk is full, loses nothing: it goes on and ends as if nothing had been.
 
 The programs run by themselves, since a process with threads cannot be forked safely.  On record are 50 kills;
-here are ten, or as many as DISPFX_KILLS says.
+here is one for each moment, or as many as DISPFX_KILLS says.
 """
 
 import json
@@ -16,7 +16,7 @@ import pytest
 from tests.command_line import run
 from tests.trust.moments import PHASES
 
-KILLS = int(os.environ.get("DISPFX_KILLS", "10"))
+KILLS = int(os.environ.get("DISPFX_KILLS", str(len(PHASES))))
 
 
 def program(name: str, *words: str) -> dict[str, Any]:
