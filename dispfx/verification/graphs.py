@@ -97,12 +97,21 @@ def lowered_lines(
     tolerance = tolerance_of(program)
     hard = gated(program, plan)
     lines = _compare("lowered = gated", program, hard, lowered, tolerance)
-    if model is not None and plan.select == "after-norm":
-        zeroed, shapes = zeroed_decoder(program, plan, model), compared_shapes(program)
-        lines += _compare("lowered = zeroed", program, zeroed, lowered, tolerance, shapes)
+    if model is not None:
+        lines += zeroed_lines(program, plan, lowered, model, compared_shapes(program))
     lines += unread_lines(program, plan, hard)
     fast = lower(program, plan, write="gather-add")
     return lines + _compare("gather-add = lowered", program, lowered, fast, tolerance)
+
+
+def zeroed_lines(
+    program: Program, plan: Plan, lowered: nn.Module, model: nn.Module, shapes: Shapes
+) -> list[Verification]:
+    """Compare the lowered decoder with the zeroed module; nothing if one selection holds for the stream."""
+    if plan.select != "after-norm":
+        return []
+    zeroed = zeroed_decoder(program, plan, model)
+    return _compare("lowered = zeroed", program, zeroed, lowered, tolerance_of(program), shapes)
 
 
 def module_lines(

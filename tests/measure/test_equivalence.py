@@ -203,3 +203,38 @@ def test_without_room_for_float32_half_precision_is_compared(monkeypatch: pytest
     (line,) = lines_of(Wide(torch.arange(512)), torch.bfloat16)
 
     assert line.name == "b = a" and line.holds
+
+
+class Cast(Wide):
+    """Casts to half precision by itself, so that it is another function in float32."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding[ids].bfloat16().to(self.inner.dtype)
+        return (x[..., self.order].bfloat16() @ self.inner[:, self.order].bfloat16().T).to(
+            self.head
+        ) @ self.head.T
+
+
+class Asking(Wide):
+    """Computes something else in another type."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = super().forward(ids)
+        return x if x.dtype == torch.bfloat16 else torch.tanh(x)
+
+
+@pytest.mark.parametrize("kind", [Cast, Asking])
+def test_code_that_names_its_type_is_compared_in_it(kind: type[Wide]) -> None:
+    expected = ModuleDecoder(kind(torch.arange(512)).bfloat16())
+    other = kind(torch.arange(512).roll(3)).bfloat16()
+    found = compare_decoders(
+        "b = a", expected, ModuleDecoder(other), 5e-2, vocabulary_size=16, shapes=[(1, 2)]
+    )
+    assert all(line.holds for line in found)
+    wrong = kind(torch.arange(512)).bfloat16()
+    with torch.no_grad():
+        wrong.head.mul_(2)
+    (line,) = compare_decoders(
+        "b = a", expected, ModuleDecoder(wrong), 5e-2, vocabulary_size=16, shapes=[(1, 2)]
+    )
+    assert not line.holds

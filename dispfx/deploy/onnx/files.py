@@ -92,14 +92,17 @@ def load_model(path: Path) -> ir.Model:
     """Return a model from disk; its weights are read when they are needed.
 
     Raises:
-        DataError: as `check_external_data`.
+        DataError: as `check_external_data`, or if the file holds no model.
     """
     check_external_data(path)
     try:
-        return ir.load(path)
+        model = ir.load(path)
     except Exception as error:
         # What protobuf reads can still be no graph, and the library has errors of many kinds for that.
         raise DataError(f"the ONNX model cannot be read: {error}", where=str(path)) from error
+    if not model.graph.outputs:  # an empty file is a message without fields
+        raise DataError("the ONNX model is empty or damaged", where=str(path), hint="export it again")
+    return model
 
 
 def takes_cache(path: Path) -> bool:

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from dispfx.capturing.module_capture import capture
 from dispfx.deploy.onnx.exporting import OPSET, full_sequence_model
-from dispfx.deploy.onnx.files import save_model
+from dispfx.deploy.onnx.files import load_model, save_model
 from dispfx.deploy.onnx.session import OnnxDecoder
 from dispfx.errors import DataError, OutputError, UnsupportedGraphError
 from dispfx.verification.equivalence import Verification, compare_decoders
@@ -244,6 +244,15 @@ def test_a_damaged_or_missing_model_is_a_data_error(exported: Path, tmp_path: Pa
     for name in ("model.onnx", "text.onnx", "none.onnx"):
         with pytest.raises(DataError):
             OnnxDecoder(tmp_path / name)
+
+
+@pytest.mark.parametrize("content", [b"", b"x\n"])
+def test_an_empty_model_is_a_data_error_that_names_the_file(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as found:
+        load_model(path)
+    assert found.value.where == str(path)
 
 
 def test_a_folder_that_is_gone_is_an_output_error(lowered: fx.GraphModule, tmp_path: Path) -> None:
