@@ -183,7 +183,7 @@ class OutputSettings(WritingSection):
         default="none; demo: onnx",
         common=True,
         functions=True,
-        once="give one form here; `dispfx export DIR --onnx` or `--pt2` adds another one later",
+        once="give one form here; `dispfx export` adds another one to the folder later",
     )
     resume: bool = setting(
         False, "Continue from the state that an interrupted run left.", common=True, per_run=True

@@ -36,7 +36,7 @@ def check_select(select: str, *, constrained: bool, costs: bool) -> None:
         return
     if not constrained:
         raise DispfxError(
-            f"{option('select', 'before-norm')} makes one selection for all branches",
+            f"{option('select', 'before-norm')} makes one selection for the whole residual stream",
             hint=f"add {option('constrained', True)} to it",
         )
     if costs:

@@ -10,7 +10,7 @@ Rules:
 1. A weight of a product is quantized if it is a float32 matrix, or the Transpose of one.  Its width need not
    be a multiple of 32: the last group is filled up with zeros, which take no part in the product.
 2. The token embedding, the head, and two kinds of products in a layer keep 8 bits: those that give the values
-   of attention, where the graph has the operator Attention, and those from an MLP's inner features.  In 4 bits
+   of attention, if the graph has that operator, and those from an MLP's inner features.  In 4 bits
    these two do half of the damage, measured as KL.  Position tables and everything else stay float32.
 3. A head with the numbers of the embedding is stored once.  The embedding then gives groups, which a Reshape
    joins.

@@ -102,6 +102,7 @@ def close(found: np.ndarray, expected: np.ndarray) -> bool:
 def test_packed_numbers_mean_the_weights_also_at_odd_widths(
     tmp_path: Path, scheme: str, bits: int, width: int
 ):
+    """Rules 1 and 4."""
     model = decoder(tmp_path, width)
     small = quantized(model, scheme)
     up = number_by_number(small, "up", bits, (width, 27))
@@ -120,6 +121,7 @@ def test_packed_numbers_mean_the_weights_also_at_odd_widths(
 
 
 def test_the_head_and_the_embedding_keep_8_bits(tmp_path: Path):
+    """Rule 2."""
     small = quantized(decoder(tmp_path), "int4")
 
     bits = {at.outputs[0].name: at.attributes["bits"].as_int() for at in small.graph if at.domain}
@@ -128,6 +130,7 @@ def test_the_head_and_the_embedding_keep_8_bits(tmp_path: Path):
 
 @pytest.mark.parametrize("width", [64, 40])
 def test_a_tied_head_is_stored_once_if_groups_fill_a_row(tmp_path: Path, width: int):
+    """Rule 3."""
     nodes = [
         node("Gather", ["table", "input_ids"], "rows"),
         node("Tanh", ["rows"], "bent"),
@@ -173,6 +176,7 @@ def test_a_product_with_a_bias_and_a_transposed_weight(tmp_path: Path):
 
 
 def test_a_scaled_product_a_stack_of_weights_and_a_position_table_stay_float(tmp_path: Path):
+    """Rules 1 and 2."""
     nodes = [
         node("Gather", ["table", "input_ids"], "rows"),
         node("Gather", ["positions", "where"], "places"),
