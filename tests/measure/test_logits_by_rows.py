@@ -1,6 +1,6 @@
 """Logits a few tokens at a time: the numbers of whole logits, without their memory."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -55,6 +55,7 @@ def text() -> Tensor:
     return torch.randint(VOCABULARY, (3 * TOKENS,), generator=torch.Generator().manual_seed(1))
 
 
+@cache
 def forms(build: Any) -> dict[str, Any]:
     model = build()
     graph = dispfx.capture(model).graph_module
