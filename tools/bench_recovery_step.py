@@ -122,7 +122,7 @@ def _learn(args: argparse.Namespace, program: Program, ids: torch.Tensor, steps:
     )
 
 
-def _recover(args: argparse.Namespace, program: Program, ids: torch.Tensor, steps: Steps, kind: str) -> None:
+def _recover(args: argparse.Namespace, program: Program, ids: torch.Tensor, steps: Steps, kind: Any) -> None:
     sizes = {"seq_len": args.seq_len, "batch_size": args.batch_size}
     settings = RecoverySettings(train=kind, steps=1000, measure_every=1000, **sizes).fitted(args.seq_len)
     plan = Plan.random(program, args.ratio, 0)

@@ -26,7 +26,8 @@ from dispfx.run.readiness import Ready, ready_to_learn
 from dispfx.run.run_text import Text
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import LearnSettings, RunSettings
-from dispfx.settings.sections import WritingSection, state_place
+from dispfx.settings.sections import OutputSettings, state_place
+from dispfx.settings.verb_settings import RecoveredSettings
 from dispfx.source import Source
 from dispfx.words.option_names import option
 
@@ -141,7 +142,7 @@ def resumption(state: Path) -> str:
     return f"no state in {state}: starting at step 0" if step is None else f"going on at step {step}"
 
 
-def is_complete(mark: Path, output: WritingSection, observer: Observer) -> bool:
+def is_complete(mark: Path, output: OutputSettings | RecoveredSettings, observer: Observer) -> bool:
     """Whether a resumed run has nothing left to do; the state that a killed run left is removed then.
 
     Args:

@@ -207,7 +207,8 @@ def compare_decoders(
         _require_room(dtype, expected, actual)
         twins = [_in_float32(one, dtype) for one in (expected, actual)]
         with _Halves() as halves:
-            exact = replace(compared, name=name + IN_FLOAT32).lines(*twins, TOLERANCES[torch.float32])
+            twin = replace(compared, name=name + IN_FLOAT32)
+            exact = twin.lines(twins[0], twins[1], TOLERANCES[torch.float32])
         written = any(_is_code(one) for one in (expected, actual))
         other = max(line.max_rel_error for line in exact)
         # Code that casts to half precision, or asks for its type, is another function in float32.

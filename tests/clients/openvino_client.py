@@ -4,7 +4,7 @@ import json
 import sys
 
 import numpy as np
-import openvino
+import openvino  # type: ignore[import-not-found]
 
 
 def continued(model: openvino.CompiledModel, prompt: list[int], count: int) -> list[int]:

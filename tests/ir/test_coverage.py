@@ -61,6 +61,7 @@ class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False)
+        self.gate: Tensor
         self.register_buffer("gate", torch.randn(INNER, WIDTH) / WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
