@@ -6,6 +6,7 @@ and the weights with the best loss on the held-out end of the text are kept, as 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,8 +55,8 @@ class Control:
         tuned.model.to(next(dense.model.parameters()).dtype)
         found = [
             compare_on_text(
-                lambda ids: module_logits(dense.model, ids),
-                lambda ids: module_logits(tuned.model, ids),
+                partial(module_logits, dense.model),
+                partial(module_logits, tuned.model),
                 one.tokens,
                 context=self.context or context,
                 windows=self.windows,

@@ -139,7 +139,7 @@ def _header(run: Run) -> str:
                 f"perplexity, {shown_perplexity(report.perplexity.dense)} before",
             )
         )
-    lines = [line for one in (report, *report.quantized) for line in one.verify]
+    lines = report.comparisons
     tiles.append((f"{sum(line.holds for line in lines)} of {len(lines)}", "verifications hold"))
     shown = "".join(f"<li><b>{escape(value)}</b>{escape(what)}</li>" for value, what in tiles)
     return f'<header><h1>{escape(run.name)}</h1><ul class="tiles">{shown}</ul></header>'

@@ -283,6 +283,11 @@ class Report:
     lengths: Lengths | None = None
     quantized: tuple[Quantized, ...] = ()
 
+    @property
+    def comparisons(self) -> tuple[Verification, ...]:
+        """Those of the folder, and those of its quantized models."""
+        return (*self.verify, *(line for one in self.quantized for line in one.verify))
+
     def _repr_html_(self) -> str:
         from dispfx.report.table import report_html
 

@@ -28,7 +28,7 @@ def print_report(report: Any, console: Console) -> None:
         print_rows(sections, console, _HEADER)
         return
     print_rows(sections[:-1], console, _HEADER)
-    print_verifications([line for one in (report, *report.quantized) for line in one.verify], console)
+    print_verifications(report.comparisons, console)
 
 
 def print_verifications(verifications: Sequence[Verification], console: Console) -> None:
@@ -39,8 +39,7 @@ def print_verifications(verifications: Sequence[Verification], console: Console)
 def report_rows(report: Any) -> list[list[Row]]:
     """Return the table's sections: size, quality, verification."""
     quality = [*_quality_rows(report), *quantized_rows(report.quantized)]
-    lines = [line for one in (report, *report.quantized) for line in one.verify]
-    return [_size_rows(report), quality, verification_rows(lines)]
+    return [_size_rows(report), quality, verification_rows(report.comparisons)]
 
 
 def verification_rows(verifications: Sequence[Verification]) -> list[Row]:

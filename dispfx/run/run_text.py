@@ -266,8 +266,8 @@ def texts_to_measure(source: Source, chosen: TextChoice) -> tuple[MeasuredText, 
     Raises:
         DataError: as `open_text`.
     """
-    own = tuple(_by_itself(source, chosen, one) for one in _own(source))
-    return open_text(source, chosen).measured or own
+    measured = open_text(source, chosen).measured
+    return measured or tuple(_by_itself(source, chosen, one) for one in _own(source))
 
 
 def _by_itself(source: Source, chosen: TextChoice, text: ReadText) -> MeasuredText:
