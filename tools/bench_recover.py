@@ -36,7 +36,7 @@ from dispfx.run.folder_report import device_name, versions
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.settings.sections import ModelSettings, TextSettings
 
-KINDS = ("none", "scales", "weights", "control")
+KINDS = ("dense", "none", "scales", "weights", "control")
 TEXTS = ("test", "second")
 
 
@@ -45,11 +45,12 @@ def main(words: Sequence[str] | None = None) -> int:
     args = _arguments().parse_args(words)
     args.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(args)
-    bench.dense()
+    if "dense" in args.kinds:
+        bench.dense()
     whole = True
     for ratio in args.ratios:
         for kind in args.kinds:
-            if kind != "control":
+            if kind not in ("dense", "control"):
                 whole &= bench.row(ratio, kind)
     if "control" in args.kinds:
         bench.control()
@@ -111,7 +112,7 @@ class Bench:
         chosen = {name: getattr(args, name) for name in ("steps", "lr", "seq_len", "batch_size")}
         control = Control(
             ModelSettings(args.model, dtype=args.dtype, device=args.device),
-            TextSettings(args.data, eval_data=[args.test, args.second]),
+            TextSettings(args.data, data_weight=args.data_weight, eval_data=[args.test, args.second]),
             RecoverySettings(**chosen),
             args.context,
             args.windows,
@@ -141,6 +142,7 @@ class Bench:
                 self.args.data,
                 plan,
                 observer=Notes(),
+                data_weight=self.args.data_weight,
                 objective=self.args.objective,
                 **steps,
                 **sizes,
@@ -169,6 +171,7 @@ class Bench:
             pruned,
             dense=self.args.model,
             data=self.args.data,
+            data_weight=self.args.data_weight,
             eval_data=self.args.choose or self.args.test,
             eval_windows=self.args.windows,
             out=folder,
@@ -258,6 +261,7 @@ def _arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", required=True, help="folder of the dense decoder, or demo")
     parser.add_argument("--data", required=True, nargs="+", help="texts to learn masks and weights from")
+    parser.add_argument("--data-weight", type=float, nargs="+", help="weight of each of these texts")
     parser.add_argument("--test", required=True, help="text to measure on")
     parser.add_argument("--second", required=True, help="text of another kind to measure on")
     parser.add_argument("--choose", help="text that decides whether weights are kept; --test by default")

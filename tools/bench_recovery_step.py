@@ -35,6 +35,7 @@ from dispfx.plan.plan import Plan
 from dispfx.run.folder_report import device_name, versions
 from dispfx.run.learning_setup import prepared_loss
 from dispfx.run.mask_learning import batches_of, task_of
+from dispfx.run.readiness import ALIGNMENT
 from dispfx.run.students import graph_predictions
 from dispfx.run.trainables import graph_trainable
 from dispfx.settings import ComputeSettings
@@ -117,7 +118,7 @@ def _learn(args: argparse.Namespace, program: Program, ids: torch.Tensor, steps:
     text = batches_of(ids, settings)
     prepared = prepared_loss(program, text, settings, ComputeSettings())
     learn(
-        task_of(program, prepared, text, Budget(args.ratio, "blocks", 8), settings),
+        task_of(program, prepared, text, Budget(args.ratio, "blocks", _alignment(args)), settings),
         Watch(on_step=steps.ended),
     )
 
@@ -125,7 +126,7 @@ def _learn(args: argparse.Namespace, program: Program, ids: torch.Tensor, steps:
 def _recover(args: argparse.Namespace, program: Program, ids: torch.Tensor, steps: Steps, kind: Any) -> None:
     sizes = {"seq_len": args.seq_len, "batch_size": args.batch_size}
     settings = RecoverySettings(train=kind, steps=1000, measure_every=1000, **sizes).fitted(args.seq_len)
-    plan = Plan.random(program, args.ratio, 0)
+    plan = Plan.random(program, args.ratio, 0, align=_alignment(args))
     lowered = lower_program(program, plan)
     made = graph_trainable(lowered, plan, settings)
     teacher = for_training(program, args.seq_len)
@@ -142,6 +143,11 @@ def _recover(args: argparse.Namespace, program: Program, ids: torch.Tensor, step
     )
     with tempfile.TemporaryDirectory() as state:
         recover(task, Keeping(Path(state), on_step=steps.ended))
+
+
+def _alignment(args: argparse.Namespace) -> int:
+    """Return what widths are multiples of: products of other widths are several times slower on a GPU."""
+    return ALIGNMENT[torch.device(args.device).type]
 
 
 def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
