@@ -218,4 +218,7 @@ def _compared(saved: dict[str, Any], asked: dict[str, Any]) -> list[tuple[str, A
     for part in ("settings", "budget"):
         before, now = saved.get(part, {}), asked[part]
         pairs += [(name, before.get(name), now.get(name)) for name in sorted({*before, *now})]
-    return [*pairs, *((name, saved.get(name), asked[name]) for name in ("text", "device"))]
+    pairs += [(name, saved.get(name), asked[name]) for name in ("text", "device")]
+    # States of earlier versions do not say of which type the decoder was.
+    known = [one.get("dtype") for one in (saved, asked)]
+    return pairs if None in known else [*pairs, ("dtype", *known)]

@@ -70,6 +70,7 @@ class LearningTask:
         ranks: the processes of the run.
         fingerprint: of the decoder; a state of another decoder is rejected.
         start_from: kept indices of the plan that learning starts from.
+        dtype: of the decoder, where known; a state of another type is rejected.
     """
 
     gated: Gated
@@ -82,6 +83,7 @@ class LearningTask:
     ranks: Ranks = ALONE
     fingerprint: str | None = None
     start_from: Sequence[Tensor] | None = None
+    dtype: torch.dtype | None = None
 
     def problem(self) -> Problem:
         """Return the constants of learning, on the device.
@@ -194,6 +196,7 @@ def _identity(problem: Problem, task: LearningTask) -> Identity:
         "settings": settings,
         "text": problem.text.digest,
         "device": problem.device.type,
+        "dtype": None if task.dtype is None else str(task.dtype).removeprefix("torch."),
     }
 
 

@@ -244,6 +244,20 @@ def test_a_state_of_another_decoder_is_refused(tmp_path):
         run(tmp_path, resume=True, decoder=decoder)
 
 
+def test_a_state_of_another_dtype_is_refused_and_an_older_one_that_does_not_say_its_own_is_read(tmp_path):
+    task = task_of(untrained_decoder(), batches(TEXT, CHOSEN), THIRTY, CHOSEN, fingerprint="tiny")
+    learn(replace(task, dtype=torch.float32), Watch(tmp_path))
+    with pytest.raises(DataError, match="dtype was 'float32' and is 'bfloat16'"):
+        learn(replace(task, dtype=torch.bfloat16), Watch(tmp_path, resume=True))
+    assert learn(replace(task, dtype=torch.float32), Watch(tmp_path, resume=True)).first_step == 6
+    with safe_open(tmp_path / STATE_FILE, framework="pt") as file:
+        header = json.loads(file.metadata()["dispfx"])
+    del header["identity"]["dtype"]
+    tensors = load_file(tmp_path / STATE_FILE)
+    save_file(tensors, tmp_path / STATE_FILE, metadata={"dispfx": json.dumps(header)})
+    assert learn(replace(task, dtype=torch.bfloat16), Watch(tmp_path, resume=True)).first_step == 6
+
+
 def test_how_often_a_run_saves_is_no_difference(tmp_path):
     run(tmp_path, chosen=replace(CHOSEN, steps=3))
     assert run(tmp_path, resume=True, chosen=replace(CHOSEN, save_every=1, log_every=2)).first_step == 3
