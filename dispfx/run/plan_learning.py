@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.distributed.ranks import ALONE, Ranks
-from dispfx.errors import OutputError
+from dispfx.errors import DataError, OutputError
 from dispfx.ir.program import Program
 from dispfx.learning.records import METRICS_FILE
 from dispfx.learning.state import STATE_FILE, saved_step
@@ -30,6 +30,7 @@ from dispfx.settings.sections import OutputSettings, state_place
 from dispfx.settings.verb_settings import RecoveredSettings
 from dispfx.source import Source
 from dispfx.words.option_names import option
+from dispfx.words.own_function import shown
 
 # A folder without recovery, and the state of recovery, where that was asked for.
 DRAFT, RECOVERY = "pruned", "recovery"
@@ -62,6 +63,7 @@ def learn_from(
     """
     resume = settings.output.resume
     state = state_folder(settings.output.path, resume)
+    _require_own_method(state, settings.learning.method)
     ready = ready_to_learn(settings, stages, ranks=ranks, copies=copies)
     program, budget = ready.program, ready.budget
     if resume:
@@ -134,6 +136,22 @@ def state_folder(path: Path, resume: bool) -> Path:
             hint=f"go on with {option('resume')}, or remove that folder to start anew",
         )
     return state
+
+
+def _require_own_method(state: Path, method: object) -> None:
+    """Raise if features are to be scored where a run that learns left its state: scoring would remove it.
+
+    Raises:
+        DataError: with the step at which the state resumes.
+    """
+    step = None if method == "learned" else saved_step(state)
+    if step is not None:
+        scored = option("method", shown(method))
+        raise DataError(
+            f"the state is that of learning, at step {step}, and {scored} scores features once",
+            where=str(state),
+            hint=f"leave out {scored} to go on learning, or name another output with {option('out')}",
+        )
 
 
 def resumption(state: Path) -> str:

@@ -215,6 +215,34 @@ def test_an_interrupted_run_resumes_to_the_same_plan(compiled: Compiled, tmp_pat
     assert not (tmp_path / "out.state").exists()
 
 
+def test_scoring_does_not_take_the_place_of_a_state_of_learning(tmp_path: Path, tokens: Path):
+    class Impatient(Watcher):
+        def learning(self, record) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_(tmp_path / "out", tokens, observer=Impatient())
+    scored = options_of(replace(SETTINGS, method="magnitude"))
+    before = digests(tmp_path / "out.state", "*.safetensors")
+    with pytest.raises(DataError, match="is that of learning, at step 1, and `method='magnitude'` scores"):
+        compile_(tmp_path / "out", tokens, resume=True, **scored)
+    assert digests(tmp_path / "out.state", "*.safetensors") == before != {}
+    watcher = Watcher()
+    compile_(tmp_path / "out", tokens, resume=True, observer=watcher)
+    assert watcher.notes[-1:] == ["going on at step 1"]
+
+
+def test_a_resumed_run_has_the_dtype_that_it_began_with(tmp_path: Path, tokens: Path):
+    class Impatient(Watcher):
+        def learning(self, record) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_(tmp_path / "out", tokens, observer=Impatient())
+    with pytest.raises(DataError, match="dtype was 'float32' and is 'bfloat16'"):
+        compile_(tmp_path / "out", tokens, resume=True, dtype="bfloat16")
+
+
 @pytest.fixture
 def nothing_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the comparison of the lowered with the gated decoder fail."""
