@@ -196,9 +196,7 @@ def _task(
     gated = prepared_loss(program, text, settings, compute, ranks=ranks, note=note)
     device = device_of_learning(program, compute)
     task = task_of(program, gated, text, budget, settings)
-    return replace(
-        task, device=device, ranks=ranks, fingerprint=program.fingerprint, dtype=program.dtype
-    )
+    return replace(task, device=device, ranks=ranks, fingerprint=program.fingerprint, dtype=program.dtype)
 
 
 def task_of(
