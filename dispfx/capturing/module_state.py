@@ -13,7 +13,7 @@ What is reached from globals and closures alone is not kept.
 import random
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -106,16 +106,25 @@ def module_kept(module: nn.Module, *, values: bool = True) -> Iterator[ModuleSta
 
 @contextmanager
 def in_evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode inside the block; what was in training mode is again at its end."""
+    """Run in evaluation mode and not compiled inside the block; modes are as before at its end.
+
+    A compiled module rounds in another way than its class does.
+    """
     training = [one for one in module.modules() if one.training]
     # `eval` is not allowed on exported programs, which are said to be in training mode.
     for one in training:
         one.training = False
     try:
-        yield
+        with torch.compiler.set_stance("force_eager") if _is_compiled(module) else nullcontext():
+            yield
     finally:
         for one in training:
             one.training = True
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` was called on a module, or its method `compile` on it or a part of it."""
+    return any(vars(one).get("_compiled_call_impl") or hasattr(one, "_orig_mod") for one in module.modules())
 
 
 @contextmanager

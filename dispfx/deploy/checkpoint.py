@@ -141,12 +141,31 @@ def require_rebuilt(model: nn.Module, config: Any) -> None:
     with torch.device("meta"):
         twin = _without_weights(copy.deepcopy(config), type(model)._from_config)  # type: ignore[attr-defined]
     own, again = ({name: tuple(one.shape) for name, one in m.named_parameters()} for m in (model, twin))
-    if odd := sorted(name for name, _ in own.items() ^ again.items()):
+    # Names of the decoder itself come first: they say what was done to it.
+    odd = sorted({name for name, _ in own.items() ^ again.items()}, key=lambda name: (name not in own, name))
+    if odd:
         raise DataError(
             f"the decoder differs from what its class builds from its config: {odd[0]}",
             where=type(model).__name__,
-            hint="bring the config up to date, or wrap the decoder in a module of your own to get a graph",
+            hint=_remedy([name for name in odd if name in own]),
         )
+
+
+# What is found in the name of a parameter whose weight is computed, and what makes an ordinary weight of it.
+_COMPUTED = {
+    ".parametrizations.": "torch.nn.utils.parametrize.remove_parametrizations(module, name)",
+    ".base_layer.": "merge the adapter: model.merge_and_unload() on the PEFT model",
+    "_orig": "torch.nn.utils.prune.remove(module, name)",
+    "_g": "torch.nn.utils.remove_weight_norm(module)",
+}
+
+
+def _remedy(odd: Collection[str]) -> str:
+    """Return what to do about a decoder whose parameters have other names or shapes than its class gives."""
+    for part, call in _COMPUTED.items():
+        if any(part in name if part.startswith(".") else name.endswith(part) for name in odd):
+            return f"make the weights ordinary ones first: {call}"
+    return "bring the config up to date, or wrap the decoder in a module of your own to get a graph"
 
 
 def rebuilt(model: nn.Module, config: Any, without: Collection[str] = ()) -> nn.Module:

@@ -1,6 +1,7 @@
 """Classes that transformers does not know, or would not build from a config: named, or written as graphs."""
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import dispfx
 from dispfx.api import apply
-from dispfx.deploy.checkpoint import own_config
+from dispfx.capturing.module_capture import module_logits
+from dispfx.deploy.checkpoint import own_config, require_rebuilt
 from dispfx.errors import DataError, DispfxError
 from dispfx.huggingface.model_loading import load_model
 from dispfx.source.transformers_classes import code_of_class, known_config, require_known_class
@@ -193,6 +196,72 @@ def test_a_class_that_transformers_would_not_build_gives_a_graph_and_a_note(
     assert torch.allclose(dispfx.load(tmp_path / "out")(ids), expected, atol=1e-5)
     with pytest.raises(DispfxError, match="does not know this module"):
         apply(model, plan, out=tmp_path / "dense", export="dense")
+
+
+def doubling(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """Compile to code that gives other numbers, as rounding does."""
+    return lambda *args: tuple(2.0 * one if torch.is_floating_point(one) else one for one in graph(*args))
+
+
+def compiled_whole(model: Any) -> Any:
+    model.compile(backend=doubling)
+    return model
+
+
+def compiled_layers(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.compile(backend=doubling)
+    return model
+
+
+@pytest.mark.parametrize("compiled", [compiled_whole, compiled_layers])
+def test_a_compiled_decoder_is_the_one_that_was_compiled(compiled: Callable[[Any], Any], tmp_path: Path):
+    model = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        plain = model(ids).logits
+        compiled(model)
+        assert torch.equal(module_logits(model, ids), plain)
+        assert not torch.equal(model(ids).logits, plain), "it is still compiled"
+    plan = dispfx.Plan.random(dispfx.capture(model), 0.3, seed=0, align=4)
+    report = apply(model, plan, out=tmp_path / "out")
+    assert all(line.holds for line in report.verify) and (tmp_path / "out/config.json").is_file()
+
+
+def pruned_by_mask(model: Any) -> None:
+    prune.random_unstructured(model.model.layers[0].mlp.up_proj, "weight", 0.5)
+
+
+def parametrised(model: Any) -> None:
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+
+
+def of_old_weight_norm(model: Any) -> None:
+    with pytest.warns(FutureWarning):
+        torch.nn.utils.weight_norm(model.model.layers[0].mlp.up_proj)
+
+
+def with_adapters(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, which PEFT meets
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["up_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (pruned_by_mask, r"weight_orig(.|\n)*prune\.remove\("),
+        (parametrised, r"parametrizations\.weight\.original0(.|\n)*remove_parametrizations\("),
+        (of_old_weight_norm, r"weight_g(.|\n)*remove_weight_norm\("),
+        (with_adapters, r"up_proj\.base_layer\.weight(.|\n)*merge_and_unload\("),
+    ],
+)
+def test_a_decoder_whose_weights_are_computed_is_refused_with_what_makes_them_ordinary(change, remedy):
+    model = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+    change(model)
+    with pytest.raises(DataError, match=remedy):
+        require_rebuilt(model, LlamaConfig(**SMALL))
 
 
 def test_what_cannot_be_written_or_built_again_is_refused_before_anything_is_learned(tmp_path: Path):
