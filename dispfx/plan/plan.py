@@ -243,7 +243,8 @@ class Plan:
         """Return the kept indices in the order of `sites`, matched by the parameter axes that they cut.
 
         Raises:
-            PlanMismatchError: if a site has no selection, another size, or a selection has no site.
+            PlanMismatchError: if a site has no selection, another size, or a selection has no site, or if a
+                selection was changed to one that no file may hold.
         """
         return [selection.kept for selection in self._fitting(sites)]
 
@@ -264,6 +265,7 @@ class Plan:
         return replace(self, selections=tuple(self._fitting(sites)))
 
     def _fitting(self, sites: Sequence[Site]) -> list[Selection]:
+        self._require_possible()
         by_keys = {selection.keys: selection for selection in self.selections}
         found = []
         for site in sites:
@@ -286,8 +288,30 @@ class Plan:
             )
         return found
 
+    def _require_possible(self) -> None:
+        """Raise PlanMismatchError for selections that `load` would reject; they are not checked when made."""
+        for one in self.selections:
+            try:
+                _require_equal_experts(
+                    one.site, one.size, _checked_kept(one.site, one.size, one.kept), one.experts
+                )
+            except ValueError as error:
+                raise PlanMismatchError(
+                    f"the plan was changed: {error}", where=one.site, hint="make plans with Plan.from_masks"
+                ) from error
+        if len({one.keys for one in self.selections}) < len(self.selections):
+            raise PlanMismatchError(
+                "the plan was changed: two of its sites cut the same axes",
+                hint="make plans with Plan.from_masks",
+            )
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to `path` atomically."""
+        """Write the plan to `path` atomically.
+
+        Raises:
+            PlanMismatchError: if a selection was changed to one that cannot be read back.
+        """
+        self._require_possible()
         header = {
             "schema_version": self.schema_version,
             "fingerprint": self.fingerprint,
@@ -386,15 +410,23 @@ def _checked_selection(entry: dict[str, Any], kept: Tensor) -> Selection:
         raise ValueError(f"site {name}: its keys must be a list of parameter axes, found {keys!r}")
     size, experts = int(entry["size"]), int(entry.get("experts", 1))
     kept = _checked_kept(name, size, kept)
-    if not 1 <= experts <= len(kept) or size % experts:
-        raise ValueError(f"site {name}: {experts} experts for {size} features")
-    counts = torch.bincount(kept // (size // experts), minlength=experts)
-    if bool((counts != counts[0]).any()):
-        raise ValueError(f"site {name}: experts must keep equally many features, found {counts.tolist()}")
+    _require_equal_experts(name, size, kept, experts)
     return Selection(name, size, kept, tuple(keys), experts, str(entry.get("symbol", "")))
 
 
+def _require_equal_experts(name: str, size: int, kept: Tensor, experts: int) -> None:
+    if not 1 <= experts <= len(kept) or size % experts:
+        raise ValueError(f"site {name}: {experts} experts for {size} features")
+    if experts == 1:
+        return
+    counts = torch.bincount(kept // (size // experts), minlength=experts)
+    if bool((counts != counts[0]).any()):
+        raise ValueError(f"site {name}: experts must keep equally many features, found {counts.tolist()}")
+
+
 def _checked_kept(name: str, size: int, kept: Tensor) -> Tensor:
+    if not isinstance(kept, Tensor):
+        raise ValueError(f"site {name}: indices are a tensor, found a {type(kept).__name__}")
     if kept.dtype != torch.int32 or kept.dim() != 1 or not 1 <= len(kept) <= size:
         raise ValueError(f"site {name}: {tuple(kept.shape)} {kept.dtype} indices for {size} features")
     if int(kept[0]) < 0 or int(kept[-1]) >= size or not bool((kept[1:] > kept[:-1]).all()):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,45 @@ def test_a_selection_without_a_site_is_named():
     ) as error:
         small_plan().for_sites((site("read", "a:1", "b:1"),))
     assert error.value.where == "layer.write"
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (
+            torch.tensor([-1, 0, 2], dtype=torch.int32),
+            "strictly increasing",
+        ),  # a feature counted from the end
+        (torch.tensor([0, 2, 2], dtype=torch.int32), "strictly increasing"),
+        (torch.tensor([2, 0], dtype=torch.int32), "strictly increasing"),
+        (torch.tensor([0, 99], dtype=torch.int32), "strictly increasing"),
+        (torch.tensor([], dtype=torch.int32), "indices for 32 features"),
+        (torch.ones(32, dtype=torch.bool), "indices for 32 features"),
+        ([0, 2], "indices are a tensor, found a list"),
+    ],
+)
+def test_a_selection_that_was_changed_by_hand_is_held_to_what_a_file_may_hold(
+    program: Program, tmp_path: Path, kept, message: str
+):
+    plan = Plan.random(program, 0.4, 1)
+    first, *others = plan.selections
+    changed = replace(plan, selections=(replace(first, kept=kept), *others))
+    for use in (
+        lambda: dispfx.lower(program, changed),
+        lambda: dispfx.gated(program, changed),
+        lambda: changed.save(tmp_path / "plan.safetensors"),
+    ):
+        with pytest.raises(PlanMismatchError, match=message) as error:
+            use()
+        assert error.value.where == first.site
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_selection_that_is_there_twice_is_refused(program: Program):
+    plan = Plan.random(program, 0.4, 1)
+    twice = replace(plan, selections=(*plan.selections, plan.selections[0]))
+    with pytest.raises(PlanMismatchError, match="two of its sites cut the same axes"):
+        dispfx.lower(program, twice)
 
 
 def test_a_plan_of_one_capture_lowers_another_capture(model: nn.Module, program: Program, tmp_path: Path):
