@@ -11,7 +11,7 @@ the same fields, so a setting is described once.  The type of a field names its 
 import math
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -66,7 +66,11 @@ class Setting:
         if self.above is not None and self.below is not None:
             return f"between {self.above:g} and {self.below:g}"
         bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+        return " and ".join(
+            f"{word} {bound:{',' if isinstance(bound, int) else 'g'}}"
+            for word, bound in bounds.items()
+            if bound is not None
+        )
 
     def allows(self, value: float) -> bool:
         """Whether a finite number lies in the range."""
@@ -137,6 +141,27 @@ class Field:
         return any(_is_a(value, kind) for kind in (self.facts.takes or self.typed, *members))
 
     @property
+    def is_number(self) -> bool:
+        """Whether a value is one number, or one of True and False."""
+        alone = self.facts.repeats is None and self.facts.takes is None
+        return alone and {*_members(self.kind)} - {type(None)} <= {int, float, bool}
+
+    def plain(self, value: Any) -> Any:
+        """Return a value as it is, or the number of Python's for one of numpy's or a tensor.
+
+        Raises:
+            DispfxError: if the setting is a number and the value is none, or of another type.
+        """
+        if not self.is_number:
+            return value
+        if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+            value = value.item()
+        if value is not None and not self.takes(value):
+            number = {bool: "True or False", int: "a whole number"}.get(self.typed, "a number")
+            raise self.facts.error(f"{option(self.name)} must be {number}, and {value!r} was given")
+        return value
+
+    @property
     def required(self) -> bool:
         """Whether there is no default."""
         return self.value is MISSING
@@ -159,7 +184,9 @@ def section_fields(section: type) -> tuple[Field, ...]:
 
 
 class Section:
-    """Base of a frozen dataclass whose fields are settings: every choice and range is checked.
+    """Base of a frozen dataclass whose fields are settings: every choice and number is checked.
+
+    A number of numpy's or a tensor's becomes one of Python's, which a report can hold.
 
     Raises:
         DispfxError: with the setting, the allowed values, and the given one.
@@ -167,9 +194,11 @@ class Section:
 
     def __post_init__(self) -> None:
         for one in section_fields(type(self)):
-            value = getattr(self, one.name)
+            value = one.plain(getattr(self, one.name))
             if value is None:
                 continue
+            if one.is_number:
+                object.__setattr__(self, one.name, value)
             if one.choices and not (one.facts.functions and names_function(value)):
                 require_choice(one.choices, value, option(one.name))
             for number in value if isinstance(value, list | tuple) else [value]:
@@ -179,6 +208,12 @@ class Section:
                         f"{option(one.name)} must be {allowed}, and {number!r} was given",
                         hint=one.facts.hint_for(number),
                     )
+
+
+def plain_values(section: type, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values for settings of a section with Python's own numbers (`Field.plain`)."""
+    known = {one.name: one for one in section_fields(section)}
+    return {name: known[name].plain(value) if name in known else value for name, value in chosen.items()}
 
 
 def refuse_unknown_names(names: Iterable[str], known: Iterable[str]) -> None:

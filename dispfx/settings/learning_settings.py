@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dispfx.errors import DispfxError
-from dispfx.settings.field import Section, refuse_unknown_names, setting
+from dispfx.settings.field import Section, plain_values, refuse_unknown_names, setting
 from dispfx.words.choices import choice
 from dispfx.words.option_names import option
 
@@ -222,6 +222,7 @@ def learn_settings(model: object = None, *, recipe: str | None = None, **chosen:
         DispfxError: if the recipe is unknown, or a value makes no sense.
     """
     refuse_unknown_names(tuple(chosen), tuple(LearnSettings.__dataclass_fields__))
+    chosen = plain_values(LearnSettings, chosen)
     changes = {**(DEMO if isinstance(model, str) and model == "demo" else {}), **chosen}
     settings = recipe_settings(recipe or DEFAULT_RECIPE, changes.get("steps")) | changes
     return LearnSettings(**_consistent_sizes(settings, chosen))
@@ -237,6 +238,7 @@ def changed_settings(settings: LearnSettings, changes: Mapping[str, Any]) -> Lea
         DispfxError: if a value makes no sense.
     """
     refuse_unknown_names(tuple(changes), tuple(LearnSettings.__dataclass_fields__))
+    changes = plain_values(LearnSettings, changes)
     chosen = {name: getattr(settings, name) for name in _ADAPTABLE if name not in settings.adaptable}
     return LearnSettings(**_consistent_sizes(asdict(settings) | dict(changes), chosen | dict(changes)))
 

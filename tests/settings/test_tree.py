@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,41 @@ from dispfx.settings.tree import Tree
 from dispfx.settings.trees import TREES
 
 RUN = RunSettings.of(model="demo", ratio=0.3, data=["a.txt"], out=Path("out"), steps=7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 1.5}, "`steps` must be a whole number, and 1.5 was given"),
+        ({"steps": "7"}, "`steps` must be a whole number, and '7' was given"),
+        ({"steps": True}, "`steps` must be a whole number, and True was given"),
+        ({"lr": "1e-3"}, "`lr` must be a number, and '1e-3' was given"),
+        ({"resume": "no"}, "`resume` must be True or False, and 'no' was given"),
+        ({"constrained": 1}, "`constrained` must be True or False, and 1 was given"),
+        ({"eval_windows": "2"}, "`eval_windows` must be a whole number, and '2' was given"),
+        ({"ratio": "0.3"}, "`ratio` must be a number, and '0.3' was given"),
+        ({"steps": np.float64(2)}, "`steps` must be a whole number, and 2.0 was given"),
+        ({"data_bytes": 3}, "`data_bytes` must be at least 1,048,576, and 3 was given"),
+    ],
+)
+def test_a_number_of_another_type_is_refused_when_it_is_given(changes: dict[str, object], message: str):
+    """A report of the run could not be written, or not be read."""
+    with pytest.raises(DispfxError) as error:
+        RunSettings.of(**{"model": "demo", "ratio": 0.3, "out": Path("out"), **changes})
+    assert error.value.problem == message
+
+
+def test_numbers_of_numpy_and_tensors_become_pythons_own():
+    given = {
+        "ratio": np.float32(0.25),
+        "steps": np.int64(7),
+        "lr": torch.tensor(0.5),
+        "shard": np.bool_(True),
+    }
+    run = RunSettings.of(model="demo", out=Path("out"), **given)
+    found = [run.budget.ratio, run.learning.steps, run.learning.lr, run.compute.shard]
+    assert found == [0.25, 7, 0.5, True] and [type(one) for one in found] == [float, int, float, bool]
+    json.dumps(run.plain())
 
 
 def test_every_tree_is_listed():
