@@ -27,6 +27,7 @@ from torch import Tensor
 from dispfx.errors import DataError, OutputError
 from dispfx.files.disk import share
 from dispfx.files.json_text import parse_json, read_json
+from dispfx.files.unreadable import reason_and_hint
 from dispfx.huggingface.layout import INDEX_NAMES
 
 WEIGHTS_FILE = "model.safetensors"
@@ -226,7 +227,8 @@ def _read_errors(file: Path) -> Iterator[None]:
         AttributeError,
         RecursionError,
     ) as error:
-        raise DataError(f"the weights cannot be read: {error}", where=str(file)) from error
+        reason, hint = reason_and_hint(file, error)
+        raise DataError(f"the weights cannot be read: {reason}", where=str(file), hint=hint) from error
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch import Tensor
 from dispfx.errors import DataError, PlanMismatchError
 from dispfx.files.disk import replacing
 from dispfx.files.json_text import parse_json
+from dispfx.files.unreadable import NOT_FETCHED, fetching, is_pointer
 from dispfx.ir.lengths import End, Lengths
 from dispfx.ir.shown_tables import plan_html, plan_text
 from dispfx.ir.sites import STREAM, Site
@@ -347,6 +348,8 @@ class Plan:
                 names = list(file.keys())
                 return _plan_of_header(header, {name: file.get_tensor(name) for name in names})
         except (SafetensorError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            if is_pointer(Path(path)):
+                raise DataError(NOT_FETCHED, where=str(path), hint=fetching(Path(path))) from error
             raise DataError(
                 f"this file is not a plan: {error}", where=str(path), hint="pass a plan.safetensors"
             ) from error

@@ -10,13 +10,13 @@ from safetensors import SafetensorError, safe_open
 
 from dispfx.errors import SourceError
 from dispfx.files.json_text import read_json
+from dispfx.files.unreadable import NOT_FETCHED, fetching, is_pointer
 from dispfx.words.model_origin import FORMS
 
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
 _PLAN_FILE = "plan.safetensors"
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_LFS = b"version https://git-lfs.github.com/spec/"
 _DOWNLOAD_AGAIN = "download that file again"
 
 # File that identifies other model folders, their content, and what to pass instead.
@@ -124,19 +124,8 @@ def _held(folder: Path) -> tuple[str, str]:
 
 def _check_fetched(file: Path) -> None:
     """Reject a git-lfs pointer file."""
-    try:
-        if not file.is_file() or file.stat().st_size > 1024:
-            return
-        with file.open("rb") as opened:
-            is_note = opened.read(len(_LFS)) == _LFS
-    except OSError:
-        return  # reading it reports the error
-    if is_note:
-        raise SourceError(
-            "the file is a git-lfs pointer, and its content was not fetched",
-            where=str(file),
-            hint=f"git -C {file.parent} lfs pull",
-        )
+    if is_pointer(file):
+        raise SourceError(NOT_FETCHED, where=str(file), hint=fetching(file))
 
 
 def _check_shards(folder: Path, index: str) -> None:

@@ -223,6 +223,12 @@ def expanding(config: Any, spec: str) -> Any:
     method = method_of(config)
     if method is None or method in _PLAIN:
         return config
+    if method == "dispfx":
+        raise SourceError(
+            "the folder holds a pruned decoder, but not its plan.safetensors",
+            where=spec,
+            hint="copy plan.safetensors from the folder that this one was made from",
+        )
     known = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
     names = inspect.signature(known.__init__).parameters if known is not None else ()
     switch = next((name for name in _SWITCHES if name in names), None)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dispfx.api import agree, apply, evaluate, export, generate, inspect, learn_plan, load, verify
-from dispfx.errors import DataError, DispfxError, OutputError, VerificationError
+from dispfx.errors import DataError, DispfxError, OutputError, SourceError, VerificationError
 from dispfx.plan.plan import Plan
 from dispfx.report import Report
 from dispfx.run.timed_stages import printing
@@ -102,6 +102,31 @@ def test_verify_sees_a_weight_that_was_changed_in_one_form(demo: tuple[Path, Rep
     lines = {line.name: line.holds for line in verify(copy)}
     assert lines["program.pt2 = checkpoint"] is False and lines["gather-add = checkpoint"] is True
     assert lines["model.safetensors = report"] is False and "files = report" not in lines
+
+
+@pytest.mark.slow
+def test_verify_names_a_file_whose_form_can_no_longer_be_compared(demo: tuple[Path, Report], tmp_path: Path):
+    copy = tmp_path / "out"
+    shutil.copytree(demo[0], copy)
+    tensors = {
+        name: one.half() if one.is_floating_point() else one
+        for name, one in load_file(copy / "model.safetensors").items()
+    }
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    assert [line.name for line in verify(copy) if not line.holds] == ["model.safetensors = report"]
+
+
+@pytest.mark.slow
+def test_a_folder_that_lost_its_plan_is_not_taken_for_a_compressed_checkpoint(
+    demo: tuple[Path, Report], tmp_path: Path
+):
+    copy = tmp_path / "out"
+    shutil.copytree(demo[0], copy)
+    (copy / "plan.safetensors").unlink()
+    for use in (lambda: generate(str(copy), "the cats"), lambda: inspect(str(copy))):
+        with pytest.raises(SourceError, match="a pruned decoder, but not its plan") as error:
+            use()
+        assert "copy plan.safetensors from the folder" in str(error.value)
 
 
 @pytest.mark.slow

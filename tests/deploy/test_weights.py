@@ -157,6 +157,20 @@ def test_a_cut_file_is_a_data_error(folder: Path, keep: int) -> None:
         weights.read_tensors(folder)
 
 
+def test_a_pointer_of_git_lfs_is_called_that_and_a_cut_file_is_to_be_copied_again(folder: Path) -> None:
+    content = (folder / WEIGHTS_FILE).read_bytes()
+    (folder / WEIGHTS_FILE).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1\n"
+    )
+    with pytest.raises(DataError, match="is a git-lfs pointer") as error:
+        weights.read_tensors(folder)
+    assert error.value.hint == f"git -C {folder} lfs pull"
+    (folder / WEIGHTS_FILE).write_bytes(content[:-1])
+    with pytest.raises(DataError) as error:
+        weights.read_tensors(folder)
+    assert "copy that file again" in str(error.value)
+
+
 def test_a_dtype_that_no_decoder_has_is_a_data_error(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2, dtype=torch.complex64)}, tmp_path / WEIGHTS_FILE)
 

@@ -196,6 +196,14 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes):
         Plan.load(path)
 
 
+def test_a_pointer_of_git_lfs_is_called_that(tmp_path: Path):
+    path = tmp_path / "plan.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4224\n")
+    with pytest.raises(DataError, match="is a git-lfs pointer") as error:
+        Plan.load(path)
+    assert error.value.hint == f"git -C {tmp_path} lfs pull"
+
+
 def test_tensors_without_our_header_are_refused(tmp_path: Path):
     save_file({"layer.read": indices(0)}, tmp_path / "model.safetensors")
     with pytest.raises(DataError, match="this file is not a plan"):

@@ -17,6 +17,7 @@ import torch
 
 from dispfx.deploy.onnx.exporting import silence
 from dispfx.errors import DataError, OutputError, UnsupportedGraphError
+from dispfx.files.unreadable import reason_and_hint
 from dispfx.words.option_names import option
 
 MODEL_FILE = "model.onnx"
@@ -99,7 +100,8 @@ def load_model(path: Path) -> ir.Model:
         model = ir.load(path)
     except Exception as error:
         # What protobuf reads can still be no graph, and the library has errors of many kinds for that.
-        raise DataError(f"the ONNX model cannot be read: {error}", where=str(path)) from error
+        reason, hint = reason_and_hint(path, error)
+        raise DataError(f"the ONNX model cannot be read: {reason}", where=str(path), hint=hint) from error
     if not model.graph.outputs:  # an empty file is a message without fields
         raise DataError("the ONNX model is empty or damaged", where=str(path), hint="export it again")
     return model
@@ -135,7 +137,8 @@ def check_external_data(path: Path) -> None:
         model = onnx.load(str(path), load_external_data=False)
     except Exception as error:
         # protobuf's DecodeError has no public name; a damaged file is the only cause left.
-        raise DataError(f"the ONNX model cannot be read: {error}", where=str(path)) from error
+        reason, hint = reason_and_hint(path, error)
+        raise DataError(f"the ONNX model cannot be read: {reason}", where=str(path), hint=hint) from error
     for tensor in _external_tensors(model):
         places = [entry.value for entry in tensor.external_data if entry.key == "location"]
         # Of two places, one reader takes the first and another the last.
