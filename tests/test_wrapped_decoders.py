@@ -1,5 +1,6 @@
 """Decoders around which somebody put something: hooks, parametrizations, compilers, adapters, checkpoints."""
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -127,6 +128,12 @@ def scripted() -> nn.Module:
     return torch.jit.trace(plain().eval(), torch.zeros(2, 5, dtype=torch.int64))  # type: ignore[return-value]
 
 
+def quantized() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to remove it
+        return torch.ao.quantization.quantize_dynamic(plain(), {nn.Linear}, torch.qint8)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "without shapes": (
         lazy,
@@ -139,6 +146,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "give the module that it was made from",
     ),
     "DataParallel": (lambda: nn.DataParallel(plain()), "a module in DataParallel", "that it was made from"),
+    "quantized": (
+        quantized,
+        "the weights of LinearPackedParams are packed by torch",
+        "before it was quantized",
+    ),
     "noise": (lambda: Noisy(plain()), "other logits each time", "nothing may be random"),
     "inference mode": (made_in_inference_mode, "inference tensor", "outside torch.inference_mode"),
 }

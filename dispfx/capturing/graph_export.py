@@ -6,9 +6,11 @@ are kept as notes of the error, which a traceback shows.
 
 import io
 import logging
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,15 +58,18 @@ def torch_unheard() -> Iterator[None]:
 
 
 def user_frame(error: BaseException) -> str | None:
-    """Return the innermost frame outside torch and outside what traces, as file:line."""
+    """Return the innermost frame outside torch, Python's own library and what traces, as file:line."""
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in frame.filename and not frame.filename.endswith(_OWN_FILES)
+        if "/torch/" not in frame.filename
+        and not frame.filename.endswith(_OWN_FILES)
+        and Path(frame.filename).parent != _LIBRARY
     ]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else None
 
 
+_LIBRARY = Path(sysconfig.get_path("stdlib"))
 _OWN_FILES = (
     "dispfx/capturing/module_capture.py",
     "dispfx/capturing/cached_capture.py",

@@ -212,6 +212,13 @@ def require_decoder(model: nn.Module) -> None:
                 where=path or type(model).__name__,
                 hint="give the module that it was made from",
             )
+        if any(isinstance(value, torch.ScriptObject) for value in vars(part).values()):
+            raise CaptureError(
+                f"the weights of {type(part).__name__} are packed by torch, as quantization does, and cannot "
+                "be cut",
+                where=path or type(model).__name__,
+                hint="give the decoder before it was quantized, and quantize the pruned one",
+            )
         if getattr(part, "max_norm", None) is not None and isinstance(part, nn.Embedding | nn.EmbeddingBag):
             raise CaptureError(
                 "an embedding with `max_norm` changes its weights each time that it runs",

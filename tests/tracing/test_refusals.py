@@ -1,12 +1,14 @@
 """A module that cannot be captured is refused in three lines: what is wrong, its own line, and what helps."""
 
 import linecache
+import textwrap
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from dispfx.capturing.graph_export import user_frame
 from dispfx.capturing.module_capture import capture
 from dispfx.errors import CaptureError
 from tests.one_branch import VOCABULARY, WIDTH
@@ -88,3 +90,12 @@ def test_a_refusal_names_the_line_and_what_helps(mix: Callable[..., Tensor], cap
     assert ("loop" in str(error.value)) == (mix is loop), "a loop is claimed where one was seen"
     assert len(str(error.value).splitlines()) == 3
     assert not any(capfd.readouterr()), "torch's report stays off the terminal"
+
+
+def test_the_line_of_an_error_is_not_one_of_pythons_own_library():
+    with pytest.raises(ValueError, match="placeholder") as caught:
+        textwrap.shorten("a long text", width=1)  # the error
+    where = user_frame(caught.value)
+    assert where is not None
+    file, _, line = where.rpartition(":")
+    assert (file, "# the error" in linecache.getline(file, int(line))) == (__file__, True)
