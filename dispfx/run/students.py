@@ -43,10 +43,13 @@ def graph_student(program: Program, trained: Mapping[str, nn.Parameter]) -> Stud
 
 
 def weights_of(program: Program) -> dict[str, nn.Parameter]:
-    """Return the parameters that a program's graph reads, by path, a tied one once."""
+    """Return the parameters that a program's graph reads and that can be trained, by path, a tied one once.
+
+    An optimizer's step is lost in float8, and torch does not compute in it.
+    """
     read = {str(node.target) for node in program.graph.nodes if node.op == "get_attr"}
     named = program.graph_module.named_parameters()
-    return {path: one for path, one in named if path in read and one.is_floating_point()}
+    return {path: one for path, one in named if path in read and one.is_floating_point() and one.itemsize > 1}
 
 
 def graph_predictions(program: Program) -> Predicting:

@@ -233,7 +233,13 @@ def _refilled_axis(
     fill: Callable[[Tensor], Tensor],
 ) -> Tensor:
     gone = _removed_positions(removed, labels).to(tensor.device)
-    return tensor.index_copy(axis, gone, fill(tensor.index_select(axis, gone))) if len(gone) else tensor
+    if not len(gone):
+        return tensor
+    filling = fill(tensor.index_select(axis, gone))
+    if tensor.is_floating_point() and tensor.itemsize == 1:  # Torch copies bytes, but not float8.
+        copied = tensor.view(torch.uint8).index_copy(axis, gone, filling.view(torch.uint8))
+        return copied.view(tensor.dtype)
+    return tensor.index_copy(axis, gone, filling)
 
 
 def _removed_positions(removed: Tensor, labels: tuple[int, ...] | None) -> Tensor:

@@ -1,9 +1,12 @@
 """The checks of a compile fail where something is wrong, however small."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import dispfx
 from dispfx.ir.program import Program
@@ -64,4 +67,32 @@ def test_every_line_of_a_lowered_decoder_holds():
     assert {line.name for line in lines} == {
         "lowered = gated", "lowered = zeroed", "removed is unread", "gather-add = lowered",
     }  # fmt: skip
+    assert all(line.holds for line in lines)
+
+
+class Float8Linear(nn.Module):
+    """A product by a weight of float8 and a scale per output, as a checkpoint in FP8 has it."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.scale = nn.Parameter(linear.weight.detach().abs().amax(1, keepdim=True) / 100.0)
+        scaled = (linear.weight.detach() / self.scale).to(torch.float8_e4m3fn)
+        self.weight = nn.Parameter(scaled, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def test_a_weight_in_float8_is_zeroed_where_the_plan_cuts():
+    model: Any = build(FORMS["pre-norm"], layers=1)
+    mlp = model.layers[0].mlp
+    mlp.up, mlp.down = Float8Linear(mlp.up), Float8Linear(mlp.down)
+    program = dispfx.capture(model)
+    plan = Plan.random(program, 0.4, seed=1)
+    zeroed = zeroed_tensors(program, plan)["layers.0.mlp.up.weight"]
+    inner, read = (plan.kept[f"layers.0.mlp.{kind}"].long() for kind in ("inner", "read"))
+    expected = torch.zeros(48, 32)
+    expected[inner[:, None], read] = mlp.up.weight.detach().float()[inner[:, None], read]
+    assert zeroed.dtype == torch.float8_e4m3fn and torch.equal(zeroed.float(), expected)
+    lines = unread_lines(program, plan, dispfx.gated(program, plan))
     assert all(line.holds for line in lines)
