@@ -220,5 +220,5 @@ def _compared(saved: dict[str, Any], asked: dict[str, Any]) -> list[tuple[str, A
         pairs += [(name, before.get(name), now.get(name)) for name in sorted({*before, *now})]
     pairs += [(name, saved.get(name), asked[name]) for name in ("text", "device")]
     # States of earlier versions do not say of which type the decoder was.
-    known = [one.get("dtype") for one in (saved, asked)]
-    return pairs if None in known else [*pairs, ("dtype", *known)]
+    before, now = saved.get("dtype"), asked.get("dtype")
+    return pairs if None in (before, now) else [*pairs, ("dtype", before, now)]

@@ -165,5 +165,5 @@ def _not_met(budget: Budget, reached: float) -> BudgetError:
     return BudgetError(
         f"ratio {budget.ratio:.4f} of the {budget.of} parameters was requested, but the closest widths "
         f"(multiples of {budget.align}) remove {reached:.4f}",
-        hint=f"ask for that ratio, or for a smaller {option('align')}",
+        hint="ask for that ratio" + (f", or for a smaller {option('align')}" if budget.align > 1 else ""),
     )

@@ -159,7 +159,10 @@ class Plan:
         Raises:
             BudgetError: if the sites cannot meet the ratio.
         """
-        budget = Budget(ratio, of, align)
+        from dispfx.plan.plan_making import require_ratio
+
+        require_ratio(ratio)
+        budget = Budget(float(ratio), of, align)
         count = ParameterCount.of_sites(program.sites, program.shapes, of)
         generator = torch.Generator().manual_seed(seed)
         logits = [

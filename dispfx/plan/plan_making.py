@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -165,11 +166,12 @@ def require_ratio(ratio: object) -> None:
     Raises:
         BudgetError: if it is not; for a percentage, the hint has the share.
     """
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0.0 <= ratio < 1.0:
-        percent = isinstance(ratio, int | float) and 1.0 < ratio < 100.0
+    share = float(ratio) if isinstance(ratio, Real) and not isinstance(ratio, bool) else None
+    if share is None or not 0.0 <= share < 1.0:
+        percent = share is not None and 1.0 < share < 100.0
         raise BudgetError(
             f"ratio must be a share between 0 and 1, but {ratio!r} was given",
-            hint=f"{ratio / 100:g} removes {ratio:g}%" if percent else None,  # type: ignore[operator]
+            hint=f"{share / 100:g} removes {share:g}%" if percent else None,  # type: ignore[operator]
         )
 
 

@@ -129,6 +129,17 @@ def test_an_operation_without_an_onnx_form_is_refused_before_learning(tmp_path: 
     assert all(line.holds for line in compiled(model, tmp_path / "out", export="none").verify)
 
 
+def rotated(middle: Middle, hidden: Tensor) -> Tensor:
+    turned = torch.view_as_complex(hidden.unflatten(-1, (-1, 2))) * torch.polar(torch.ones(1), torch.ones(1))
+    return torch.view_as_real(turned.unsqueeze(0).squeeze(0)).flatten(-2)
+
+
+def test_an_operation_on_complex_numbers_is_said_to_be_one(tmp_path: Path):
+    model = one_branch(lambda: Middle(rotated, up=96, down=96))
+    with pytest.raises(UnsupportedGraphError, match=r"no ONNX form for aten\.\w+ of complex64 numbers"):
+        compiled(model, tmp_path / "out", export="onnx")
+
+
 @pytest.mark.parametrize("middle", [inverse_error_function, lambda m, h: F.gelu(h)])
 def test_a_large_decoder_is_translated_without_its_weights(middle: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rehearsal, "_COMPARED_BYTES", 0)

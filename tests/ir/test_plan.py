@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -424,3 +425,26 @@ def test_a_plan_names_the_papers_selections_and_an_older_file_need_not(tmp_path:
     small_plan().save(path)
     assert "symbol" not in header_of(path)["sites"][0], "as in files that were written before there was one"
     assert Plan.load(path).selections[0].symbol == ""
+
+
+@pytest.mark.parametrize("ratio", ["0.3", None, [0.3], True])
+def test_a_ratio_that_is_no_number_is_a_budget_error(program: Program, ratio: Any):
+    with pytest.raises(BudgetError, match="ratio must be a share between 0 and 1"):
+        Plan.random(program, ratio, 1)
+
+
+def test_a_ratio_of_numpy_is_a_number(program: Program, tmp_path: Path):
+    ratio: Any = np.float32(0.25)
+    plan = Plan.random(program, ratio, 1)
+    scores = {site.name: torch.rand(site.size) for site in program.sites}
+    assert abs(Plan.from_scores(program, scores, ratio).achieved - 0.25) <= 1e-3
+    plan.save(tmp_path / "plan.safetensors")
+    assert Plan.load(tmp_path / "plan.safetensors") == plan
+
+
+def test_a_smaller_alignment_is_not_advised_where_there_is_none(program: Program):
+    alone = program.clone()
+    alone.sites = tuple(site for site in program.sites if site.kind == "inner")
+    with pytest.raises(BudgetError, match="multiples of 1") as error:
+        Plan.random(alone, 0.43, 1)
+    assert error.value.hint == "ask for that ratio"

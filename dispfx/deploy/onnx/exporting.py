@@ -150,7 +150,7 @@ def _converted(exported: ExportedProgram, signature: _Signature, opset: int) -> 
 
 def _no_translation(error: BaseException) -> UnsupportedGraphError:
     node = _node_of(error)
-    said = first_line(error) if node is None else f"it has no ONNX form for {_written(node)}"
+    said = first_line(error) if node is None else f"it has no ONNX form for {_written(node)}{_of_type(node)}"
     return UnsupportedGraphError(
         f"the ONNX exporter cannot translate this decoder: {said}",
         where=None if node is None else source_line(node),
@@ -162,6 +162,13 @@ def _written(node: fx.Node) -> str:
     """Return the operation as the module has it, not what it was decomposed into."""
     original = node.meta.get("original_aten")
     return operation(node) if original is None else str(getattr(original, "overloadpacket", original))
+
+
+def _of_type(node: fx.Node) -> str:
+    """Return the type of complex operands, whose operations have no form that those of real ones have."""
+    values = [value.meta.get("val") for value in (node, *node.all_input_nodes)]
+    types = [value.dtype for value in values if isinstance(value, Tensor) and value.is_complex()]
+    return f" of {str(types[0]).removeprefix('torch.')} numbers" if types else ""
 
 
 def _node_of(error: BaseException) -> fx.Node | None:
