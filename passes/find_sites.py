@@ -300,7 +300,11 @@ class _Search:
             return None
         for node, _ in closure.labels:
             if node.op == "get_attr" and str(node.target) in self.buffers:
-                return Mismatch("a weight that is a buffer, and no parameter, is not pruned", node)
+                return Mismatch(
+                    "a weight that is a buffer, and no parameter, is not pruned",
+                    node,
+                    parameter=str(node.target),
+                )
         return None
 
     def _labelled_by(self, site: str) -> set[Dimension]:
