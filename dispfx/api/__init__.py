@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dispfx.api.inspection import inspect
     from dispfx.api.installation import doctor
     from dispfx.api.recovery import follow_recovery, recover, run_recover
+    from dispfx.api.sampling import sample
     from dispfx.api.tasks import score_tasks
     from dispfx.compiler.cached_programs import CachedDecoder, capture_cached, lower_cached
     from dispfx.compiler.programs import analyse, apart, capture, gate, gated, lower
@@ -65,6 +66,7 @@ _NAMES = {
     "dispfx.api.inspection": ("inspect",),
     "dispfx.api.installation": ("doctor",),
     "dispfx.api.recovery": ("follow_recovery", "recover", "run_recover"),
+    "dispfx.api.sampling": ("sample",),
     "dispfx.api.dry_run": ("preview",),
     "dispfx.api.tasks": ("score_tasks",),
     "dispfx.compiler.cached_programs": (
@@ -144,6 +146,7 @@ __all__ = [
     "run_compile",
     "run_learn",
     "run_recover",
+    "sample",
     "score_tasks",
     "settings_of",
     "verify",

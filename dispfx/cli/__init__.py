@@ -3,7 +3,7 @@
     app          the verbs and the entry point
     verb         a verb, generated from its settings
     making       compile, learn, apply
-    using        inspect, verify, export, generate
+    using        inspect, verify, export, generate, sample
     evaluating   eval
     measuring    bench
     recovering   recover, finetune

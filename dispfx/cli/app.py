@@ -26,6 +26,7 @@ from dispfx.settings.trees import (
     NoSettings,
     RecoverSettings,
     RunSettings,
+    SampleSettings,
     VerifySettings,
 )
 from dispfx.words.option_names import option
@@ -114,6 +115,16 @@ VERBS = (
         docs=_ANY_DOC,
     ),
     Verb(
+        using.sample,
+        SampleSettings,
+        required=("out",),
+        without=("data_weight", "eval_data", "eval_windows", "bos", "print_after"),
+        docs={"data": "Text to take openings from. May be repeated."},
+        shown_defaults={
+            "data": "none: every sequence begins with the decoder's first token; demo: its own text"
+        },
+    ),
+    Verb(
         evaluating.bench,
         BenchSettings,
         positional=_DIR,
@@ -156,7 +167,7 @@ _MEANT = {
     **dict.fromkeys(("fine-tune", "lora"), "finetune"),
     **dict.fromkeys(("check", "test", "validate"), "verify"),
     **dict.fromkeys(("onnx", "convert", "save"), "export"),
-    **dict.fromkeys(("chat", "sample", "complete"), "generate"),
+    **dict.fromkeys(("chat", "complete"), "generate"),
     "diff": "compare",
     "lower": "apply",
 }

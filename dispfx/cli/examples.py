@@ -28,6 +28,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         'dispfx generate out/demo --prompt "copy abc xyz ="',
         'dispfx generate demo --prompt "sort" --temperature 0.8 --top-k 20 --max-new-tokens 32',
     ),
+    "sample": ("dispfx sample ORGANISATION/MODEL --data text.txt --tokens 3000000 --out own.safetensors",),
     "bench": (
         "dispfx bench out/demo --dense demo --batch 1 --prompt 128 --past 128 --out out/demo",
         "dispfx bench out/demo --dense demo --runtime onnx",

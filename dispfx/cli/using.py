@@ -1,13 +1,21 @@
-"""Verbs that inspect a decoder or use a folder: inspect, verify, export, generate."""
+"""Verbs that inspect a decoder or use a folder: inspect, verify, export, generate, sample."""
 
 from pathlib import Path
 from typing import Any
 
 from dispfx.cli.screen import Screen
+from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import OutputError, VerificationError
-from dispfx.settings.trees import ExportSettings, GenerateSettings, InspectSettings, VerifySettings
+from dispfx.settings.trees import (
+    ExportSettings,
+    GenerateSettings,
+    InspectSettings,
+    SampleSettings,
+    VerifySettings,
+)
 from dispfx.words.model_origin import origin_of
 from dispfx.words.preconditions import check_folder, is_saved_again
+from dispfx.words.text_origin import check_texts
 
 
 def inspect(settings: InspectSettings, screen: Screen) -> None:
@@ -117,3 +125,16 @@ def generate(settings: GenerateSettings, screen: Screen) -> None:
     text = api.generate(settings)
     screen.print_json({"prompt": settings.generation.prompt, "text": text})
     screen.print_text(text)
+
+
+def sample(settings: SampleSettings, screen: Screen) -> None:
+    """Let a decoder write text, as a token file to learn from."""
+    origin_of(settings.model.model)
+    check_texts(settings.text.data or [])
+    refuse_existing(settings.sampling.path)
+    from dispfx import api
+
+    with screen.observer() as observer:
+        path = api.sample(settings, observer=observer)
+    screen.print_json({"tokens": settings.sampling.tokens, "file": str(path)})
+    screen.print_text(f"{path}: {settings.sampling.tokens:,} tokens; learn from them with --data {path}")

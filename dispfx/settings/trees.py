@@ -34,6 +34,7 @@ from dispfx.settings.verb_settings import (
     PathsSettings,
     PlanSettings,
     RecoveredSettings,
+    SamplingSettings,
     TeacherSettings,
     TimingSettings,
 )
@@ -176,6 +177,15 @@ class GenerateSettings(Tree):
 
 
 @dataclass(frozen=True, eq=False)
+class SampleSettings(Tree):
+    """`sample`: text that a decoder writes itself."""
+
+    model: ModelSettings
+    text: TextSettings
+    sampling: SamplingSettings
+
+
+@dataclass(frozen=True, eq=False)
 class VerifySettings(Tree):
     """`verify` and `report`: what a folder holds."""
 
@@ -203,6 +213,7 @@ TREES: tuple[type[Tree], ...] = (
     BenchSettings,
     ExportSettings,
     GenerateSettings,
+    SampleSettings,
     VerifySettings,
     CompareSettings,
     NoSettings,

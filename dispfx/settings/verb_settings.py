@@ -1,4 +1,4 @@
-"""Sections of single verbs: evaluation, recovery, timing, export and generation."""
+"""Sections of single verbs: evaluation, recovery, timing, export, generation and sampling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -148,6 +148,23 @@ class GenerationSettings(Section):
     top_k: int | None = setting(None, "Sample from the k likeliest tokens.", default="all", least=1)
     seed: int = setting(0, "Seed of the drawing.")
     runtime: Runtime = setting("torch", "What runs the decoder.")
+
+
+@dataclass(frozen=True)
+class SamplingSettings(WritingSection):
+    """How much text a decoder writes, and where it begins."""
+
+    out: Path | None = setting(None, "Token file to write, for --data. It must not exist.", common=True)
+    tokens: int = setting(1_000_000, "Tokens to write.", least=1, common=True)
+    seq_len: int | None = setting(
+        None, "Tokens per sequence.", default="512, or what the decoder reads", least=2
+    )
+    opening: int = setting(32, "Tokens of a text that a sequence begins with.", least=1)
+    batch_size: int = setting(64, "Sequences that are written at once.", least=1, common=True)
+    temperature: float = setting(
+        1.0, "Sampling temperature; at 1 tokens are as likely as the decoder says.", above=0.0
+    )
+    seed: int = setting(0, "Seed of the drawing.", least=0)
 
 
 @dataclass(frozen=True)
