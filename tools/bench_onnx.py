@@ -22,16 +22,18 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 import torch
+from kernels import kernels_of
+from onnx_placement import read_placement
+from onnx_timing import time_session
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dispfx.benchmark.bound import bound, step_cost
-from dispfx.benchmark.onnx_timing import bound_run, kernels_of, time_session
+from dispfx.benchmark.onnx_comparison import bound_run
 from dispfx.compiler.cached_programs import capture_cached
 from dispfx.compiler.programs import lower_program
 from dispfx.compiler.stages import run_stage
 from dispfx.deploy.onnx.exporting import cached_model
 from dispfx.deploy.onnx.files import save_model
-from dispfx.deploy.onnx.placement import read_placement
 from dispfx.deploy.onnx.session import CachedSession, SessionOptions
 from dispfx.deploy.onnx.skip_norms import fuse_skip_norms
 from dispfx.ir.cached_inputs import CachedShape, sample_inputs
@@ -342,7 +344,7 @@ class Bench:
         for phase, shape in self._phases()[:2]:
             run = bound_run(session, shape)
             found = kernels_of(run.run)
-            total = sum(kernel.microseconds for kernel in found)
+            total = 1e6 * sum(kernel.seconds for kernel in found)
             self.results.add(
                 {
                     **row,
@@ -350,7 +352,7 @@ class Bench:
                     "cuda_graph": False,
                     "timing": "kernels",
                     "kernel_microseconds": total,
-                    "kernels": [dataclasses.astuple(kernel) for kernel in found[:24]],
+                    "kernels": [(one.name, one.calls, 1e6 * one.seconds) for one in found[:24]],
                 }
             )
         if variant != "plain":

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import decoder_shapes as shapes
 import torch
+from static_decoder import StaticDecoder
 
-from dispfx.benchmark.static_decoder import StaticDecoder, static_programs
+from dispfx.benchmark.static_programs import static_programs
 from dispfx.compiler.cached_programs import CachedDecoder
 from dispfx.kernels.cached_attention import CACHED_ATTENTION, reference
 

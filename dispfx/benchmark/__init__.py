@@ -1,1 +1,1 @@
-"""How fast a decoder is: timing, bounds, static decoders, latency tables."""
+"""How fast a decoder is: timing, bounds, programs with a static cache, latency tables."""

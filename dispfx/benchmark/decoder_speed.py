@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dispfx.benchmark.bound import bound, step_cost
 from dispfx.benchmark.speed_row import Side, SpeedRow
-from dispfx.benchmark.static_decoder import static_programs
+from dispfx.benchmark.static_programs import static_programs
 from dispfx.benchmark.timing import Call, compare_times, peak_bytes, recorded
 from dispfx.compiler.stages import run_stage
 from dispfx.errors import DispfxError, first_line

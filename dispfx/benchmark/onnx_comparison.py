@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dispfx.benchmark.bound import bound, step_cost
 from dispfx.benchmark.decoder_speed import Contender
-from dispfx.benchmark.onnx_timing import bound_run
 from dispfx.benchmark.speed_row import Side, SpeedRow
 from dispfx.benchmark.timing import compare_times
 from dispfx.deploy.onnx.exporting import cached_model
 from dispfx.deploy.onnx.files import MODEL_FILE, save_model
-from dispfx.deploy.onnx.session import CachedSession, SessionOptions
-from dispfx.ir.cached_inputs import CachedShape
+from dispfx.deploy.onnx.session import BoundRun, CachedSession, SessionOptions
+from dispfx.ir.cached_inputs import CachedShape, sample_inputs
 
 MODE = "onnx"
 
@@ -67,3 +67,12 @@ def _session(side: Contender, device: torch.device) -> Iterator[tuple[CachedSess
         path = Path(folder, MODEL_FILE)
         save_model(cached_model(side.fast), path)
         yield CachedSession(path, SessionOptions(device.type)), time.perf_counter() - start
+
+
+def bound_run(session: CachedSession, shape: CachedShape) -> BoundRun:
+    """Return a run at a shape on random tokens and caches, nothing of it padding."""
+    inputs = sample_inputs(session.caches, shape, session.vocabulary_size, session.device)
+    inputs[1].fill_(1)
+    positions = torch.arange(shape.past, shape.past + shape.tokens, device=session.device)
+    placed: list[Tensor] = [*inputs[:2], positions.expand(shape.batch, -1).contiguous(), *inputs[3:]]
+    return session.bind(placed, session.outputs(shape))

@@ -10,18 +10,16 @@ Shape legend: B batch, K tokens of an opening, L tokens of a sequence.
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor, nn
 
 from dispfx.capturing.module_capture import module_logits
-from dispfx.capturing.module_state import in_evaluation_mode
 from dispfx.deploy.generate import generate
 from dispfx.errors import DataError
 from dispfx.settings.verb_settings import SamplingSettings
 from dispfx.source import Source
+from dispfx.source.sampling import can_sample, sample_by_cache
 from dispfx.source.source import context_of, named_context
 from dispfx.source.text import tokens_in_front
 from dispfx.words.option_names import option
@@ -61,8 +59,8 @@ def sampled_text(source: Source, openings: Tensor | None, settings: SamplingSett
     """
     assert settings.seq_len is not None
     generator = torch.Generator().manual_seed(settings.seed)
-    write = _by_transformers if isinstance(source.model, PreTrainedModel) else _by_whole_sequences
-    write = partial(write, source, settings.temperature)
+    write = sample_by_cache if can_sample(source.model) else _by_whole_sequences
+    write = partial(write, source.model, settings.temperature)
     rows = -(-settings.tokens // settings.seq_len)
     for start in range(0, rows, settings.batch_size):
         count = min(settings.batch_size, rows - start)
@@ -106,27 +104,8 @@ def _first_tokens(source: Source) -> tuple[int, ...]:
     return front
 
 
-def _by_transformers(source: Source, temperature: float, begun_BK: Tensor, new: int, seed: int) -> Tensor:
-    model: Any = source.model
-    devices = [begun_BK.device] if begun_BK.device.type == "cuda" else []
-    # The decoder's own generation settings fill what a call leaves open, and change what is likely.
-    own, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        with torch.random.fork_rng(devices), torch.no_grad(), in_evaluation_mode(model):
-            torch.manual_seed(seed)
-            return model.generate(
-                begun_BK,
-                attention_mask=torch.ones_like(begun_BK),
-                do_sample=True,
-                temperature=temperature,
-                top_k=0,
-                max_new_tokens=new,
-                pad_token_id=0,
-            )
-    finally:
-        model.generation_config = own
-
-
-def _by_whole_sequences(source: Source, temperature: float, begun_BK: Tensor, new: int, seed: int) -> Tensor:
-    decoder = partial(module_logits, source.model)
+def _by_whole_sequences(
+    model: nn.Module, temperature: float, begun_BK: Tensor, new: int, seed: int
+) -> Tensor:
+    decoder = partial(module_logits, model)
     return generate(decoder, begun_BK, max_new_tokens=new, temperature=temperature, seed=seed)

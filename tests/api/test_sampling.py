@@ -74,13 +74,14 @@ def test_tokens_are_as_likely_as_the_decoder_says(demo: Source):
 def test_the_decoder_s_own_generation_settings_play_no_part(demo: Source):
     openings = torch.arange(30)
     before = text_of(demo, openings, FEW)
+    model: Any = demo.model
     own = GenerationConfig(top_k=1, do_sample=True, repetition_penalty=5.0, eos_token_id=list(range(40)))
-    demo.model.generation_config, kept = own, demo.model.generation_config
+    model.generation_config, kept = own, model.generation_config
     try:
         assert torch.equal(text_of(demo, openings, FEW), before)
-        assert demo.model.generation_config is own
+        assert model.generation_config is own
     finally:
-        demo.model.generation_config = kept
+        model.generation_config = kept
 
 
 def test_a_seed_gives_one_text_and_leaves_the_global_generator_alone(demo: Source):

@@ -5,7 +5,6 @@
     files       models on disk, with their external weights
     quantize    weights of 4 and 8 bits; dequantize reads them back by definition
     session     models that run on torch tensors
-    placement   which nodes ran on the CPU
 
 Only this package knows onnx and ONNX Runtime.
 """

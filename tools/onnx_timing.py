@@ -1,18 +1,18 @@
-"""How fast ONNX models with a cache run, and in which kernels of a GPU.
+"""How fast ONNX models with a cache run.
 
 Shape legend: B batch, T new tokens, P cached tokens.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from dispfx.benchmark.onnx_comparison import bound_run
 from dispfx.deploy.onnx.session import BoundRun, CachedSession
-from dispfx.ir.cached_inputs import CachedShape, sample_inputs
+from dispfx.ir.cached_inputs import CachedShape
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,6 @@ def time_session(
     return Speed(shape, statistics.median(times), tenths[0], tenths[-1], queued, len(times))
 
 
-def bound_run(session: CachedSession, shape: CachedShape) -> BoundRun:
-    """Return a run at a shape on random tokens and caches, nothing of it padding."""
-    inputs = sample_inputs(session.caches, shape, session.vocabulary_size, session.device)
-    inputs[1].fill_(1)
-    positions = torch.arange(shape.past, shape.past + shape.tokens, device=session.device)
-    placed: list[Tensor] = [*inputs[:2], positions.expand(shape.batch, -1).contiguous(), *inputs[3:]]
-    return session.bind(placed, session.outputs(shape))
-
-
 def _times(run: Callable[[], None], seconds: float, most_runs: int) -> list[float]:
     times: list[float] = []
     start = time.perf_counter()
@@ -88,29 +79,3 @@ def _queued(run: BoundRun, runs: int) -> float:
         run.enqueue()
     torch.cuda.synchronize()
     return (time.perf_counter() - before) / runs
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One kind of kernel on the GPU, in one run."""
-
-    name: str
-    calls: float
-    microseconds: float
-
-
-def kernels_of(run: Callable[[], None], runs: int = 3) -> Sequence[Kernel]:
-    """Return what the GPU did in a run, the longest first, averaged over `runs`."""
-    from torch.profiler import ProfilerActivity, profile
-
-    run()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(runs):
-            run()
-        torch.cuda.synchronize()
-    found = [
-        Kernel(event.key, event.count / runs, event.self_device_time_total / runs)
-        for event in recorded.key_averages()
-        if event.self_device_time_total > 0
-    ]
-    return sorted(found, key=lambda kernel: -kernel.microseconds)

@@ -1,67 +1,20 @@
-"""The fast path of a decoder with a cache: fused projections, a cache in place, one graph a kind of step.
+"""A decoder with caches of a fixed length, run as `bench` times it: compiled, and replayed as a CUDA graph.
 
-    lowered program with a cache
-        → fuse projections → group heads                               for dense and pruned decoders alike
-        → last logits → static cache, reading new keys      (prefill)
-        → static cache, reading the places in use           (decode)
-        → torch.compile, CUDA graph                         (StaticDecoder)
-
-Shape legend: B batch, T tokens, S places of a cache, V vocabulary.
+Shape legend: B batch, T tokens, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dispfx.compiler.stages import run_stage
+from dispfx.benchmark.static_programs import StaticPrograms
 from dispfx.errors import DataError
-from dispfx.ir.cached_inputs import CacheTensor, cache_tensors, positions_of
-from dispfx.ir.program import Program
+from dispfx.ir.cached_inputs import positions_of
 from dispfx.kernels.recording import recording, warm_up
 
 Compile = Callable[[torch.fx.GraphModule], Callable[..., Any]]
-
-
-@dataclass(frozen=True, eq=False)
-class StaticPrograms:
-    """One decoder as two graphs that share their weights.
-
-    Args:
-        prefill: takes a prompt with an empty cache and returns the logits of its last token.
-        decode: takes new tokens after `start` cached ones and returns their logits.
-        length: S, the places of their caches.
-        padded: whether a padding mask is obeyed; without, attention runs on faster kernels.
-    """
-
-    prefill: Program
-    decode: Program
-    length: int
-    padded: bool
-
-    @property
-    def caches(self) -> tuple[CacheTensor, ...]:
-        """What the caches hold."""
-        return cache_tensors(self.decode.graph)
-
-
-def static_programs(program: Program, length: int, *, padded: bool = False) -> StaticPrograms:
-    """Return a decoder with caches of `length` places.
-
-    Args:
-        program: lowered, with a cache (`dispfx.compiler.cached_programs.lower_cached`); it is not changed.
-        length: most tokens of a text, prompt and continuation.
-        padded: obey the padding mask; its tokens must stand on the left.
-
-    Raises:
-        UnsupportedGraphError: if the decoder uses its cache in a way that a fixed length does not allow.
-    """
-    fused = run_stage("fuse", program.clone())
-    prefill = run_stage("prefill", fused.clone(), length=length, reads="mask" if padded else "new")
-    decode = run_stage("decode", fused.clone(), length=length, reads="mask" if padded else "prefix")
-    return StaticPrograms(prefill, decode, length, padded)
 
 
 class StaticDecoder:
