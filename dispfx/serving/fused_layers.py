@@ -99,7 +99,8 @@ class ServedLayout:
         layout: of the folder.
 
     Raises:
-        OutputError: if it has a module that no linear layer can stand for (rule 3).
+        OutputError: if it has a module that no linear layer can stand for, or a buffer that an engine would
+            compute otherwise (rule 3).
     """
 
     def __init__(self, layout: Layout):
@@ -108,6 +109,13 @@ class ServedLayout:
         self._served: set[str] = set()
         for path, module in layout.modules.items():
             _require_linear(path, module)
+        for path in layout.buffers:
+            raise unserved(
+                path,
+                "it stores this buffer, because the config gives other values, which vLLM takes",
+                hint="open the decoder with from_pretrained(…, dtype=…) or --dtype, not .to(dtype), which "
+                "rounds such buffers; then prune it again",
+            )
 
     @staticmethod
     def of_section(section: Mapping[str, Any]) -> "ServedLayout":

@@ -89,14 +89,16 @@ class PrunedLinearMethod(LinearMethodBase):
             self._add_index(layer, WRITE, self.served.write, self.served.write.features)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check the indices, then let vLLM arrange the weight for the device.
+        """Check what was loaded, then let vLLM arrange the weight for the device.
 
         Raises:
-            PlanMismatchError: if an index was not loaded, or is not the one of the folder's config.
+            PlanMismatchError: if an index or a weight was not loaded, or an index is not the one of the
+                folder's config.
         """
         for name, gather in ((READ, self.served.read), (WRITE, self.served.write)):
             if gather is not None:
                 self._indices.check(gather, getattr(layer, name))
+        self._indices.require_weights()
         self.plain.process_weights_after_loading(layer)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:

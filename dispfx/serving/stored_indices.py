@@ -1,8 +1,10 @@
-"""The indices of a decoder while an engine loads them.
+"""The indices of a decoder while an engine loads them, and the names of all tensors that it loads.
 
 1. Room for an index holds -1 until it is loaded, so that a missing one is found.
 2. Modules that an engine fuses have an index each; the indices must be equal.
 3. When the last layer is checked, all indices are compared with the digest of the folder's config.
+4. An engine may leave a weight at random values if a file of the folder is missing (vLLM checks only formats
+   without a method of their own).  So the weights of pruned modules must be among the loaded names.
 """
 
 from collections.abc import Callable
@@ -30,6 +32,10 @@ class StoredIndices:
         self._expected = {
             f"{path}.{name}" for path, module in layout.modules.items() for name in module.indices
         }
+        self._weights = [
+            f"{path}.{name}" for path, module in layout.modules.items() for name in module.shapes
+        ]
+        self._names: set[str] = set()
 
     def room(self, gather: Gather, length: int) -> Tensor:
         """Return int32 (length,) for an index, on the current device, the same for all layers that use it."""
@@ -56,6 +62,24 @@ class StoredIndices:
             index.data.copy_(stored)
 
         return load
+
+    def note(self, name: str) -> None:
+        """Remember that the engine loads a tensor, by its name in the folder."""
+        self._names.add(name)
+
+    def require_weights(self) -> None:
+        """Pass if the weights of all pruned modules were loaded, or the engine did not say what it loads.
+
+        Raises:
+            PlanMismatchError: naming the first weight that was not (rule 4).
+        """
+        missing = [name for name in self._weights if name not in self._names] if self._names else []
+        if missing:
+            raise PlanMismatchError(
+                f"{len(missing)} of {len(self._weights)} pruned weights are not in the folder's files",
+                where=missing[0],
+                hint="copy or download the folder again",
+            )
 
     def check(self, gather: Gather, index: Tensor) -> None:
         """Pass if an index was loaded and, with the last one, if all are those of the folder's config.

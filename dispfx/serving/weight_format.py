@@ -5,7 +5,7 @@ this format for the method of every layer, and `PrunedLinearMethod` gives linear
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +65,21 @@ class PrunedFolder(QuantizationConfig):
         return []
 
     @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> None:
+        """Leave the choice of a format to vLLM, which asks here for every folder.
+
+        Raises:
+            OutputError: if a pruned folder is to be quantised.
+        """
+        if hf_quant_cfg.get("quant_method") == METHOD and user_quant not in (None, METHOD):
+            raise OutputError(
+                f"dispfx does not support --quantization {user_quant} in vLLM",
+                hint="serve the pruned folder without this option",
+            )
+
+    @classmethod
     def from_config(cls, config: dict[str, Any]) -> "PrunedFolder":
         """Read the section of config.json."""
         return cls(config)
@@ -111,9 +126,8 @@ class PrunedFolder(QuantizationConfig):
         self._served.require_all_served()
         # A folder that transformers has saved again has no index, and vLLM reads the plan as weights.
         plan = re.compile(f"^(?:{'|'.join(map(re.escape, self._plan))})$")
-        return WeightsMapper(
-            orig_to_new_renaming=[_Renamed(self._served.renamed())], orig_to_new_regex={plan: None}
-        )
+        renamed = _Renamed(self._served.renamed(), self._indices.note)
+        return WeightsMapper(orig_to_new_renaming=[renamed], orig_to_new_regex={plan: None})
 
     def _require_supported(self) -> None:
         """Refuse options of the engine under which a pruned layer would compute something else."""
@@ -138,13 +152,16 @@ class _Renamed:
 
     Args:
         names: new ones by the old ones.
+        note: gets every old name.
     """
 
-    def __init__(self, names: Mapping[str, str]):
+    def __init__(self, names: Mapping[str, str], note: Callable[[str], None]):
         self._names = names
+        self._note = note
 
     def rename_source_key(self, name: str) -> tuple[str, None]:
         """Return the new name, and no pattern."""
+        self._note(name)
         return self._names.get(name, name), None
 
 

@@ -140,6 +140,14 @@ def test_a_pruned_module_that_is_not_linear_is_refused_by_name_rule_3(name: str)
     assert error.value.where == name
 
 
+def test_a_buffer_that_an_engine_would_compute_otherwise_is_refused_by_name_rule_3():
+    """`.to(bfloat16)` rounds the frequencies of positions, and vLLM computes them from the config."""
+    layout = Layout({"q": linear(3, None, read=(8, 3))}, "", ("model.rotary_emb.inv_freq",))
+    with pytest.raises(OutputError, match="stores this buffer") as error:
+        ServedLayout.of_section(section(layout))
+    assert error.value.where == "model.rotary_emb.inv_freq" and "--dtype" in str(error.value)
+
+
 def test_a_folder_from_before_readers_is_to_be_written_again():
     old = Layout({"norm": ModuleLayout(select=(8, 3)), "q": linear(3, None)}, "")
     with pytest.raises(OutputError, match="an older dispfx wrote it") as error:
@@ -204,6 +212,21 @@ def test_an_index_that_is_missing_changed_or_too_long_is_named():
     room[1] = 8
     with pytest.raises(PlanMismatchError, match="between 0 and 7"):
         indices.check(gather, room)
+
+
+def test_a_weight_that_was_not_loaded_is_named_rule_4():
+    """vLLM itself does not look, and serves what the memory held."""
+    layout = Layout({"q": linear(3, None, read=(8, 3)), "o": linear(None, 5, write=(8, 5))}, "")
+    indices = StoredIndices(layout)
+    # A loader that takes tensors without their names.
+    indices.require_weights()
+    indices.note("embed.weight")
+    indices.note("q.weight")
+    with pytest.raises(PlanMismatchError, match="1 of 2 pruned weights") as error:
+        indices.require_weights()
+    assert error.value.where == "o.weight"
+    indices.note("o.weight")
+    indices.require_weights()
 
 
 def test_fused_modules_must_store_one_index_and_share_one_room_rule_2():

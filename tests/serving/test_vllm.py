@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import dispfx
 from dispfx import api
@@ -161,10 +162,24 @@ def test_the_compiled_decoder_gives_the_tokens_of_pytorch(place: str, packages: 
     assert found.get("greedy") == [expected(path, json.dumps(PROMPTS))], found.get("error")
 
 
+def test_merged_adapters_give_the_tokens_of_pytorch(place: str, packages: str, tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(folder("llama", place))
+    modules = ["q_proj", "o_proj", "gate_proj", "down_proj"]
+    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=modules))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    (found,) = started([asked(tmp_path / "merged", PROMPTS)], packages)
+    assert found.get("greedy") == [expected(tmp_path / "merged", json.dumps(PROMPTS))], found.get("error")
+    assert found["greedy"] != [expected(folder("llama", place), json.dumps(PROMPTS))]
+
+
 def test_what_vllm_would_serve_wrongly_is_refused_by_name(place: str, packages: str, tmp_path: Path):
     llama = folder("llama", place)
-    changed, other = tmp_path / "changed", tmp_path / "other"
-    for copy in (changed, other):
+    changed, other, short = tmp_path / "changed", tmp_path / "other", tmp_path / "short"
+    for copy in (changed, other, short):
         shutil.copytree(llama, copy)
     tensors = load_file(changed / "model.safetensors")
     name = next(one for one in tensors if one.endswith("dispfx_select"))
@@ -172,12 +187,22 @@ def test_what_vllm_would_serve_wrongly_is_refused_by_name(place: str, packages: 
     tensors[name][tensors[name] == tensors[name][tensors[name] > absent][0]] = absent
     save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(folder("llama", place, align=1) / "config.json", other)
+    tensors = load_file(short / "model.safetensors")
+    del tensors["model.layers.0.mlp.down_proj.weight"]
+    save_file(tensors, short / "model.safetensors", metadata={"format": "pt"})
+    # It rounds the frequencies of positions, which vLLM computes from the config.
+    rounded = tiny_decoder("llama").to(torch.bfloat16)
+    plan = dispfx.Plan.random(dispfx.capture(rounded), 0.4, seed=1, align=4)
+    api.apply(rounded, plan, out=tmp_path / "rounded", export="none")
     runs = {
         "not those that the config was written with": asked(changed, PROMPTS),
         "the stored weight has the shape": asked(other, PROMPTS),
         "not a linear layer": asked(folder("mixtral", place), PROMPTS),
         "--model-impl transformers": asked(folder("stablelm", place), PROMPTS),
         "does not support adapters": asked(llama, PROMPTS, enable_lora=True),
+        "does not support --quantization fp8": asked(llama, PROMPTS, quantization="fp8"),
+        "pruned weights are not in the folder's files": asked(short, PROMPTS),
+        "stores this buffer": asked(tmp_path / "rounded", PROMPTS, dtype="auto"),
     }
     for said, found in zip(runs, started(list(runs.values()), packages), strict=True):
         assert said in found.get("error", ""), found
