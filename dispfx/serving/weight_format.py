@@ -21,7 +21,7 @@ from vllm.model_executor.models.utils import WeightsMapper  # type: ignore[impor
 
 from dispfx.errors import OutputError
 from dispfx.huggingface.entries import LOCK, METHOD
-from dispfx.serving.fused_layers import ServedLayout
+from dispfx.serving.fused_layers import ServedLayout, unserved
 from dispfx.serving.linear_method import PrunedLinearMethod
 from dispfx.serving.stored_indices import StoredIndices
 
@@ -106,7 +106,7 @@ class PrunedFolder(QuantizationConfig):
             OutputError: if vLLM cannot run the layer as it was pruned.
         """
         if isinstance(layer, RoutedExperts):
-            self._served.require_untouched(self._paths.get(prefix, prefix), "a mixture of experts")
+            self._require_experts(self._paths.get(prefix, prefix))
         if not isinstance(layer, LinearBase):
             return None
         self._require_supported()
@@ -128,6 +128,16 @@ class PrunedFolder(QuantizationConfig):
         plan = re.compile(f"^(?:{'|'.join(map(re.escape, self._plan))})$")
         renamed = _Renamed(self._served.renamed(), self._indices.note)
         return WeightsMapper(orig_to_new_renaming=[renamed], orig_to_new_regex={plan: None})
+
+    def _require_experts(self, path: str) -> None:
+        """Refuse a mixture that is pruned, or that vLLM's class would read under other names."""
+        self._served.require_untouched(path, "a mixture of experts")
+        if not get_current_vllm_config().model_config.using_transformers_backend():
+            raise unserved(
+                path,
+                "it stores all experts in one tensor, and its class in vLLM reads them one by one",
+                hint="serve with --model-impl transformers, which takes the modules of the decoder itself",
+            )
 
     def _require_supported(self) -> None:
         """Refuse options of the engine under which a pruned layer would compute something else."""
