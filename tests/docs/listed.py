@@ -68,6 +68,9 @@ NOT_RUN = {
     "pip install '.[peft]'": _PACKAGES,
     "pip install '.[lm-eval]'": _PACKAGES,
     "pip install '.[vllm]'": "fetches vLLM, which has requirements of its own",
+    "pip uninstall torchvision torchaudio torchcodec": "changes the environment that it runs in",
+    "VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model DIR "
+    "--enforce-eager": "needs vLLM; tests/serving serves the same folders without the server",
     "python tools/bench_vllm.py DIR --dense MODEL": "needs a Python with vLLM",
     "DISPFX_VLLM=ENV/bin/python tools/test tests/serving": "needs a Python with vLLM",
     "pip install 'dispfx[data]'": _PACKAGES,
