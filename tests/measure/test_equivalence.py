@@ -238,3 +238,42 @@ def test_code_that_names_its_type_is_compared_in_it(kind: type[Wide]) -> None:
         "b = a", expected, ModuleDecoder(wrong), 5e-2, vocabulary_size=16, shapes=[(1, 2)]
     )
     assert not line.holds
+
+
+class Cancelling(nn.Module):
+    """Adds and takes away again what hides its logits in half precision, by two products."""
+
+    def __init__(self, first: bool):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.embedding = nn.Parameter(torch.randn(16, 32, generator=generator))
+        self.loud = nn.Parameter(300.0 * torch.randn(32, 16, generator=generator))
+        self.first = first
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding[ids]
+        loud = x @ self.loud
+        return (loud - loud) + x[..., :16] if self.first else (loud + x[..., :16]) - (x.clone() @ self.loud)
+
+
+def test_an_error_of_more_than_half_is_rounding_where_noise_does_as_much() -> None:
+    def line_of(actual: nn.Module) -> Verification:
+        expected = Cancelling(first=False).bfloat16()
+        (line,) = compare_decoders(
+            "b = a", expected, actual.bfloat16(), 5e-2, vocabulary_size=16, shapes=[(2, 9)]
+        )
+        return line
+
+    half = compare(
+        "b = a",
+        Cancelling(first=False).bfloat16()(torch.arange(16)[None]),
+        Cancelling(first=True).bfloat16()(torch.arange(16)[None]),
+        5e-2,
+    )
+    assert half.max_rel_error > 0.5
+    line = line_of(Cancelling(first=True))
+    assert line.name == "b = a" + IN_FLOAT32 and line.holds
+    wrong = Cancelling(first=True)
+    with torch.no_grad():
+        wrong.embedding.mul_(1.02)
+    assert not line_of(wrong).holds
