@@ -19,10 +19,10 @@ from dispfx.capturing.module_capture import capture as capture_module
 from dispfx.compiler.stages import names_of, run_stage
 from dispfx.errors import CaptureError, PlanMismatchError, UnsupportedGraphError
 from dispfx.ir.pipeline import Pass, Pipeline, further_passes
-from dispfx.ir.program import Program, own_tensor
+from dispfx.ir.program import Program, own_tensor, require_program
 from dispfx.ir.retype import retyped
 from dispfx.plan.hardening import hard_masks
-from dispfx.plan.plan import Plan, site_keys
+from dispfx.plan.plan import Plan, require_plan, site_keys
 from dispfx.settings.sections import Select
 from dispfx.settings.verb_settings import WriteSpelling
 from dispfx.source.experts import Experts, experts_as, has_choice_of_experts
@@ -221,6 +221,7 @@ class HardGatedDecoder(nn.Module):
 
 def gate(program: Program) -> GatedDecoder:
     """Return the decoder with a gate at every site; with masks of ones it is bit-identical."""
+    require_program(program)
     twin = run_stage("gate", program.clone())
     return GatedDecoder(twin)
 
@@ -281,6 +282,8 @@ def _selections(program: Program, plan: Plan) -> list[Tensor]:
 
 def require_same_decoder(program: Program, plan: Plan) -> None:
     """Raise PlanMismatchError if the plan was made for another decoder."""
+    require_program(program)
+    require_plan(plan)
     if plan.fingerprint != program.fingerprint:
         raise PlanMismatchError(
             f"the plan was made for a decoder with fingerprint {plan.fingerprint[:12]}, this one has "

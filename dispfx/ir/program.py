@@ -20,6 +20,7 @@ from dispfx.ir.lengths import Lengths, hold_to
 from dispfx.ir.outline import Outline
 from dispfx.ir.shown_tables import program_html, program_text
 from dispfx.ir.sites import Branch, Refusal, ResidualStream, Site
+from dispfx.words.given import require_given
 
 # Kept indices of a site are the buffer `dispfx_index.<site>` of a lowered decoder.
 INDEX_PREFIX = "dispfx_index"
@@ -234,6 +235,11 @@ class Program:
         self.lengths = lengths
         whole = "attention_mask"  # of cached and new tokens
         hold_to(self.graph_module, lengths, self.inputs.index(whole) if whole in self.inputs else 0)
+
+
+def require_program(program: Any) -> None:
+    """Raise DispfxError for what is no program."""
+    require_given(program, Program, "dispfx.capture(model) returns one")
 
 
 def with_tensors(graph: fx.Graph, tensors: Mapping[str, Tensor]) -> fx.GraphModule:

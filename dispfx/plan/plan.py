@@ -12,8 +12,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,15 +24,14 @@ from dispfx.files.disk import replacing
 from dispfx.files.json_text import parse_json
 from dispfx.files.unreadable import NOT_FETCHED, fetching, is_pointer
 from dispfx.ir.lengths import End, Lengths
+from dispfx.ir.program import Program, require_program
 from dispfx.ir.shown_tables import plan_html, plan_text
 from dispfx.ir.sites import STREAM, Site
 from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import ParameterCount, hard_masks, harden
 from dispfx.plan.latency_table import CostTable
 from dispfx.settings.sections import RatioOf, Select
-
-if TYPE_CHECKING:
-    from dispfx.ir.program import Program
+from dispfx.words.given import path_given, require_given
 
 SCHEMA_VERSION = 1
 # Of all sites together, to bound memory.  61 layers of 384 experts with 2,048 features have 48 million.
@@ -148,7 +146,7 @@ class Plan:
 
     @staticmethod
     def random(
-        program: "Program", ratio: float, seed: int, *, of: RatioOf = "blocks", align: int = 1
+        program: Program, ratio: float, seed: int, *, of: RatioOf = "blocks", align: int = 1
     ) -> "Plan":
         """Return a plan of random selections and random widths that meets the ratio.
 
@@ -161,6 +159,7 @@ class Plan:
         """
         from dispfx.plan.plan_making import require_ratio
 
+        require_program(program)
         require_ratio(ratio)
         budget = Budget(float(ratio), of, align)
         count = ParameterCount.of_sites(program.sites, program.shapes, of)
@@ -174,7 +173,7 @@ class Plan:
         return Plan.of(program, budget, kept, seed)
 
     @staticmethod
-    def from_masks(program: "Program", masks: Mapping[str, Any], *, of: RatioOf = "blocks") -> "Plan":
+    def from_masks(program: Program, masks: Mapping[str, Any], *, of: RatioOf = "blocks") -> "Plan":
         """Return the plan for given masks; its ratio is the share that they remove.
 
         Args:
@@ -187,12 +186,13 @@ class Plan:
         """
         from dispfx.plan.plan_making import kept_of_masks
 
+        require_program(program)
         plan = Plan.of(program, Budget(0.0, of), kept_of_masks(program.sites, masks), seed=0)
         return replace(plan, budget=Budget(plan.achieved, of))
 
     @staticmethod
     def from_scores(
-        program: "Program",
+        program: Program,
         scores: Mapping[str, Any],
         ratio: float | Mapping[str, float],
         *,
@@ -218,11 +218,12 @@ class Plan:
         """
         from dispfx.plan.plan_making import kept_of_scores
 
+        require_program(program)
         budget, kept = kept_of_scores(program, scores, ratio, per_layer=per_layer, align=align, of=of)
         return Plan.of(program, budget, kept, seed=0)
 
     @staticmethod
-    def of(program: "Program", budget: Budget, kept: Sequence[Tensor], seed: int) -> "Plan":
+    def of(program: Program, budget: Budget, kept: Sequence[Tensor], seed: int) -> "Plan":
         """Return the plan that keeps `kept[i]`, as in `from_masks`, at site i of `program`."""
         from dispfx.plan.plan_making import checked_indices
 
@@ -315,6 +316,7 @@ class Plan:
         Raises:
             PlanMismatchError: if a selection was changed to one that cannot be read back.
         """
+        target = path_given(path, "the plan file to write")
         self._require_possible()
         header = {
             "schema_version": self.schema_version,
@@ -333,7 +335,7 @@ class Plan:
             ],
         } | ({"bos": list(self.bos)} if self.bos else {})
         tensors = {selection.site: selection.kept.contiguous() for selection in self.selections}
-        with replacing(path) as partial:
+        with replacing(target) as partial:
             save_file(tensors, partial, metadata={"dispfx": json.dumps(header)})
 
     @staticmethod
@@ -343,7 +345,8 @@ class Plan:
         Raises:
             DataError: if the file is missing, not a plan, or contains an impossible selection.
         """
-        if not Path(path).is_file():
+        path = path_given(path, "a plan file")
+        if not path.is_file():
             raise DataError("the plan file does not exist", where=str(path))
         try:
             with safe_open(path, framework="pt") as file:
@@ -351,11 +354,16 @@ class Plan:
                 names = list(file.keys())
                 return _plan_of_header(header, {name: file.get_tensor(name) for name in names})
         except (SafetensorError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            if is_pointer(Path(path)):
-                raise DataError(NOT_FETCHED, where=str(path), hint=fetching(Path(path))) from error
+            if is_pointer(path):
+                raise DataError(NOT_FETCHED, where=str(path), hint=fetching(path)) from error
             raise DataError(
                 f"this file is not a plan: {error}", where=str(path), hint="pass a plan.safetensors"
             ) from error
+
+
+def require_plan(plan: Any) -> None:
+    """Raise DispfxError for what is no plan."""
+    require_given(plan, Plan, "dispfx.learn, Plan.random and Plan.load(file) return one")
 
 
 def _features(features: Site | Selection) -> str:

@@ -31,6 +31,7 @@ from dispfx.report import load_report
 from dispfx.source import load_folder_tokenizer
 from dispfx.source.experts import Experts
 from dispfx.words.chosen_device import chosen_device
+from dispfx.words.given import path_given
 from dispfx.words.preconditions import is_saved_again
 
 
@@ -205,7 +206,7 @@ class _Captured:
 
 def is_output(path: str | Path) -> bool:
     """Whether dispfx wrote a folder, or transformers saved a pruned decoder into it."""
-    folder = Path(path).expanduser()
+    folder = path_given(path, "a folder")
     return ((folder / PLAN_FILE).is_file() and (folder / "report.json").is_file()) or is_saved_again(folder)
 
 
@@ -228,7 +229,7 @@ def open_folder(
         PlanMismatchError: if the folder's files do not belong together.
     """
     device = chosen_device(device)
-    path = Path(folder).expanduser()
+    path = path_given(folder, "a folder that `dispfx compile` wrote")
     if (path / PROGRAM_FILE).is_file() and not (path / CONFIG_FILE).is_file():
         return Opened(path, None, device, trust_remote_code, experts)
     return Opened(path, reload.read_plan(path), device, trust_remote_code, experts)

@@ -14,7 +14,7 @@ from dispfx.compiler.programs import gate, require_same_decoder
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError, memory_shortage
 from dispfx.fast_decoder.decoder import TrainingDecoder
-from dispfx.ir.program import Program
+from dispfx.ir.program import Program, require_program
 from dispfx.learning.learner import Gated
 from dispfx.learning.records import StepRecord
 from dispfx.learning.scores import select_by_score
@@ -82,6 +82,7 @@ def learn(
     # All other settings of a budget act before learning, on the program.
     asked = BudgetSettings(ratio, **{name: changes.pop(name) for name in _OF_BUDGET if name in changes})
     whole = learn_settings(None, **changes) if settings is None else changed_settings(settings, changes)
+    require_program(program)
     if hasattr(data, "held_out_batches"):  # already cut
         chosen, text = settings_for(program, whole, watch.note), cast(Batches, data)
     else:

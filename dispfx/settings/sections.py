@@ -3,14 +3,17 @@
 A value of None means that the default depends on the model or the device; `Setting.default` says how.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dispfx.errors import BudgetError, DataError, OutputError
+from dispfx.errors import BudgetError, DataError, DispfxError, OutputError
 from dispfx.settings.field import Section, required, setting
+from dispfx.settings.tree import is_of_a_program
 from dispfx.words.chosen_device import check_device
+from dispfx.words.given import path_given, shown
 from dispfx.words.option_names import option
 from dispfx.words.text_origin import TEXT_BYTES, TEXT_FIELD, Bos
 
@@ -32,6 +35,19 @@ class ModelSettings(Section):
     device: str | None = setting(None, "Device to run on: cpu, cuda or cuda:N.", default="cpu", common=True)
     tokenizer: str | None = setting(None, "Folder or hub id of a tokenizer, if MODEL has none.")
     trust_remote_code: bool = setting(False, "Run code that comes with the checkpoint.", per_run=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
+        # A module is known by a method: nothing here imports torch.  A report only names a module.
+        known = isinstance(self.model, str) or hasattr(self.model, "named_parameters")
+        if not known and not is_of_a_program(self.model):
+            raise DispfxError(
+                f"a decoder was expected, but {shown(self.model)} was given",
+                hint="give an nn.Module, or `demo`, a folder, a .gguf file, a hub id, or "
+                "package.module:function",
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +179,7 @@ class WritingSection(Section):
         """
         if self.out is None:
             raise OutputError("an output path is needed", hint=f"name one with {option('out')}")
-        return Path(self.out).expanduser()
+        return path_given(self.out, "the output")
 
 
 def state_place(out: Path) -> Path:

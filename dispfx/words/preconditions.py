@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dispfx.errors import DataError, DispfxError, OutputError
 from dispfx.files.json_text import read_json
+from dispfx.words.given import path_given
 from dispfx.words.option_names import option
 from dispfx.words.python_code import current_folder
 
@@ -86,7 +87,7 @@ def check_folder(path: str | os.PathLike[str], *, report: bool = False) -> None:
     Raises:
         OutputError: if the folder does not exist, or does not hold a decoder pruned by dispfx.
     """
-    folder = Path(path).expanduser()
+    folder = path_given(path, "a folder that `dispfx compile` wrote")
     if not folder.is_dir():
         problem = "this is a file, not a folder" if folder.exists() else "the folder does not exist"
         raise OutputError(problem, where=str(path), hint="pass one that dispfx wrote")
