@@ -8,7 +8,7 @@ The stages are those of `dispfx.compiler.stages`.
 Shape legend: B batch, T tokens, V vocabulary, N features of a site.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -28,6 +28,7 @@ from dispfx.settings.verb_settings import WriteSpelling
 from dispfx.source.experts import Experts, experts_as, has_choice_of_experts
 from dispfx.source.source import longest_context, named_context
 from dispfx.words.choices import require_choice
+from dispfx.words.given import shown
 from dispfx.words.option_names import option
 
 
@@ -185,10 +186,35 @@ class GatedDecoder(nn.Module):
             masks: one (N,) float tensor per site, in the order of the program's sites; or a dict by site
                 name, in which a missing site keeps everything.  Soft masks multiply features.
             further: the program's inputs after the token ids.
+
+        Raises:
+            PlanMismatchError: if a site has no mask, or one of another size.
         """
         if isinstance(masks, Mapping):
             masks = self._in_order(masks, ids.device)
-        return self.graph(ids, *further, *masks)
+        return self.graph(ids, *further, *self._fitting(masks, len(ids)))
+
+    def _fitting(self, masks: Any, sequences: int) -> list[Tensor]:
+        """Return the masks, one of the right size for every site: a gate would repeat one of size 1."""
+        several = isinstance(masks, Iterable) and not isinstance(masks, Tensor)
+        given = f"{len(masks := list(masks))} were" if several else f"{shown(masks)} was"
+        if not several or len(masks) != len(self.sites):
+            raise PlanMismatchError(
+                f"one mask for each of {len(self.sites)} sites was expected, but {given} given",
+                hint="give a list in the order of the program's sites, or a dict by site name",
+            )
+        for site, mask in zip(self.sites, masks, strict=True):
+            shape = tuple(mask.shape) if isinstance(mask, Tensor) else None
+            if shape is None or shape[-1:] != (site.size,) or len(shape) > 2:
+                given = shown(mask) if shape is None else f"one of shape {shape}"
+                raise PlanMismatchError(
+                    f"a mask of shape ({site.size},) was expected, but {given} was given", where=site.name
+                )
+            if len(shape) == 2 and (shape[0] < 1 or sequences % shape[0]):
+                raise PlanMismatchError(
+                    f"{shape[0]} masks do not divide a batch of {sequences} sequences", where=site.name
+                )
+        return masks
 
     def _in_order(self, masks: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
         names = [site.name for site in self.sites]
