@@ -3,8 +3,10 @@
 Gradient mode does not change values, nor does disabled autocast outside of an enabled region.  Enabled
 autocast
 does: torch makes its casts explicit when it traces such a graph again
-(`ExportedProgram.run_decompositions`).
+(`ExportedProgram.run_decompositions`).  The same spells out `torch.vmap`.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -17,9 +19,20 @@ _BODY_AT = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
 def casts_itself(owner: torch.nn.Module) -> bool:
     """Whether autocast is switched on somewhere in a graph module, or in a sub-graph of it."""
+    return any(_wrapper(node) == "wrap_with_autocast" and node.args[2] for node in _all_nodes(owner))
+
+
+def maps_itself(owner: torch.nn.Module) -> bool:
+    """Whether `torch.vmap` begins somewhere in a graph module, or in a sub-graph of it.
+
+    Inside it, values have one dimension less than the tensors that hold them.
+    """
+    return any(getattr(node.target, "__name__", "") == "_add_batch_dim" for node in _all_nodes(owner))
+
+
+def _all_nodes(owner: torch.nn.Module) -> Iterator[fx.Node]:
     modules = [module for module in owner.modules() if isinstance(module, fx.GraphModule)]
-    nodes = (node for module in modules for node in module.graph.nodes)
-    return any(_wrapper(node) == "wrap_with_autocast" and node.args[2] for node in nodes)
+    return (node for module in modules for node in module.graph.nodes)
 
 
 def inline_modes(graph: fx.Graph, owner: torch.nn.Module) -> bool:

@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from dispfx.capturing.in_place import spell_in_place
-from dispfx.capturing.inlining import casts_itself, inline_modes
+from dispfx.capturing.inlining import casts_itself, inline_modes, maps_itself
 from dispfx.errors import CaptureError
 from dispfx.ir.ops import source_line
 from dispfx.ir.program import Program, with_tensors
@@ -64,8 +64,8 @@ def program_of(
 
 
 def straight_line(exported: ExportedProgram) -> ExportedProgram:
-    """Inline the graphs of gradient and autocast modes, and make the operations in place functional."""
-    traced_again = casts_itself(exported.graph_module)
+    """Inline gradient and autocast modes and `torch.vmap`, and make the operations in place functional."""
+    traced_again = casts_itself(exported.graph_module) or maps_itself(exported.graph_module)
     if traced_again:
         exported = exported.run_decompositions({})
     inline_modes(exported.graph, exported.graph_module)
