@@ -101,6 +101,19 @@ def _fits(leaf: Tensor, ids: Tensor) -> bool:
 
 
 def _no_logits(tensors: list[Tensor], ids: Tensor, widths: Widths) -> CaptureError:
+    longer = [
+        leaf.shape[1] - ids.shape[1]
+        for leaf in tensors
+        if leaf.is_floating_point()
+        and leaf.dim() == 3
+        and (leaf.shape[0], leaf.shape[2] in widths.rows) == (ids.shape[0], True)
+    ]
+    if longer and longer[0] > 0:
+        return CaptureError(
+            f"the module returns logits for {longer[0]} more tokens than it is given, as prompt tuning does",
+            where=widths.decoder,
+            hint="give the decoder without the tokens that it adds, or return the logits of the given tokens",
+        )
     return CaptureError(
         f"logits of shape {(*ids.shape, 'V')} were expected, the module returns tensors of "
         f"{[tuple(tensor.shape) for tensor in tensors]}",

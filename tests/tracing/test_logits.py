@@ -116,3 +116,9 @@ def test_a_config_names_vocabulary_and_width_too():
     model.config = SimpleNamespace(vocab_size=7, hidden_size=5)
     assert widths_of(model) == Widths((VOCABULARY, 7), (WIDTH, 5), "OneBranch")
     assert widths_of(nn.Linear(2, 3)) == Widths(decoder="Linear")
+
+
+def test_logits_of_more_tokens_than_were_given_are_said_to_be_that():
+    with pytest.raises(CaptureError, match="logits for 3 more tokens than it is given") as caught:
+        dispfx.capture(decoder(lambda m, x: m.head(torch.cat([x[:, :3], x], 1))))
+    assert caught.value.where == "OneBranch" and "without the tokens that it adds" in str(caught.value.hint)
