@@ -46,6 +46,7 @@ from dispfx.capturing.warm_up import length_bound, warm_up
 from dispfx.errors import CaptureError, first_line
 from dispfx.ir.logit_errors import logit_errors
 from dispfx.ir.program import Program
+from dispfx.words.option_names import option
 
 LONGEST = 2048
 # Shortest and longest of the sequences that every form of a decoder is compared on.
@@ -55,6 +56,12 @@ _WRAPPERS = (torch.jit.ScriptModule, nn.DataParallel, nn.parallel.DistributedDat
 # Attention sums over more places, most of them hidden, than for a document alone.
 _APART_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 _HALF_APART_TOLERANCE = 0.05
+_MASKING = "mask tokens with torch.finfo(dtype).min, and not with -inf"
+# What helps where activations overflow.
+_OTHER_TYPE = {
+    torch.float16: f"load it with {option('dtype', 'float32')} or bfloat16",
+    torch.bfloat16: f"load it with {option('dtype', 'float32')}",
+}
 
 
 def capture(
@@ -97,6 +104,9 @@ def capture(
         if measured:
             returned = _run(called, ids, arguments)
             logits = logits_of(returned, ids, widths_of(model))
+            # Those of a written folder are captured with zeros, and filled later.
+            if any(bool(one.any()) for one in model.parameters()):
+                _require_unlike(logits, ids, type(model).__name__)
         exported = _export_at_its_longest(called, ids, state, run, longest)
         conditions = conditions_of(exported)
         program = _program_of(straight_line(exported), model, called)
@@ -385,6 +395,27 @@ def _rounding(program: Program, model: nn.Module, ids: Tensor, arguments: Mappin
     return max(IDENTITY_TOLERANCE, allowed)
 
 
+def _require_unlike(logits: Tensor, ids: Tensor, where: str) -> None:
+    """Raise CaptureError for logits that are the same for every token: comparing them would show nothing.
+
+    In half precision also for logits that are alike for one token, whose activations have overflowed.
+    """
+    kind = str(logits.dtype).removeprefix("torch.")
+    half = logits.dtype in (torch.float16, torch.bfloat16)
+    alike_BT = (logits == logits[..., :1]).all(-1)
+    if bool((ids != ids[0, 0]).any()) and bool((logits == logits[:1, :1]).all()):
+        found = "are the same for every token"
+    elif half and logits.shape[-1] > 1 and bool(alike_BT.any()):
+        found = f"are all alike for {int(alike_BT.sum())} of {alike_BT.numel()} tokens"
+    else:
+        return
+    raise CaptureError(
+        f"the logits of this decoder {found} in {kind}, so a comparison would show nothing",
+        where=where,
+        hint=_OTHER_TYPE.get(logits.dtype, "its weights may be zero, or not loaded"),
+    )
+
+
 def _require_same_twice(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> None:
     """Raise CaptureError for a module whose logits are not finite, or other ones each time that it runs."""
     widths = widths_of(model)
@@ -393,7 +424,7 @@ def _require_same_twice(model: nn.Module, ids: Tensor, arguments: Mapping[str, A
         raise CaptureError(
             "the module gives logits that are infinite or not a number, which cannot be compared",
             where=type(model).__name__,
-            hint="mask tokens with torch.finfo(dtype).min, and not with -inf",
+            hint="; or ".join(filter(None, (_MASKING, _OTHER_TYPE.get(once.dtype)))),
         )
     if difference(twice, once).relative > IDENTITY_TOLERANCE:
         raise CaptureError(

@@ -14,7 +14,7 @@ from dispfx.capturing.logits import Widths, widths_of
 from dispfx.errors import CaptureError
 from tests.command_line import run
 from tests.one_branch import VOCABULARY, WIDTH, Middle, OneBranch, to_logits
-from tests.plain_decoders import perturb
+from tests.plain_decoders import FORMS, build, perturb
 from tests.programs import relative_error, token_ids
 
 
@@ -122,3 +122,29 @@ def test_logits_of_more_tokens_than_were_given_are_said_to_be_that():
     with pytest.raises(CaptureError, match="logits for 3 more tokens than it is given") as caught:
         dispfx.capture(decoder(lambda m, x: m.head(torch.cat([x[:, :3], x], 1))))
     assert caught.value.where == "OneBranch" and "without the tokens that it adds" in str(caught.value.hint)
+
+
+def overflowing(scale: float, dtype: torch.dtype) -> nn.Module:
+    """Return a decoder whose sums of squares are about `scale` squared."""
+    model = build(FORMS["pre-norm"])
+    with torch.no_grad():
+        model.embedding.weight.mul_(scale)
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("scale", "found"),
+    [(1000.0, "are the same for every token"), (100.0, r"are all alike for \d+ of 39 tokens")],
+)
+def test_logits_that_tell_nothing_are_no_proof(scale: float, found: str):
+    with pytest.raises(CaptureError, match=f"{found} in float16") as caught:
+        dispfx.capture(overflowing(scale, torch.float16))
+    assert "`dtype='float32'` or bfloat16" in str(caught.value.hint)
+    assert dispfx.capture(overflowing(scale, torch.bfloat16)).sites
+
+
+def test_a_head_of_zeros_is_no_proof():
+    model = build(FORMS["pre-norm"])
+    nn.init.zeros_(model.head.weight)
+    with pytest.raises(CaptureError, match="the same for every token in float32"):
+        dispfx.capture(model)
