@@ -64,6 +64,8 @@ def build_from_config(
     """
     with quiet(location):
         config = _config(location, spec, trust_remote_code)
+        if method_of(config) == "dispfx":
+            raise _pruned(spec)
         own = getattr(config, "dtype", None)
         wanted = dtype or (own if isinstance(own, torch.dtype) else torch.float32)
         try:
@@ -108,6 +110,17 @@ def _needs_own_code(what: str, spec: str) -> SourceError:
         f"{what} needs code that comes with the checkpoint",
         where=spec,
         hint=f"read that code, then allow it with {option('trust_remote_code', True)}",
+    )
+
+
+def _pruned(spec: str) -> SourceError:
+    path = Path(spec).expanduser()
+    plan = (path if path.is_dir() else path.parent) / "plan.safetensors"
+    shown = f"; its plan is shown by dispfx inspect {plan}" if plan.is_file() else ""
+    return SourceError(
+        "the config is that of a decoder that dispfx has already pruned",
+        where=spec,
+        hint=f"pass the config of the decoder that it was made from{shown}",
     )
 
 

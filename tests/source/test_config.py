@@ -112,3 +112,20 @@ def test_a_gguf_file_and_a_revision_of_a_file_are_refused(tmp_path: Path, config
         load_config(str(gguf))
     with pytest.raises(SourceError, match="`revision`"):
         load_config(str(config_folder), revision="main")
+
+
+def test_the_config_of_a_pruned_decoder_is_refused_as_that(config_folder: Path):
+    file = config_folder / "config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "dispfx"}})
+    )
+    for spec in (config_folder, file):
+        with pytest.raises(
+            SourceError, match=r"is that of a decoder that dispfx has already pruned"
+        ) as caught:
+            load_config(str(spec))
+        assert caught.value.where == str(spec)
+        assert caught.value.hint == "pass the config of the decoder that it was made from"
+    (config_folder / "plan.safetensors").touch()
+    with pytest.raises(SourceError, match=r"dispfx inspect .*plan\.safetensors$"):
+        load_config(str(file))
