@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.section import read_layout, read_section
-from dispfx.deploy.weights import INDEX_BUFFERS, is_index, read_headers, read_tensors
+from dispfx.deploy.weights import INDEX_BUFFERS, is_added, is_index, read_headers, read_tensors
 from dispfx.errors import DataError, PlanMismatchError
 from dispfx.plan.plan import Plan
 
@@ -79,7 +79,7 @@ def fill(
         DataError: if a file is missing or damaged.
         PlanMismatchError: if names, shapes or dtypes differ from those of `lowered`.
     """
-    headers = {name: header for name, header in read_headers(folder).items() if not is_index(name)}
+    headers = {name: header for name, header in read_headers(folder).items() if not is_added(name)}
     own: dict[str, Tensor] = dict(lowered.named_parameters())
     own.update((name, buffer) for name, buffer in lowered.named_buffers() if name in headers)
     # A graph has no place for buffers that it does not read.

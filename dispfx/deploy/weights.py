@@ -28,7 +28,7 @@ from dispfx.errors import DataError, OutputError
 from dispfx.files.disk import share
 from dispfx.files.json_text import parse_json, read_json
 from dispfx.files.unreadable import reason_and_hint
-from dispfx.huggingface.layout import INDEX_NAMES
+from dispfx.huggingface.layout import INDEX_NAMES, MARK
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -142,6 +142,11 @@ def is_index(name: str) -> bool:
     return name.startswith(INDEX_BUFFERS) or name.rpartition(".")[2] in INDEX_NAMES
 
 
+def is_added(name: str) -> bool:
+    """Whether dispfx added a stored tensor that no graph has: an index, or the mark of a decoder without."""
+    return is_index(name) or name == MARK
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files of `folder`, in the order of their names.
 
@@ -208,7 +213,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         found = {}
         for name in opened.keys():  # noqa: SIM118 - no mapping
             view = opened.get_slice(name)
-            is_parameter = name not in buffers and not is_index(name)
+            is_parameter = name not in buffers and not is_added(name)
             dtype = _DTYPES[view.get_dtype()]
             found[name] = StoredTensor(tuple(view.get_shape()), dtype, file.name, is_parameter)
         return found

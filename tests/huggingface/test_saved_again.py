@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import dispfx
 from dispfx.api import recover, verify
 from dispfx.errors import DataError, OutputError
+from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
 from dispfx.settings.recovery_settings import RecoverySettings, Train
 from dispfx.words.preconditions import check_folder
 from tests.command_line import run
+from tests.huggingface.conftest import write_unverified
 from tests.programs import relative_error, token_ids
 from tests.tiny_transformers import VOCABULARY, tiny_transformer
 
@@ -54,6 +56,17 @@ def test_a_saved_folder_has_the_plan_and_its_forms_agree(
     # Experts may be computed in another form, which rounds otherwise.
     assert relative_error(logits(loaded), logits(AutoModelForCausalLM.from_pretrained(folder))) < 1e-6
     assert relative_error(logits(loaded), logits(before)) > 1e-2
+
+
+def test_a_saved_folder_without_indices_is_opened_too(tmp_path: Path) -> None:
+    def inner_alone(program: Program) -> Plan:
+        kept = {site.name: site.size // 2 if site.kind == "inner" else site.size for site in program.sites}
+        return Plan.from_masks(program, {name: range(number) for name, number in kept.items()})
+
+    folder = saved(write_unverified(tmp_path / "pruned", "llama", inner_alone), tmp_path / "saved")
+
+    assert "dispfx_pruned" in load_file(folder / "model.safetensors")
+    assert all(line.holds for line in verify(folder))
 
 
 def test_a_folder_that_is_saved_twice_keeps_the_plan(unverified: Folders, tmp_path: Path) -> None:
