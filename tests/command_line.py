@@ -4,7 +4,6 @@ import inspect
 import io
 import sys
 import traceback
-import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -113,5 +112,4 @@ def _words(parameter: inspect.Parameter) -> tuple[str, ...]:
 
 
 def _value_type(parameter: inspect.Parameter) -> Any:
-    kind = parameter.annotation.__origin__
-    return kind if parameter.default is parameter.empty else typing.get_args(kind)[0]
+    return parameter.annotation.__origin__

@@ -1,7 +1,8 @@
 """A verb of the command line, generated from a tree of settings.
 
 1. Every setting of the tree becomes one option; its help, choices, range and default come from the field.
-2. An option that the user does not give is left out, so that the tree's default applies.
+2. An option that the user does not give is left out, so that the tree's default applies.  None is no type of
+   an option: the parser would take the word `none` for it, and any setting for one that was not given.
 3. Settings that most runs need come first; all other settings follow in groups, one per section.
 """
 
@@ -107,7 +108,7 @@ class Verb:
             inspect.Parameter.POSITIONAL_ONLY,
             default=inspect.Parameter.empty if needed else None,
             annotation=Annotated[
-                one.typed if needed else one.typed | None,
+                one.typed,
                 Parameter(name=word, help=self._doc(one), negative=(), negative_iterable=()),
             ],
         )
@@ -132,7 +133,7 @@ class Verb:
             one.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if needed else None,
-            annotation=Annotated[one.typed if needed else one.typed | None, parameter],
+            annotation=Annotated[one.typed, parameter],
         )
 
     def _help(self, one: Field) -> str:

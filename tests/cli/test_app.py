@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -179,3 +180,13 @@ def test_a_reader_that_ends_early_is_told_nothing(words: list[str]):
     with process.stderr:
         assert process.stderr.read() == ""
     assert process.wait(timeout=60) == 1
+
+
+def test_the_word_none_is_no_value_of_a_number_or_a_choice(dispfx):
+    """It used to mean that the option was not given: `--seed none`, `--bos null`, `--dtype None` ran."""
+    for words in (("--seed", "none"), ("--bos", "null"), ("--dtype", "None"), ("--target", "none")):
+        result = dispfx("compile", "demo", "--ratio", "0.3", *words)
+        assert result.exit_code == 2 and f"for {words[0]}" in result.stderr, words
+    for verb in NAMED.values():
+        for one in verb.signature().parameters.values():
+            assert type(None) not in get_args(one.annotation.__origin__), (verb.named, one.name)
