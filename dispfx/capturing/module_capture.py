@@ -36,7 +36,13 @@ from dispfx.capturing.document_masks import ApartDocuments, refuse_mixing
 from dispfx.capturing.fitting_shapes import OTHER_SHAPE, TRACED_SHAPE, Shapes, fitting_shapes
 from dispfx.capturing.graph_export import torch_unheard, traced, user_frame
 from dispfx.capturing.logits import logits_of, tensors_in, widths_of
-from dispfx.capturing.module_state import ModuleState, in_evaluation_mode, module_kept, random_state_kept
+from dispfx.capturing.module_state import (
+    ModuleState,
+    called_with,
+    in_evaluation_mode,
+    module_kept,
+    random_state_kept,
+)
 from dispfx.capturing.refusals import refuse_export, refuse_fixed_length
 from dispfx.capturing.rounding import allowed_by_rounding, most_allowed
 from dispfx.capturing.unlifting import program_of, straight_line, user_inputs, user_outputs
@@ -175,7 +181,7 @@ def module_logits(model: nn.Module, ids: Tensor, tensors: Mapping[str, Tensor] |
         return logits_of(module_output(model, ids), ids, widths_of(model))
     arguments = _fixed_arguments(model)
     with in_evaluation_mode(model):
-        output = torch.func.functional_call(model, dict(tensors), (ids,), arguments)
+        output = called_with(model, tensors, (ids,), arguments)
     return logits_of(output, ids, widths_of(model))
 
 
@@ -385,7 +391,7 @@ def _rounding(program: Program, model: nn.Module, ids: Tensor, arguments: Mappin
     widths = widths_of(model)
 
     def logits(tensors: Mapping[str, Tensor]) -> Tensor:
-        output = torch.func.functional_call(model, dict(tensors), (ids,), dict(arguments))
+        output = called_with(model, tensors, (ids,), arguments)
         return logits_of(output, ids, widths)
 
     def apart(actual: Tensor, expected: Tensor) -> float:

@@ -1,6 +1,7 @@
 """A module is afterwards as it was before, whatever its forward pass does to it.
 
-Entry points: `module_kept` and `random_state_kept`, context managers that hold on success and on failure.
+Entry points: `module_kept` and `random_state_kept`, context managers that hold on success and on failure; and
+`called_with`, a call with other values that changes nothing.
 
 Kept are, of every object that is reached from the module's attributes:
 1. what its attributes are: parameters, buffers, sub-modules, hooks, modes, plain attributes;
@@ -12,7 +13,7 @@ What is reached from globals and closures alone is not kept.
 
 import random
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -120,6 +121,25 @@ def in_evaluation_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for one in training:
             one.training = True
+
+
+def called_with(
+    module: nn.Module, tensors: Mapping[str, Tensor], arguments: tuple[Any, ...], options: Mapping[str, Any]
+) -> Any:
+    """Return what a module gives with other values for its tensors, by path; the module is not changed.
+
+    `torch.func.functional_call` swaps a tensor once for each of its paths.  In a module that stands at two
+    places it then takes the new value for the old one, and leaves it there.
+    """
+    own = dict(module.named_parameters(remove_duplicate=False))
+    own |= dict(module.named_buffers(remove_duplicate=False))
+    values = {id(own[path]): value for path, value in tensors.items() if path in own}
+    swapped = {path: value for path, value in tensors.items() if path not in own}
+    for prefix, part in module.named_modules():  # each once
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if id(tensor) in values:
+                swapped[f"{prefix}.{name}".lstrip(".")] = values[id(tensor)]
+    return torch.func.functional_call(module, swapped, arguments, dict(options), tie_weights=False)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dispfx
 from dispfx.capturing.module_capture import capture
-from dispfx.capturing.module_state import ModuleState, module_kept, random_state_kept
+from dispfx.capturing.module_state import ModuleState, called_with, module_kept, random_state_kept
 from dispfx.errors import CaptureError
+from dispfx.plan.plan import Plan
+from dispfx.verification.graphs import zeroed_decoder
 from tests.one_branch import VOCABULARY, WIDTH
-from tests.programs import token_ids
+from tests.plain_decoders import FORMS, build
+from tests.programs import relative_error, token_ids
 
 IDS = token_ids(2, 9, vocabulary=VOCABULARY)
 
@@ -191,3 +195,31 @@ def test_objects_that_hold_each_other_are_kept():
     with module_kept(model):
         model.things.append(1)
     assert len(model.things) == 3
+
+
+def test_a_call_with_other_values_changes_nothing_in_a_module_that_stands_at_two_places():
+    """`torch.func.functional_call` leaves the other values there: a second compile took zeros for weights."""
+    model = build(FORMS["pre-norm"])
+    model.layers[1] = model.layers[0]
+    before = {path: one.detach().clone() for path, one in model.named_parameters(remove_duplicate=False)}
+    owned = [id(one) for one in model.parameters()]
+    program = dispfx.capture(model)
+    plan = Plan.random(program, 0.4, 0)
+    zeroed = zeroed_decoder(program, plan, model)
+    with torch.no_grad():
+        dense, expected = model(IDS), dispfx.gated(program, plan)(IDS)
+        for _ in range(2):
+            assert relative_error(zeroed(IDS), expected) < 1e-5 < relative_error(expected, dense)
+            assert torch.equal(model(IDS), dense)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert all(torch.equal(before[path], after[path]) for path in before)
+    assert owned == [id(one) for one in model.parameters()]
+
+
+def test_a_tensor_with_two_names_has_one_value_at_both():
+    model = build(FORMS["tied-embeddings"])
+    value = torch.randn_like(model.head.weight)
+    twin = build(FORMS["pre-norm"])
+    twin.load_state_dict(model.state_dict() | {"embedding.weight": value, "head.weight": value})
+    for path in ("embedding.weight", "head.weight"):
+        assert torch.equal(called_with(model, {path: value}, (IDS,), {}), twin(IDS))
