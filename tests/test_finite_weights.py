@@ -11,7 +11,7 @@ from torch import nn
 
 import dispfx.api
 from dispfx.analysis.finite_weights import require_finite_weights
-from dispfx.errors import SourceError
+from dispfx.errors import CaptureError, SourceError, UnsupportedGraphError
 from dispfx.plan.plan import Plan
 from tests.api.conftest import RATIO, SETTINGS, random_tokens
 from tests.api.plain import build_decoder
@@ -95,3 +95,30 @@ def test_a_mask_of_minus_infinity_and_parameters_without_values_are_let_pass():
     model.count = nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False)
     model.nowhere = nn.Parameter(torch.empty(3, device="meta"))
     require_finite_weights(model)
+
+
+def test_a_branch_of_zeros_is_the_inputs_fault(tmp_path: Path):
+    model = build_decoder()
+    nn.init.zeros_(model.get_parameter("layers.0.mlp.down.weight"))
+    with pytest.raises(UnsupportedGraphError, match="zero throughout") as caught:
+        compiled(model, tmp_path / "out")
+    assert (caught.value.where, caught.value.exit_code) == ("layers.0.mlp.down.weight", 2)
+    assert caught.value.hint is not None and "skip='layers.0.mlp'" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["compile", "learn", "apply", "preview"])
+def test_a_decoder_without_values_can_only_be_inspected(name: str, tmp_path: Path):
+    with pytest.raises(SourceError, match="are on the meta device") as caught:
+        RUNS[name](build_decoder().to("meta"), tmp_path / "out")
+    assert caught.value.where in ("embedding.weight", "positions")
+    assert RUNS["inspect"](build_decoder().to("meta"), tmp_path).sites
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_sparse_weight_is_named(name: str, tmp_path: Path):
+    model = build_decoder()
+    layer: Any = model.get_submodule("layers.0.mlp")
+    layer.up.weight = nn.Parameter(layer.up.weight.detach().to_sparse())
+    with pytest.raises(CaptureError, match=r"layout torch\.sparse_coo") as caught:
+        RUNS[name](model, tmp_path / "out")
+    assert caught.value.where == NAME

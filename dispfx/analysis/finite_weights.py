@@ -31,8 +31,24 @@ def require_finite_weights(model: nn.Module) -> None:
         )
 
 
+def require_values(model: nn.Module) -> None:
+    """Raise if the weights of a decoder are on the meta device, where it can only be inspected.
+
+    Raises:
+        SourceError: with the first of them.
+    """
+    without = next((path for path, tensor in model.named_parameters() if tensor.is_meta), None)
+    if without is not None:
+        raise SourceError(
+            "the weights must have values, and are on the meta device",
+            where=without,
+            hint="load the decoder whole; without values it can only be inspected",
+        )
+
+
 def _is_finite(tensor: Tensor) -> bool:
-    if isinstance(tensor, UninitializedParameter):  # the capture rejects it
+    # The capture rejects these.
+    if isinstance(tensor, UninitializedParameter) or tensor.layout is not torch.strided:
         return True
     if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
         return True

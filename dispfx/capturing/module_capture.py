@@ -221,6 +221,12 @@ def require_decoder(model: nn.Module) -> None:
                 where=path,
                 hint="run the module on some token ids first",
             )
+        if parameter.layout is not torch.strided:
+            raise CaptureError(
+                f"the weights must be dense tensors, and this one has the layout {parameter.layout}",
+                where=path,
+                hint="give it as a dense tensor, as `to_dense()` makes it",
+            )
     for path, part in model.named_modules():
         if isinstance(part, _WRAPPERS):
             raise CaptureError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from dispfx.analysis.lookups import require_readable
 from dispfx.compiler.programs import gate, require_same_decoder
 from dispfx.distributed.ranks import ALONE, Ranks
-from dispfx.errors import DispfxError, memory_shortage
+from dispfx.errors import DispfxError, PassError, UnsupportedGraphError, memory_shortage
 from dispfx.fast_decoder.decoder import TrainingDecoder
 from dispfx.ir.program import Program, require_program
 from dispfx.learning.learner import Gated
@@ -128,8 +128,29 @@ def learn_within(
         task = _task(program, text, budget, settings, compute, ranks, watch.note)
         return replace(task, start_from=start_from)
 
-    found = _learned(task_for, compute, watch)
+    try:
+        found = _learned(task_for, compute, watch)
+    except PassError as error:
+        raise (_of_zeros(program) or error) from None
     return Plan.of(program, budget, found.kept, settings.seed)
+
+
+def _of_zeros(program: Program) -> UnsupportedGraphError | None:
+    """Return why gates do not act, where a branch has a weight of zeros: the fault is not the compiler's."""
+    tensors = dict(program.tensors())
+    zeros = {
+        site.branch: cut.parameter
+        for site in program.sites
+        for cut in site.slices
+        if not bool(tensors[cut.parameter].any())
+    }
+    if not zeros:
+        return None
+    return UnsupportedGraphError(
+        "nothing can be learned about the features of a branch with a weight that is zero throughout",
+        where=", ".join(zeros.values()),
+        hint=f"leave dense what computes nothing: {option('skip', next(iter(zeros)))}",
+    )
 
 
 def _learned(

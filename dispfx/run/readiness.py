@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from dispfx.analysis.finite_weights import require_finite_weights
+from dispfx.analysis.finite_weights import require_finite_weights, require_values
 from dispfx.analysis.lookups import require_readable
 from dispfx.compiler.programs import analyse, apart
 from dispfx.distributed.ranks import ALONE, Ranks
@@ -130,6 +130,7 @@ def analysed(
 ) -> Program:
     """Return the program of a decoder, captured as a timed stage; `longest` as for `analyse`."""
     with stages("capture"):
+        require_values(source.model)
         require_finite_weights(source.model)
         program = analyse(source.model, skip=skip, select=select, longest=longest)
     stages.observer.found(program)
