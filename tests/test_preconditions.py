@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import dispfx
 from dispfx.errors import DataError, OutputError, SourceError
 from dispfx.words.model_origin import origin_of
 from dispfx.words.preconditions import check_files, check_folder
@@ -51,3 +52,10 @@ def test_a_folder_of_ours_has_a_report(tmp_path: Path):
             check_folder(bad)
     (tmp_path / "report.json").touch()
     check_folder(tmp_path)
+
+
+def test_a_folder_with_an_adapter_alone_is_called_that(tmp_path: Path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for opened in (check_folder, dispfx.load):
+        with pytest.raises(OutputError, match="only an adapter, and no decoder"):
+            opened(tmp_path)

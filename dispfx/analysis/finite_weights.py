@@ -42,7 +42,7 @@ def require_values(model: nn.Module) -> None:
         raise SourceError(
             "the weights must have values, and are on the meta device",
             where=without,
-            hint="load the decoder whole; without values it can only be inspected",
+            hint="load the decoder whole, without offloading; without values it can only be inspected",
         )
 
 

@@ -32,7 +32,7 @@ from dispfx.source import load_folder_tokenizer
 from dispfx.source.experts import Experts
 from dispfx.words.chosen_device import chosen_device
 from dispfx.words.given import path_given
-from dispfx.words.preconditions import is_saved_again
+from dispfx.words.preconditions import is_saved_again, refuse_adapter
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,6 +230,7 @@ def open_folder(
     """
     device = chosen_device(device)
     path = path_given(folder, "a folder that `dispfx compile` wrote")
+    refuse_adapter(path)
     if (path / PROGRAM_FILE).is_file() and not (path / CONFIG_FILE).is_file():
         return Opened(path, None, device, trust_remote_code, experts)
     return Opened(path, reload.read_plan(path), device, trust_remote_code, experts)

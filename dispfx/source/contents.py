@@ -3,6 +3,7 @@
 This runs before transformers opens the folder, because its errors name neither file nor remedy.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from dispfx.errors import SourceError
 from dispfx.files.json_text import read_json
 from dispfx.files.unreadable import NOT_FETCHED, fetching, is_pointer
 from dispfx.words.model_origin import FORMS
+from dispfx.words.option_names import option
 
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
@@ -91,6 +93,13 @@ def _adapter(folder: Path) -> SourceError:
             f"the folder holds an adapter for {base} next to the decoder's own files",
             where=str(folder / ADAPTER_FILE),
             hint="merge the adapter (PEFT's merge_and_unload), or move its files away to compile without it",
+        )
+    if os.path.isfile(os.path.join(str(base), _PLAN_FILE)):
+        return SourceError(
+            f"the folder holds only an adapter for {base}, which dispfx has already pruned",
+            where=str(folder / ADAPTER_FILE),
+            hint=f"PEFT opens it; recover with {option('train', 'lora')} and {option('merge', True)} "
+            "writes a whole folder",
         )
     return SourceError(
         f"the folder holds only an adapter; merge it into {base}, and compile the result",

@@ -78,6 +78,21 @@ def is_saved_again(folder: Path) -> bool:
         return False
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Check that a folder is not an adapter's, without a decoder.
+
+    Raises:
+        OutputError: otherwise.
+    """
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise OutputError(
+            "the folder holds only an adapter, and no decoder",
+            where=str(folder),
+            hint=f"PEFT opens it; recover with {option('train', 'lora')} and {option('merge', True)} "
+            "writes a whole folder",
+        )
+
+
 def check_folder(path: str | os.PathLike[str], *, report: bool = False) -> None:
     """Check that a path is the folder of a pruned decoder.
 
@@ -91,6 +106,7 @@ def check_folder(path: str | os.PathLike[str], *, report: bool = False) -> None:
     if not folder.is_dir():
         problem = "this is a file, not a folder" if folder.exists() else "the folder does not exist"
         raise OutputError(problem, where=str(path), hint="pass one that dispfx wrote")
+    refuse_adapter(folder)
     saved_again = is_saved_again(folder)
     if saved_again and report:
         raise OutputError(

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,21 @@ def test_a_folder_with_an_adapter_alone_gets_the_command_that_merges_it(tmp_path
     said = refusal(tmp_path)
     assert "only an adapter" in said and "some/base" in said
     assert f"A.from_pretrained('{tmp_path}').merge_and_unload().save_pretrained('MERGED')" in said
+
+
+@pytest.mark.parametrize("base", ["x" * 5000, "a\0b", 7, None, ["x"]])
+def test_any_base_of_an_adapter_is_read(base: Any, tmp_path: Path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    assert "only an adapter" in refusal(tmp_path)
+
+
+def test_an_adapter_of_a_pruned_decoder_is_not_said_to_be_ready_to_compile(tmp_path: Path):
+    (tmp_path / "plan.safetensors").touch()
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path)}))
+    said = refusal(adapter)
+    assert "which dispfx has already pruned" in said and "compile" not in said
 
 
 def test_an_adapter_beside_a_decoder_is_refused_because_it_would_be_loaded_with_it(copied: Path):
