@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from dispfx.capturing.in_place import spell_in_place
 from dispfx.capturing.inlining import casts_itself, inline_modes, maps_itself
 from dispfx.errors import CaptureError
-from dispfx.ir.ops import source_line
+from dispfx.ir.ops import operation, source_line
 from dispfx.ir.program import Program, with_tensors
 
 SAMPLED_VALUES = 64
@@ -43,7 +43,7 @@ def program_of(
         prefix: what the exported module puts in front of the decoder's own paths.
 
     Raises:
-        CaptureError: if the graph holds control flow that depends on data.
+        CaptureError: if the graph holds control flow that depends on data, or an object that is no tensor.
     """
     own = _own_tensors(model)
     ties = _ties(model)
@@ -160,6 +160,13 @@ def _unlifted(
                 path = ties.get(own_path, own_path)
                 copies[node] = reads.get(path) or _read(graph, path, node)
                 reads[path] = copies[node]
+            elif spec.kind == InputKind.CUSTOM_OBJ and node.users:
+                user = next(iter(node.users))
+                raise CaptureError(
+                    f"{operation(user)} takes an object that is no tensor, such as a torch.Generator",
+                    where=source_line(user),
+                    hint="compute its result once, and keep it as a buffer",
+                )
             continue
         if node.op == "get_attr":
             raise CaptureError(

@@ -63,6 +63,11 @@ def encoder_with_a_mask(m: Decoder, x: Tensor) -> Tensor:
     return nn.modules.transformer._detect_is_causal_mask(mask, None, x.shape[1]) * m.step(x)  # the mask
 
 
+def shuffled(m: Decoder, x: Tensor) -> Tensor:
+    order = torch.randperm(WIDTH, generator=torch.Generator().manual_seed(0))
+    return m.step(x)[..., order]
+
+
 CASES = {
     loop: ("it has every step of a loop over the tokens", "# the loop", "one operation on all tokens"),
     whole_number: ("the length is fixed", "# the number", "no int()"),
@@ -90,6 +95,13 @@ def test_a_refusal_names_the_line_and_what_helps(mix: Callable[..., Tensor], cap
     assert ("loop" in str(error.value)) == (mix is loop), "a loop is claimed where one was seen"
     assert len(str(error.value).splitlines()) == 3
     assert not any(capfd.readouterr()), "torch's report stays off the terminal"
+
+
+def test_a_graph_with_a_generator_is_refused():
+    with pytest.raises(CaptureError, match=r"aten\.randperm takes an object that is no tensor") as error:
+        capture(Decoder(shuffled).eval())
+    assert error.value.where is not None and error.value.where.startswith(__file__)
+    assert error.value.hint is not None and "keep it as a buffer" in error.value.hint
 
 
 def test_the_line_of_an_error_is_not_one_of_pythons_own_library():
