@@ -35,16 +35,20 @@ def write_genai_config(
     """
     keys = [cache for cache in caches if cache.name.endswith(".key")]
     context = getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT
-    eos = _token("eos_token_id", generation_config, config)
+
+    def token(name: str) -> int | list[int] | None:
+        return _token(name, vocabulary_size, generation_config, config)
+
+    eos = token("eos_token_id")
     # genai needs one that the vocabulary has (0.18 refuses any other): a text then ends at token 0.
     eos = 0 if eos is None else eos
-    pad = _token("pad_token_id", generation_config, config)
+    pad = token("pad_token_id")
     entries = {
         "model": {
             "type": "decoder",
             "context_length": context,
             "vocab_size": vocabulary_size,
-            "bos_token_id": _first(_token("bos_token_id", generation_config, config)),
+            "bos_token_id": _first(token("bos_token_id")),
             "eos_token_id": eos,
             "pad_token_id": _first(eos if pad is None else pad),
             "decoder": {
@@ -78,16 +82,19 @@ def write_genai_config(
     (folder / GENAI_FILE).write_text(text, encoding="utf-8")
 
 
-def _token(name: str, *configs: Any) -> Any:
+def _token(name: str, vocabulary_size: int, *configs: Any) -> int | list[int] | None:
+    """Return the token or tokens that a config names and the vocabulary has, or None."""
     for config in configs:
         found = getattr(config, name, None)
-        if found is not None:
-            return found
+        several = found if isinstance(found, list | tuple) else [found]
+        known = [token for token in several if type(token) is int and 0 <= token < vocabulary_size]
+        if known:
+            return known if isinstance(found, list | tuple) else known[0]
     return None
 
 
-def _first(token: Any) -> int:
+def _first(token: int | list[int] | None) -> int:
     """Return one token; genai reads a number everywhere, and 0 is one that every vocabulary has."""
-    if isinstance(token, list | tuple):
-        return int(token[0]) if token else 0
-    return 0 if token is None else int(token)
+    if isinstance(token, list):
+        return token[0]
+    return 0 if token is None else token

@@ -75,9 +75,9 @@ def _check(ids: Tensor, max_new_tokens: int, temperature: float, top_k: int | No
 
 
 def _end_tokens(eos: int | Collection[int] | None) -> list[int]:
-    if eos is None:
-        return []
-    return [eos] if isinstance(eos, int) else list(eos)
+    named = [eos] if isinstance(eos, int | str | None) else list(eos)
+    # A config is a file, and may hold anything.
+    return [token for token in named if type(token) is int]
 
 
 def _last_logits(output: Any) -> Tensor:

@@ -71,3 +71,10 @@ def test_special_tokens_come_from_the_generation_config_first(
     model = written(tmp_path, SimpleNamespace(**config), given)["model"]
 
     assert (model["bos_token_id"], model["eos_token_id"], model["pad_token_id"]) == expected
+
+
+@pytest.mark.parametrize("odd", ["x", -1, 96, 1.5, True, [], ["x"], {}])
+def test_a_token_that_the_vocabulary_does_not_have_is_ignored(odd: Any, tmp_path: Path):
+    generation = SimpleNamespace(eos_token_id=odd, pad_token_id=odd, bos_token_id=[odd, 7])
+    model = written(tmp_path, SimpleNamespace(eos_token_id=5), generation)["model"]
+    assert (model["eos_token_id"], model["pad_token_id"], model["bos_token_id"]) == (5, 5, 7)
