@@ -196,14 +196,14 @@ class GatedDecoder(nn.Module):
 
     def _fitting(self, masks: Any, sequences: int) -> list[Tensor]:
         """Return the masks, one of the right size for every site: a gate would repeat one of size 1."""
-        several = isinstance(masks, Iterable) and not isinstance(masks, Tensor)
-        given = f"{len(masks := list(masks))} were" if several else f"{shown(masks)} was"
-        if not several or len(masks) != len(self.sites):
+        found = list(masks) if isinstance(masks, Iterable) and not isinstance(masks, Tensor) else None
+        if found is None or len(found) != len(self.sites):
+            given = f"{shown(masks)} was" if found is None else f"{len(found)} were"
             raise PlanMismatchError(
                 f"one mask for each of {len(self.sites)} sites was expected, but {given} given",
                 hint="give a list in the order of the program's sites, or a dict by site name",
             )
-        for site, mask in zip(self.sites, masks, strict=True):
+        for site, mask in zip(self.sites, found, strict=True):
             shape = tuple(mask.shape) if isinstance(mask, Tensor) else None
             if shape is None or shape[-1:] != (site.size,) or len(shape) > 2:
                 given = shown(mask) if shape is None else f"one of shape {shape}"
@@ -214,7 +214,7 @@ class GatedDecoder(nn.Module):
                 raise PlanMismatchError(
                     f"{shape[0]} masks do not divide a batch of {sequences} sequences", where=site.name
                 )
-        return masks
+        return found
 
     def _in_order(self, masks: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
         names = [site.name for site in self.sites]
