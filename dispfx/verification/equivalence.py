@@ -49,8 +49,8 @@ TOLERANCES = {
 }
 _HALF = (torch.float16, torch.bfloat16)
 _SHARE_OF_MEMORY = 0.7
-# Rounding in bfloat16 moved the logits of SmolLM2-135M by up to 0.21 of the largest after learning, and by 0.56
-# where a score alone had chosen.  Beyond this it is compared with what noise of that size does to the reference.
+# Rounding in bfloat16 moved the logits of SmolLM2-135M by up to 0.21 of the largest after learning, and by
+# 0.56 where a score alone had chosen.  What is larger is compared with what noise does to the reference.
 _SURELY_BY_ROUNDING = 0.5
 _TIMES_NOISE = 3.0
 _PRODUCTS = ("mm", "linear", "matmul", "attention")
@@ -288,7 +288,6 @@ class _Compared:
             actual_BTV = _logits(actual(ids_BT)).to(expected_BTV.device)
             found.append(compare(self.name, expected_BTV, actual_BTV, tolerance, shape=shape))
         return found
-
 
     @torch.no_grad()
     def noise(self, decoder: Callable[[Tensor], Any]) -> float:
