@@ -51,7 +51,7 @@ from dispfx.capturing.valid_lengths import Outcome, Trial, conditions_of, valid_
 from dispfx.capturing.warm_up import length_bound, warm_up
 from dispfx.errors import CaptureError, first_line
 from dispfx.ir.logit_errors import logit_errors
-from dispfx.ir.program import Program
+from dispfx.ir.program import Program, is_zero
 from dispfx.words.option_names import option
 
 LONGEST = 2048
@@ -111,7 +111,7 @@ def capture(
             returned = _run(called, ids, arguments)
             logits = logits_of(returned, ids, widths_of(model))
             # Those of a written folder are captured with zeros, and filled later.
-            if any(bool(one.any()) for one in model.parameters()):
+            if not all(map(is_zero, model.parameters())):
                 _require_unlike(logits, ids, type(model).__name__)
         exported = _export_at_its_longest(called, ids, state, run, longest)
         conditions = conditions_of(exported)

@@ -242,6 +242,14 @@ def require_program(program: Any) -> None:
     require_given(program, Program, "dispfx.capture(model) returns one")
 
 
+def is_zero(tensor: Tensor) -> bool:
+    """Whether a tensor is zero throughout; types of one byte have few operations of their own."""
+    value = tensor.detach()
+    return not bool(
+        (value.float() if value.is_floating_point() and value.dtype.itemsize == 1 else value).any()
+    )
+
+
 def with_tensors(graph: fx.Graph, tensors: Mapping[str, Tensor]) -> fx.GraphModule:
     """Return a module of `graph` that owns, at their dotted paths, the tensors that it reads.
 

@@ -14,7 +14,7 @@ from dispfx.compiler.programs import gate, require_same_decoder
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError, PassError, UnsupportedGraphError, memory_shortage
 from dispfx.fast_decoder.decoder import TrainingDecoder
-from dispfx.ir.program import Program, require_program
+from dispfx.ir.program import Program, is_zero, require_program
 from dispfx.learning.learner import Gated
 from dispfx.learning.records import StepRecord
 from dispfx.learning.scores import select_by_score
@@ -142,7 +142,7 @@ def _of_zeros(program: Program) -> UnsupportedGraphError | None:
         site.branch: cut.parameter
         for site in program.sites
         for cut in site.slices
-        if not bool(tensors[cut.parameter].any())
+        if is_zero(tensors[cut.parameter])
     }
     if not zeros:
         return None

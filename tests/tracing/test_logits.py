@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import dispfx
 from dispfx.capturing.logits import Widths, widths_of
 from dispfx.errors import CaptureError
+from dispfx.ir.program import is_zero
 from tests.command_line import run
 from tests.one_branch import VOCABULARY, WIDTH, Middle, OneBranch, to_logits
 from tests.plain_decoders import FORMS, build, perturb
@@ -148,3 +149,8 @@ def test_a_head_of_zeros_is_no_proof():
     nn.init.zeros_(model.head.weight)
     with pytest.raises(CaptureError, match="the same for every token in float32"):
         dispfx.capture(model)
+
+
+def test_zeros_are_known_in_every_type():
+    for dtype in (torch.float8_e4m3fn, torch.float16, torch.int8, torch.bool, torch.complex64):
+        assert is_zero(torch.zeros(3).to(dtype)) and not is_zero(torch.ones(3).to(dtype))
