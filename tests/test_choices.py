@@ -56,6 +56,7 @@ TAKES_ANY = {
             "compilation.py:learn_plan",
             "compilation.py:run_settings",
             "recovery.py:recover",
+            "sampling.py:sample",
             "tasks.py:score_tasks",
         )
     },

@@ -27,6 +27,18 @@ _SCREEN = Group("Screen", help="What is printed.", sort_key=99)
 _FIRST = ("ratio", "data", "eval_data", "out", "prompt")
 
 
+class _Unchecked:
+    """Lets pydantic take any value: once another library has loaded it, cyclopts checks defaults with it."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core.core_schema import any_schema
+
+        return any_schema()
+
+
+_UNCHECKED = _Unchecked()
+
+
 @dataclass(frozen=True)
 class Verb:
     """One verb.
@@ -110,6 +122,7 @@ class Verb:
             annotation=Annotated[
                 one.typed,
                 Parameter(name=word, help=self._doc(one), negative=(), negative_iterable=()),
+                _UNCHECKED,
             ],
         )
 
@@ -133,7 +146,7 @@ class Verb:
             one.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if needed else None,
-            annotation=Annotated[one.typed, parameter],
+            annotation=Annotated[one.typed, parameter, _UNCHECKED],
         )
 
     def _help(self, one: Field) -> str:

@@ -154,7 +154,9 @@ class GenerationSettings(Section):
 class SamplingSettings(WritingSection):
     """How much text a decoder writes, and where it begins."""
 
-    out: Path | None = setting(None, "Token file to write, for --data. It must not exist.", common=True)
+    out: Path | None = setting(
+        None, f"Token file to write, for {option('data')}. It must not exist.", common=True
+    )
     tokens: int = setting(1_000_000, "Tokens to write.", least=1, common=True)
     seq_len: int | None = setting(
         None, "Tokens per sequence.", default="512, or what the decoder reads", least=2

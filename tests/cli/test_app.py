@@ -190,3 +190,10 @@ def test_the_word_none_is_no_value_of_a_number_or_a_choice(dispfx):
     for verb in NAMED.values():
         for one in verb.signature().parameters.values():
             assert type(None) not in get_args(one.annotation.__origin__), (verb.named, one.name)
+
+
+def test_a_library_that_was_loaded_before_changes_no_option(dispfx):
+    """cyclopts checks defaults with pydantic where that is there, and the default of an option is None."""
+    pytest.importorskip("pydantic")
+    result = dispfx("passes")
+    assert result.exit_code == 0 and "find-sites" in result.stdout

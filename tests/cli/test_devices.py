@@ -37,6 +37,7 @@ WORDS = {
     "inspect": ("no-such/model",),
     "eval": ("no-such/model", "--eval-data", "no-such-text.txt"),
     "bench": ("no-such-folder",),
+    "sample": ("no-such/model", "--out", "no-such-folder/own.safetensors"),
     **dict.fromkeys(
         ("recover", "finetune"),
         ("no-such-folder", "--dense", "no-such/model", "--data", "no-such-text.txt", "--out", "out"),

@@ -62,9 +62,11 @@ def test_the_commands_of_the_page_on_data_run(
     Path("Salesforce/wikitext/README.md").write_text(WIKITEXT)
     write_records(Path("tatsu-lab/alpaca/train.jsonl"), 3)
 
-    one_text, two_texts = page_commands("data.md", checkpoint)
+    one_text, two_texts, sampled, own_text = page_commands("data.md", checkpoint)
     run(filled(one_text, {"DIR": "one"}))
     run(filled(two_texts, {"DIR": "two"}))
+    run(sampled)
+    run(filled(own_text, {"DIR": "three"}))
 
     measured = [load_report(Path(name) / "report.json").perplexity for name in ("one", "two")]
     assert measured[0] is not None and measured[0].protocol.held_out_share is None

@@ -56,7 +56,6 @@ def written(folder: Path, *runs: list[dict[str, Any]]) -> Path:
 
 
 def test_arithmetic_about_shapes_belongs_on_the_cpu(tmp_path: Path):
-    """Rule 1."""
     placement = read_placement(written(tmp_path, [SHAPE, CONCAT, PRODUCT]))
 
     assert [entry.operator for entry in placement.on_cpu] == ["Concat", "Shape"]
@@ -75,7 +74,6 @@ def test_arithmetic_about_shapes_belongs_on_the_cpu(tmp_path: Path):
     ids=lambda entry: entry["operator"],
 )
 def test_anything_else_there_is_named(tmp_path: Path, wrong: dict[str, Any]):
-    """Rule 1."""
     placement = read_placement(written(tmp_path, [SHAPE, PRODUCT, wrong]))
 
     assert [entry.operator for entry in placement.misplaced] == [wrong["operator"]]
@@ -84,7 +82,6 @@ def test_anything_else_there_is_named(tmp_path: Path, wrong: dict[str, Any]):
 
 
 def test_a_copy_between_two_products_is_inside_the_layers(tmp_path: Path):
-    """Rule 2."""
     copy = node("MemcpyToHost", CUDA, [{"int64": [1]}], [{"int64": [1]}])
     early, late = dict(copy, name="early"), dict(copy, name="late")
     inside = dict(copy, name="inside")

@@ -25,7 +25,14 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 COMMAND = re.compile(r"dispfx (?:[a-z]+|…) [^`\n]*")
 # Pages, a library's words, and options of vLLM.
 NO_MESSAGES = {
-    ROOT / name for name in ("report/page.py", "report/card.py", "source/quiet.py", "serving/fused_layers.py")
+    ROOT / name
+    for name in (
+        "report/page.py",
+        "report/card.py",
+        "source/quiet.py",
+        "serving/fused_layers.py",
+        "serving/weight_format.py",
+    )
 }
 
 
