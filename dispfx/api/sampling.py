@@ -11,7 +11,7 @@ from dispfx.files.disk import replacing
 from dispfx.report import NullObserver, Observer
 from dispfx.run.opening import open_model
 from dispfx.run.run_text import TextChoice, open_text
-from dispfx.run.sampling import fitted_sampling, sampled_text
+from dispfx.run.sampled_text import fitted_sampling, sampled_text
 from dispfx.run.timed_stages import Stages
 from dispfx.settings.trees import SampleSettings
 from dispfx.source.text.token_file import TOKENS

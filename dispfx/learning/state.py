@@ -219,6 +219,6 @@ def _compared(saved: dict[str, Any], asked: dict[str, Any]) -> list[tuple[str, A
         before, now = saved.get(part, {}), asked[part]
         pairs += [(name, before.get(name), now.get(name)) for name in sorted({*before, *now})]
     pairs += [(name, saved.get(name), asked[name]) for name in ("text", "device")]
-    # States of earlier versions do not say of which type the decoder was.
+    # States of earlier versions do not say what type the decoder had.
     before, now = saved.get("dtype"), asked.get("dtype")
     return pairs if None in (before, now) else [*pairs, ("dtype", before, now)]

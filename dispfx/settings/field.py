@@ -150,7 +150,7 @@ class Field:
         """Return a value as it is, or the number of Python's for one of numpy's or a tensor.
 
         Raises:
-            DispfxError: if the setting is a number and the value is none, or of another type.
+            DispfxError: if the setting is a number and the value is no number, or one of another type.
         """
         if not self.is_number:
             return value

@@ -7,6 +7,7 @@
     function    package.module:function → module
     loaded_size MODEL → bytes of its weights, before they are read
     loading     MODEL → Source; rejects models whose logits depend on later tokens
+    drawn_tokens  text that a decoder of transformers writes itself
     text        files and data sets of text, and token files → one vector of token ids
 """
 

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from dispfx import api
 from dispfx.errors import DataError, OutputError
 from dispfx.run.opening import open_model
-from dispfx.run.sampling import fitted_sampling, sampled_text
+from dispfx.run.sampled_text import fitted_sampling, sampled_text
 from dispfx.settings.sections import ModelSettings
 from dispfx.settings.verb_settings import SamplingSettings
 from dispfx.source import Source

@@ -19,7 +19,7 @@ from dispfx.deploy.generate import generate
 from dispfx.errors import DataError
 from dispfx.settings.verb_settings import SamplingSettings
 from dispfx.source import Source
-from dispfx.source.sampling import can_sample, sample_by_cache
+from dispfx.source.drawn_tokens import can_sample, sample_by_cache
 from dispfx.source.source import context_of, named_context
 from dispfx.source.text import tokens_in_front
 from dispfx.words.option_names import option
