@@ -168,6 +168,14 @@ class SamplingSettings(WritingSection):
     )
     seed: int = setting(0, "Seed of the drawing.", least=0)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.out is not None and self.path.suffix != ".safetensors":
+            raise OutputError(
+                "the name of a token file must end in .safetensors, because it is read as text otherwise",
+                where=str(self.out),
+            )
+
 
 @dataclass(frozen=True)
 class PlanSettings(Section):

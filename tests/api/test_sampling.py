@@ -121,6 +121,8 @@ def test_what_cannot_be_sampled_is_refused_and_nothing_is_written(tmp_path: Path
         api.sample(MODEL)
     with pytest.raises(DataError, match="sequences of 5000 tokens were asked for"):
         fitted_sampling(SamplingSettings(seq_len=5000), demo)
+    with refused(OutputError, "must end in .safetensors", tmp_path / "own.txt"):
+        api.sample(MODEL, tmp_path / "own.txt", tokens=40)
     out.write_bytes(b"")
     with refused(OutputError, "must not exist yet", out):
         api.sample(MODEL, out, tokens=40)
