@@ -7,7 +7,7 @@ transformers use its `generate`, with a cache.
 Shape legend: B batch, K tokens of an opening, L tokens of a sequence.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -25,8 +25,6 @@ from dispfx.source.text import tokens_in_front
 from dispfx.words.option_names import option
 
 _SEQ_LEN = 512
-
-Write = Callable[[Tensor, int, int], Tensor]
 
 
 def fitted_sampling(settings: SamplingSettings, source: Source) -> SamplingSettings:
@@ -61,13 +59,13 @@ def sampled_text(source: Source, openings: Tensor | None, settings: SamplingSett
     generator = torch.Generator().manual_seed(settings.seed)
     write = sample_by_cache if can_sample(source.model) else _by_whole_sequences
     write = partial(write, source.model, settings.temperature)
+    device = next(source.model.parameters()).device
     rows = -(-settings.tokens // settings.seq_len)
     for start in range(0, rows, settings.batch_size):
         count = min(settings.batch_size, rows - start)
         begun_BK = _begin(source, openings, settings, count, generator)
         new = settings.seq_len - begun_BK.shape[1]
         seed = int(torch.randint(2**31, (), generator=generator))
-        device = next(source.model.parameters()).device
         yield write(begun_BK.to(device), new, seed).cpu()
 
 

@@ -13,7 +13,7 @@ from dispfx.errors import SourceError
 from dispfx.files.json_text import read_json
 from dispfx.files.unreadable import NOT_FETCHED, fetching, is_pointer
 from dispfx.words.model_origin import FORMS
-from dispfx.words.option_names import option
+from dispfx.words.preconditions import WHOLE_FOLDER
 
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
@@ -98,8 +98,7 @@ def _adapter(folder: Path) -> SourceError:
         return SourceError(
             f"the folder holds only an adapter for {base}, which dispfx has already pruned",
             where=str(folder / ADAPTER_FILE),
-            hint=f"PEFT opens it; recover with {option('train', 'lora')} and {option('merge', True)} "
-            "writes a whole folder",
+            hint=WHOLE_FOLDER,
         )
     return SourceError(
         f"the folder holds only an adapter; merge it into {base}, and compile the result",

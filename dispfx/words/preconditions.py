@@ -78,6 +78,12 @@ def is_saved_again(folder: Path) -> bool:
         return False
 
 
+# What opens an adapter of a pruned decoder, and what makes a decoder of it.
+WHOLE_FOLDER = (
+    f"PEFT opens it; recover with {option('train', 'lora')} and {option('merge', True)} writes a whole folder"
+)
+
+
 def refuse_adapter(folder: Path) -> None:
     """Check that a folder is not an adapter's, without a decoder.
 
@@ -88,8 +94,7 @@ def refuse_adapter(folder: Path) -> None:
         raise OutputError(
             "the folder holds only an adapter, and no decoder",
             where=str(folder),
-            hint=f"PEFT opens it; recover with {option('train', 'lora')} and {option('merge', True)} "
-            "writes a whole folder",
+            hint=WHOLE_FOLDER,
         )
 
 

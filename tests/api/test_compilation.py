@@ -194,15 +194,21 @@ def test_resume_without_a_state_starts_at_step_0_and_says_so(tmp_path: Path, tok
     assert (tmp_path / "out").is_dir()
 
 
-def test_an_interrupted_run_resumes_to_the_same_plan(compiled: Compiled, tmp_path: Path, tokens: Path):
+def interrupt(out: Path, tokens: Path, step: int) -> None:
+    """Compile until a step of learning is done."""
+
     class Impatient(Watcher):
         def learning(self, record) -> None:
             super().learning(record)
-            if len(self.steps) == 2:
+            if len(self.steps) == step:
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compile_(tmp_path / "out", tokens, observer=Impatient())
+        compile_(out, tokens, observer=Impatient())
+
+
+def test_an_interrupted_run_resumes_to_the_same_plan(compiled: Compiled, tmp_path: Path, tokens: Path):
+    interrupt(tmp_path / "out", tokens, 2)
     assert not (tmp_path / "out").exists() and (tmp_path / "out.state").is_dir()
     with pytest.raises(OutputError, match="an unfinished run left its state") as error:
         compile_(tmp_path / "out", tokens)
@@ -216,12 +222,7 @@ def test_an_interrupted_run_resumes_to_the_same_plan(compiled: Compiled, tmp_pat
 
 
 def test_scoring_does_not_take_the_place_of_a_state_of_learning(tmp_path: Path, tokens: Path):
-    class Impatient(Watcher):
-        def learning(self, record) -> None:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        compile_(tmp_path / "out", tokens, observer=Impatient())
+    interrupt(tmp_path / "out", tokens, 1)
     scored = options_of(replace(SETTINGS, method="magnitude"))
     before = digests(tmp_path / "out.state", "*.safetensors")
     with pytest.raises(DataError, match="is that of learning, at step 1, and `method='magnitude'` scores"):
@@ -233,12 +234,7 @@ def test_scoring_does_not_take_the_place_of_a_state_of_learning(tmp_path: Path, 
 
 
 def test_a_resumed_run_has_the_dtype_that_it_began_with(tmp_path: Path, tokens: Path):
-    class Impatient(Watcher):
-        def learning(self, record) -> None:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        compile_(tmp_path / "out", tokens, observer=Impatient())
+    interrupt(tmp_path / "out", tokens, 1)
     with pytest.raises(DataError, match="dtype was 'float32' and is 'bfloat16'"):
         compile_(tmp_path / "out", tokens, resume=True, dtype="bfloat16")
 
