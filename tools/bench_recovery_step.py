@@ -134,7 +134,7 @@ def _recover(args: argparse.Namespace, program: Program, ids: torch.Tensor, step
     text = TokenBatches(ids, args.seq_len, args.batch_size, 0)
     task = RecoveryTask(
         student=made.student,
-        teacher=graph_predictions(teacher),
+        teacher=graph_predictions(teacher, with_stream=bool(settings.stream_weight)),
         decoder="random",
         text=text,
         held_out=[text.batch(0)[:1]],

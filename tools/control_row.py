@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from dispfx.capturing.module_capture import module_logits
 from dispfx.learning.distillation import learning_rate
 from dispfx.learning.objective import next_token_loss
-from dispfx.learning.text import TokenBatches
 from dispfx.quality.agreement import Comparison, compare_on_text
 from dispfx.run.opening import open_model
-from dispfx.run.recovery_job import held_out_sequences
-from dispfx.run.run_text import Text, TextChoice, open_text, split_held_out
+from dispfx.run.recovery_job import held_out_sequences, recovery_batches
+from dispfx.run.run_text import Text, TextChoice, open_text
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.settings.sections import ModelSettings, TextSettings
 from dispfx.source import Source
@@ -72,15 +71,7 @@ class Control:
         model = source.model.requires_grad_(True)
         device = torch.device(self.model.device or "cpu")
         half = torch.autocast(device.type, torch.bfloat16, enabled=self.model.dtype == "bfloat16")
-        learn, held_out = zip(*map(split_held_out, text.learn), strict=True)
-        batches = TokenBatches(
-            torch.cat(learn),
-            settings.seq_len,
-            settings.batch_size,
-            settings.seed,
-            torch.cat(held_out),
-            bos=text.bos,
-        )
+        batches = recovery_batches(text, settings)
         ends = batches.held_out_batches(held_out_sequences(settings))
         optimizer = torch.optim.AdamW(model.parameters(), settings.lr, weight_decay=0.0)
 

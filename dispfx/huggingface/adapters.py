@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dispfx.errors import DispfxError
 from dispfx.settings.recovery_settings import RecoverySettings
+from dispfx.words.option_names import option
 
 
 def peft_library() -> Any:
@@ -39,9 +40,18 @@ def with_adapters(model: nn.Module, settings: RecoverySettings, base: str) -> An
         base: what the adapters are for, as their config says it.
 
     Raises:
-        DispfxError: if the decoder has no layer that PEFT can put an adapter on.
+        DispfxError: if the decoder has no layer that PEFT can put an adapter on, or none is as wide as the
+            rank.
     """
     peft = peft_library()
+    weights = (getattr(module, "weight", None) for module in model.modules())
+    most = max((min(one.shape) for one in weights if isinstance(one, Tensor) and one.dim() == 2), default=0)
+    if settings.rank > most:
+        raise DispfxError(
+            f"no layer has room for adapters of rank {settings.rank:,}; the widest one has {most:,} features",
+            where=base,
+            hint=f"use a smaller {option('rank')}; 8 to 64 are usual",
+        )
     config = peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,

@@ -1,5 +1,6 @@
 """The head of a graph: the product that makes logits of the stream, and what follows it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -23,10 +24,15 @@ def way_to_head(logits: fx.Node) -> list[fx.Node] | None:
     return way if is_head and all(len(node.users) == 1 for node in way) else None
 
 
-def split_at_head(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule] | None:
+def split_at_head(
+    module: fx.GraphModule, *, also: Sequence[fx.Node] = ()
+) -> tuple[fx.GraphModule, fx.GraphModule] | None:
     """Return ids → what the head reads (B, T, D), and that → logits; None where there is no such head.
 
     Both share the tensors of `module`, which is not changed.
+
+    Args:
+        also: values that the first one returns too: then it returns a tuple, and these after the first value.
     """
     logits = ops.logits_of(module.graph)
     way = way_to_head(logits) if "val" in logits.meta else None
@@ -37,7 +43,7 @@ def split_at_head(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModul
     stream = way[-1].args[0]
     assert isinstance(stream, fx.Node)
     before.graph_copy(module.graph, values)
-    before.output(values[stream])
+    before.output((values[stream], *map(values.__getitem__, also)) if also else values[stream])
     before.eliminate_dead_code()
     made = {stream: after.placeholder("x_BRD")}
     for node in reversed(way):

@@ -1,7 +1,7 @@
 """Train a pruned decoder to predict what the dense one predicts (`dispfx.learning.divergence`).
 
-    loss = KL(dense ‖ pruned)         mean over the tokens of a batch, in nats
-    every so many steps: the same on held-out text; the best weights are kept, and a run without a better
+    loss = KL(dense ‖ pruned) + w · distance of their residual streams      means over the tokens of a batch
+    every so many steps: KL on held-out text; the best weights are kept, and a run without a better
     measurement for `patience` of them ends
 
 What is trained is the student's business: scales of features, weights, or adapters.  AdamW works on float32
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dispfx.distributed.ranks import ALONE, RankLost, Ranks
 from dispfx.errors import DataError, DispfxError
-from dispfx.learning.divergence import Predictions, kl_divergence
+from dispfx.learning.divergence import Predictions, kl_divergence, stream_distance
 from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
 from dispfx.learning.state import Position, load_state, save_state
 from dispfx.learning.text import Ahead, Batches
@@ -240,9 +240,11 @@ class _Run:
         ids_BT = self.batches.get(self.step)
         with torch.no_grad():
             teacher = task.teacher(ids_BT)
-        loss = kl_divergence(teacher, task.student.predictions(ids_BT))
-        loss.backward()
-        value = float(task.ranks.average(loss.detach().clone()))
+        student = task.student.predictions(ids_BT)
+        kl = kl_divergence(teacher, student)
+        weight = task.settings.stream_weight
+        (kl + weight * stream_distance(teacher, student) if weight else kl).backward()
+        value = float(task.ranks.average(kl.detach().clone()))
         if not math.isfinite(value):
             raise _not_finite(f"the loss of step {self.step + 1}", value)
         self._take_gradients()

@@ -1,4 +1,6 @@
-"""How far one decoder's predictions are from another's, without ever holding the logits of a whole batch.
+"""How far one decoder is from another: its predictions, and its residual stream.
+
+The logits of a whole batch are never held.
 
     KL(p ‖ q) = mean over tokens of Σ_v p(v) · (log p(v) − log q(v))        p the teacher's, q the student's
 
@@ -9,7 +11,12 @@ already,
 
 so that autograd keeps one gradient of the shape of x, and one of each trained weight of the head.
 
-Legend: B batch, T tokens, D width of what the head reads, R rows of a chunk, V vocabulary.
+    distance(t, s) = mean over values of the stream and tokens of |s − t|² / |t|²       t the teacher's
+
+A pruned decoder keeps the width of the stream, so the two can be compared feature by feature, as hidden
+states are in distillation (arXiv 1910.01108, 1909.10351).
+
+Legend: B batch, T tokens, D width of the stream and of what the head reads, R rows of a chunk, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -37,11 +44,13 @@ class Predictions:
         x_BTD: input of the head; the logits (B, T, V) themselves where the head is the identity.
         head: (1, R, D) -> logits (1, R, V), each row by itself.
         weights: tensors inside `head` that are to get a gradient.
+        stream: values of the residual stream (B, T, D), in order, where they are compared.
     """
 
     x_BTD: Tensor
     head: Head = lambda x_1RD: x_1RD
     weights: tuple[Tensor, ...] = ()
+    stream: tuple[Tensor, ...] = ()
 
 
 def kl_divergence(
@@ -81,6 +90,47 @@ def divergence_and_gradient(
     terms_RV = torch.where(likely_RV > 0, likely_RV * (p_RV - q_RV), 0.0)
     divergence = (terms_RV.sum(-1, keepdim=True) * scale_R1).sum()
     return divergence, ((q_RV.exp() - likely_RV) * scale_R1).to(student_RV.dtype)
+
+
+def stream_distance(teacher: Predictions, student: Predictions) -> Tensor:
+    """Return the relative squared distance of the student's stream from the teacher's, as float32.
+
+    A token at which the teacher's stream is zero does not count.  The teacher gets no gradient.
+
+    Raises:
+        DataError: if one has no stream, or the two have other widths or numbers of values.
+    """
+    shapes = [[value.shape for value in one.stream] for one in (teacher, student)]
+    if shapes[0] != shapes[1] or not shapes[0]:
+        raise DataError(
+            f"two streams of {len(shapes[0])} and {len(shapes[1])} values cannot be compared, or their "
+            "widths differ"
+        )
+    pairs = zip(teacher.stream, student.stream, strict=True)
+    each: list[Tensor] = [_Distance.apply(*pair) for pair in pairs]  # type: ignore[misc]
+    return torch.stack(each).mean()
+
+
+class _Distance(torch.autograd.Function):
+    """The distance of one value; it keeps the two values alone, and the student's is kept anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, teacher_BTD: Tensor, student_BTD: Tensor) -> Tensor:
+        ctx.save_for_backward(teacher_BTD, student_BTD)
+        difference_BTD = student_BTD.float() - teacher_BTD.float()
+        return (difference_BTD.square() * _scale(teacher_BTD)).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        teacher_BTD, student_BTD = ctx.saved_tensors
+        difference_BTD = student_BTD.float() - teacher_BTD.float()
+        return None, (2 * grads[0] * _scale(teacher_BTD) * difference_BTD).to(student_BTD.dtype)
+
+
+def _scale(teacher_BTD: Tensor) -> Tensor:
+    """Return 1 / (number of tokens · |t|²), (B, T, 1), and zero where the teacher's stream is."""
+    size_BT1 = teacher_BTD.float().square().sum(-1, keepdim=True)
+    return torch.where(size_BT1 > 0, 1 / size_BT1, 0.0) / size_BT1.numel()
 
 
 @dataclass(frozen=True, eq=False)

@@ -153,7 +153,7 @@ class Tuning:
         kept: False where KL on the second text had risen, so that the weights stayed what they were.
         held_out: KL on the held-out end of the data, measured during the run; the least of them is kept.
         steps_done: optimizer steps until held-out KL stopped falling.
-        rank, alpha, lr, steps, batch_size, seq_len, seed: as in
+        rank, alpha, lr, steps, batch_size, seq_len, seed, stream_weight: as in
             `dispfx.settings.recovery_settings.RecoverySettings`.
     """
 
@@ -179,6 +179,7 @@ class Tuning:
     batch_size: int
     seq_len: int
     seed: int
+    stream_weight: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,15 @@ def tuning_lines(told: Tuning) -> list[str]:
     text = protocol.text or "the given text"
     unchanged = "" if told.kept else "; the weights were left as they were, because KL had not fallen"
     adapters = f" of rank {told.rank} (alpha {told.alpha:g})" if told.train == "lora" else ""
+    stream = f" + {told.stream_weight:g} × distance of the residual streams" if told.stream_weight else ""
     return [
         f"KL to the dense decoder {told.kl_before:.4f} before and {told.kl_after:.4f} after recovery, "
         f"in nats per token ({told.kl_tokens:,} tokens of {told.kl_text or 'the given text'}){unchanged}",
         f"perplexity {shown_perplexity(told.before)} before and {shown_perplexity(told.after)} after "
         f"recovery ({protocol.windows} windows of {protocol.context} tokens of {text}, "
         f"{protocol.tokens:,} predicted)",
-        f"{_TRAINED[told.train]}{adapters}, {told.parameters:,} numbers, by KL: {told.steps_done:,} of "
-        f"{told.steps:,} steps of {told.batch_size} × {told.seq_len} tokens of {told.data}, learning rate "
+        f"{_TRAINED[told.train]}{adapters}, {told.parameters:,} numbers, by KL{stream}: {told.steps_done:,} "
+        f"of {told.steps:,} steps of {told.batch_size} × {told.seq_len} tokens of {told.data}, learning rate "
         f"{told.lr:g}, seed {told.seed}",
     ]
 

@@ -143,7 +143,7 @@ def _known(report: Report | None) -> Before | None:
 
 def _told(job: Recovery, run: Recovered, trained: int, before: Before) -> Tuning:
     """Return the record of a run; what was reached is still what was before."""
-    chosen = ("train", "rank", "alpha", "lr", "steps", "batch_size", "seq_len", "seed")
+    chosen = ("train", "rank", "alpha", "lr", "steps", "batch_size", "seq_len", "seed", "stream_weight")
     return Tuning(
         base=job.base or str(job.folder),
         dense=job.dense.name,

@@ -9,7 +9,7 @@ Held-out text says when training ends; the second text says whether its result i
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dispfx.analysis.finite_weights import require_finite_weights
+from dispfx.analysis.lookups import longest_text, require_readable
 from dispfx.compiler.programs import require_same_decoder
 from dispfx.compiler.stages import for_training
 from dispfx.deploy import exported
@@ -25,13 +26,13 @@ from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DataError
 from dispfx.ir.program import Program
 from dispfx.learning.distillation import Keeping, RecoveryTask, recover
-from dispfx.learning.text import TokenBatches
+from dispfx.learning.text import Batches
 from dispfx.quality.agreement import Comparison, compare_on_text
 from dispfx.report import Report
 from dispfx.run.folders import Opened, open_folder
 from dispfx.run.preflight import require_room_to_recover
 from dispfx.run.run_text import MeasuredText, Text, split_held_out
-from dispfx.run.students import graph_predictions
+from dispfx.run.students import graph_predictions, has_stream
 from dispfx.run.trainables import Trainable, folder_plan, lowered_of, trainable_of
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.source import Source
@@ -146,18 +147,18 @@ def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], T
     require_room_to_recover(sum(one.numel() for one in trained), dtype, job.device)
     teacher = for_training(job.program, job.settings.seq_len)
     teacher.graph_module.requires_grad_(False)
-    text = _batches(job)
+    text = recovery_batches(job.text, job.settings)
     held_out = text.held_out_batches(held_out_sequences(job.settings))
     if not held_out:
         raise DataError(
             f"held-out text needs {job.settings.seq_len} tokens or more, and the last tenth of the data has "
-            f"{0 if text.held_out is None else len(text.held_out):,}",
+            f"{max(map(len, _with_ends(job.text).held_out)):,}",
             where=job.text.learned_name,
             hint=f"use more text, or a smaller {option('seq_len')}",
         )
     task = RecoveryTask(
         student=trainable.student,
-        teacher=graph_predictions(teacher),
+        teacher=graph_predictions(teacher, with_stream=bool(job.settings.stream_weight)),
         decoder=_fingerprint(job, opened),
         text=text,
         held_out=held_out,
@@ -175,18 +176,25 @@ def held_out_sequences(settings: RecoverySettings) -> int:
     return min(most, max(_FEWEST_HELD_OUT, learned // 4))
 
 
-def _batches(job: Recovery) -> TokenBatches:
-    """Cut the text into batches; the end of the data is held out, whatever is measured on."""
-    settings = job.settings
-    sizes = settings.seq_len, settings.batch_size, settings.seed
-    learn, held_out = _learned_and_held_out(job.text)
-    return TokenBatches(learn, *sizes, held_out, bos=job.text.bos)
+def recovery_batches(text: Text, settings: RecoverySettings) -> Batches:
+    """Cut the text into batches; the end of every part is held out, whatever is measured on.
+
+    Raises:
+        DataError: if a part is shorter than one sequence.
+    """
+    # Documents are not kept apart: the decoders are captured without that mask.
+    return replace(_with_ends(text), separator=None).batches(settings)
 
 
 def longest_sequence(text: Text, context: int) -> int:
-    """Return how many tokens a sequence may have: what the decoder reads, and no more than are held out."""
-    _, held_out = _learned_and_held_out(text)
-    return max(2, min(context, len(held_out) + len(text.bos)))
+    """Return how many tokens a sequence may have.
+
+    They are what the decoder reads, no more than the longest held-out end has, and no more than every text
+    has.
+    """
+    ends = _with_ends(text)
+    longest = min(max(map(len, ends.held_out)), *map(len, ends.learn))
+    return max(2, min(context, longest + len(text.bos)))
 
 
 def fitted_recovery(
@@ -197,17 +205,23 @@ def fitted_recovery(
     Args:
         source: of the dense decoder.
         program: of it.
+
+    Raises:
+        DataError, CaptureError: if a chosen length is more than the decoder reads.
+        DispfxError: if the streams were to be compared and cannot be.
     """
-    readable = program.lengths.within(context_of(source))
-    return settings.fitted(longest_sequence(text, readable), demo=source.origin == "demo")
+    if settings.seq_len is not None:
+        require_readable(program, settings.seq_len)
+    longest = longest_sequence(text, longest_text(program, program.lengths.within(context_of(source))))
+    return settings.fitted(longest, demo=source.origin == "demo", stream=has_stream(program))
 
 
-def _learned_and_held_out(text: Text) -> tuple[Tensor, Tensor]:
-    """Return the data without its end, and that; another text to measure on is not looked at."""
-    learn, held_out = text.learn, text.held_out
-    if text.about.held_out_share is None:
-        learn, held_out = zip(*map(split_held_out, learn), strict=True)
-    return torch.cat(learn), torch.cat(held_out)
+def _with_ends(text: Text) -> Text:
+    """Return the text to learn from with the end of each part held out, whatever is measured on."""
+    if text.about.held_out_share is not None:
+        return text
+    learn, held_out = zip(*map(split_held_out, text.learn), strict=True)
+    return replace(text, learn=learn, held_out=held_out)
 
 
 def _fingerprint(job: Recovery, opened: Opened) -> str:

@@ -15,6 +15,7 @@ from dispfx.quality.perplexity import TextFacts
 from dispfx.quality.second_text import NAME, second_text
 from dispfx.settings import LearnSettings, TextSettings
 from dispfx.settings.learning_settings import seed_for
+from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.source import Source
 from dispfx.source.text import (
     ReadText,
@@ -186,7 +187,7 @@ class Text:
                 where=self.learned_name,
             )
 
-    def batches(self, settings: LearnSettings) -> Batches:
+    def batches(self, settings: LearnSettings | RecoverySettings) -> Batches:
         """Cut the tokens to learn from into batches.
 
         Raises:

@@ -18,6 +18,7 @@ from dispfx.capturing.module_capture import module_logits, module_output
 from dispfx.ir import ops
 from dispfx.ir.head import split_at_head
 from dispfx.ir.program import Program
+from dispfx.ir.sites import STREAM
 from dispfx.learning.distillation import Predicting, Student
 from dispfx.learning.divergence import Predictions
 from dispfx.quality.logits_by_rows import same_logits
@@ -26,11 +27,14 @@ from dispfx.quality.logits_by_rows import same_logits
 _SPARSE = 4
 
 
-def graph_student(program: Program, trained: Mapping[str, nn.Parameter]) -> Student:
+def graph_student(
+    program: Program, trained: Mapping[str, nn.Parameter], *, with_stream: bool = False
+) -> Student:
     """Return a program as a student.
 
     Args:
         trained: parameters of its graph, by name; from here on they alone require gradients.
+        with_stream: as for `graph_predictions`.
     """
     program.graph_module.requires_grad_(False)
     for parameter in trained.values():
@@ -39,7 +43,7 @@ def graph_student(program: Program, trained: Mapping[str, nn.Parameter]) -> Stud
         if ops.packet(node) is ops.aten.embedding:
             node.args = node.args[:_SPARSE]  # AdamW takes no sparse gradients
     program.graph_module.recompile()
-    return Student(graph_predictions(program), trained)
+    return Student(graph_predictions(program, with_stream=with_stream), trained)
 
 
 def weights_of(program: Program) -> dict[str, nn.Parameter]:
@@ -52,19 +56,36 @@ def weights_of(program: Program) -> dict[str, nn.Parameter]:
     return {path: one for path, one in named if path in read and one.is_floating_point() and one.itemsize > 1}
 
 
-def graph_predictions(program: Program) -> Predicting:
-    """Return ids → predictions of a program."""
+def graph_predictions(program: Program, *, with_stream: bool = False) -> Predicting:
+    """Return ids → predictions of a program.
+
+    Args:
+        with_stream: whether they have the values of the residual stream, where the head can be kept apart.
+    """
     module = program.graph_module
-    parts = split_at_head(module)
+    named = {node.name: node for node in program.graph.nodes}
+    values = program.stream.values if with_stream and program.stream is not None else ()
+    parts = split_at_head(module, also=[named[value] for value in values])
     if parts is None:
         return lambda ids_BT: Predictions(module(ids_BT))
     body, head = parts
 
     def predictions(ids_BT: Tensor) -> Predictions:
         weights = tuple(one for one in head.parameters() if one.requires_grad)
-        return Predictions(body(ids_BT), head, weights)
+        x_BTD, *stream = body(ids_BT) if values else (body(ids_BT),)
+        return Predictions(x_BTD, head, weights, tuple(stream))
 
     return predictions
+
+
+def has_stream(program: Program) -> bool:
+    """Whether the predictions of a program and of what was cut from it can have streams of one width.
+
+    With one selection for the whole stream the pruned one is narrower.
+    """
+    whole = any(site.kind == STREAM for site in program.sites)
+    head = split_at_head(program.graph_module)
+    return program.stream is not None and not whole and head is not None
 
 
 def adapted_student(model: Any) -> Student:

@@ -28,7 +28,7 @@ from dispfx.huggingface.adapters import with_adapters
 from dispfx.huggingface.model_loading import load_model
 from dispfx.ir.program import Program
 from dispfx.learning.distillation import Student
-from dispfx.learning.divergence import kl_divergence
+from dispfx.learning.divergence import kl_divergence, stream_distance
 from dispfx.plan.plan import Plan
 from dispfx.run.folders import Opened
 from dispfx.run.students import adapted_student, graph_predictions, graph_student, weights_of
@@ -166,9 +166,12 @@ def try_recovery(program: Program, plan: Plan, settings: RecoverySettings) -> No
         made = graph_trainable(lowered, plan, settings)
         ids_BT = random_token_ids(program.vocabulary_size, (2, tokens), device=program.device)
         with torch.no_grad():
-            teacher = graph_predictions(program)(ids_BT)
+            teacher = graph_predictions(program, with_stream=bool(settings.stream_weight))(ids_BT)
         with torch.enable_grad():
-            loss = kl_divergence(teacher, made.student.predictions(ids_BT))
+            student = made.student.predictions(ids_BT)
+            loss = kl_divergence(teacher, student)
+            if settings.stream_weight:
+                loss = loss + settings.stream_weight * stream_distance(teacher, student)
             trained = made.student.trained
             gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         for path, gradient in zip(trained, gradients, strict=True):
@@ -185,7 +188,9 @@ def try_recovery(program: Program, plan: Plan, settings: RecoverySettings) -> No
 
 def _weights(program: Program, settings: RecoverySettings) -> Trainable:
     trained = weights_of(program)
-    student = graph_student(for_training(program, settings.seq_len), trained)
+    student = graph_student(
+        for_training(program, settings.seq_len), trained, with_stream=bool(settings.stream_weight)
+    )
     return Trainable(student, program.graph_module, program.graph_module, lambda: trained, lambda values: [])
 
 
@@ -198,7 +203,11 @@ def _scales(program: Program, plan: Plan, settings: RecoverySettings) -> Trainab
             hint=f"use {option('train', 'weights')}",
         )
     program.graph_module.requires_grad_(False)
-    student = graph_student(for_training(scaled.program, settings.seq_len), scaled.scales)
+    student = graph_student(
+        for_training(scaled.program, settings.seq_len),
+        scaled.scales,
+        with_stream=bool(settings.stream_weight),
+    )
     graph = scaled.program.graph_module
 
     def proof(values: Mapping[str, Tensor]) -> list[Verification]:

@@ -4,22 +4,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
+from dispfx.errors import DispfxError
 from dispfx.settings.field import Section, setting
+from dispfx.words.option_names import option
 
 Train = Literal["scales", "weights", "lora"]
 Recover = Literal["none", "scales", "weights"]
 
 # What nobody chose, by what is trained.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "scales": {"steps": 600, "lr": 1e-2, "batch_size": 16},
-    "weights": {"steps": 1000, "lr": 2e-4, "batch_size": 16},
-    "lora": {"steps": 1000, "lr": 1e-3, "batch_size": 16},
+    "scales": {"steps": 600, "lr": 1e-2, "batch_size": 16, "stream_weight": 0.0},
+    "weights": {"steps": 1000, "lr": 2e-4, "batch_size": 16, "stream_weight": 30.0},
+    "lora": {"steps": 1000, "lr": 1e-3, "batch_size": 16, "stream_weight": 0.0},
 }
 # The demo is small: it takes larger steps, and fewer of them.
 _DEFAULTS_OF_DEMO: Mapping[str, Mapping[str, Any]] = {
-    "scales": {"steps": 200, "lr": 2e-2, "batch_size": 8},
-    "weights": {"steps": 200, "lr": 1e-3, "batch_size": 8},
-    "lora": {"steps": 200, "lr": 1e-2, "batch_size": 8},
+    "scales": {"steps": 200, "lr": 2e-2, "batch_size": 8, "stream_weight": 0.0},
+    "weights": {"steps": 200, "lr": 1e-3, "batch_size": 8, "stream_weight": 30.0},
+    "lora": {"steps": 200, "lr": 1e-2, "batch_size": 8, "stream_weight": 0.0},
 }
 _SEQ_LEN, _SEQ_LEN_OF_DEMO = 512, 128
 _MEASUREMENTS = 20
@@ -34,7 +36,7 @@ class RecoverySettings(Section):
         "What is trained: a scale per kept feature, folded into the weights; all weights; adapters (LoRA).",
         common=True,
     )
-    # These five are None until a decoder and a kind of training say more.
+    # These six are None until a decoder and a kind of training say more.
     steps: int = setting(
         None, "Optimizer steps at most.", default="1,000; scales: 600; demo: 200", least=1, common=True
     )
@@ -43,6 +45,14 @@ class RecoverySettings(Section):
         "Highest learning rate of AdamW; it rises over the first 5% of the steps and falls to zero.",
         default="2e-4; scales: 1e-2; lora: 1e-3; demo: 1e-3, 2e-2, 1e-2",
         above=0.0,
+        most=1e30,
+    )
+    stream_weight: float = setting(
+        None,
+        "Weight of the distance to the dense decoder's residual stream, which is added to KL.",
+        default="30; scales, lora: 0",
+        least=0.0,
+        most=1e6,
     )
     seq_len: int = setting(
         None, "Tokens per sequence.", default="512, or what the decoder reads; demo: 128", least=2
@@ -61,19 +71,32 @@ class RecoverySettings(Section):
     seed: int = setting(0, "Seed of the adapters' first values and of the order of sequences.", least=0)
     save_every: int = setting(500, "Steps between two saved states.", least=1, per_run=True)
 
-    def fitted(self, context: int, *, demo: bool = False) -> Self:
+    def fitted(self, context: int, *, demo: bool = False, stream: bool = True) -> Self:
         """Return the settings with nothing left open.
 
         Args:
             context: tokens that the decoder reads.
             demo: whether it is the embedded one.
+            stream: whether the streams of the two decoders can be compared.
+
+        Raises:
+            DispfxError: if they cannot, and a weight was chosen for that.
         """
         defaults = (_DEFAULTS_OF_DEMO if demo else _DEFAULTS)[self.train]
         steps = self.steps or defaults["steps"]
+        stream = stream and self.train != "lora"
+        if self.stream_weight and not stream:
+            raise DispfxError(
+                f"{option('stream_weight')} needs the residual stream of both decoders, and "
+                + ("adapters are trained without it" if self.train == "lora" else "this one is narrower"),
+                hint=f"leave out {option('stream_weight')}",
+            )
+        weight = defaults["stream_weight"] if stream and self.stream_weight is None else self.stream_weight
         return replace(
             self,
             steps=steps,
             lr=self.lr or defaults["lr"],
+            stream_weight=weight or 0.0,
             batch_size=self.batch_size or defaults["batch_size"],
             seq_len=self.seq_len or min(_SEQ_LEN_OF_DEMO if demo else _SEQ_LEN, context),
             measure_every=self.measure_every or max(1, steps // _MEASUREMENTS),

@@ -251,6 +251,17 @@ def test_a_module_without_a_class_of_transformers_recovers_and_goes_on_to_the_sa
     assert watcher.notes == [f"{out} is complete; there is nothing to do"] and not watcher.stages
 
 
+def test_sequences_beyond_the_table_of_positions_and_ranks_beyond_all_widths_are_refused(
+    pruned: Path, graph: Path, text: Path, tokens: Path, tmp_path: Path
+):
+    arguments = words(text, tmp_path / "out")
+    with pytest.raises(DispfxError, match="no layer has room for adapters of rank 100,000"):
+        recover(pruned, **{**arguments, "train": "lora", "rank": 100_000, "stream_weight": None})
+    with pytest.raises(DataError, match="table of positions ends after 64"):
+        recover(graph, **words(tokens, tmp_path / "out", replace(QUICK, seq_len=65), dense=MODEL))
+    assert not (tmp_path / "out").exists()
+
+
 def test_weights_that_got_worse_are_not_kept(graph: Path, tokens: Path, tmp_path: Path, monkeypatch: Any):
     """Held-out KL may fall where that of the second text rises."""
     values = iter([0.5, 0.7, 0.5])  # before, of what was trained, and of what was written
@@ -310,7 +321,7 @@ def test_too_short_a_text_another_decoder_and_a_graph_with_adapters_leave_nothin
     graph: Path, tokens: Path, tmp_path: Path
 ):
     out = tmp_path / "out"
-    with pytest.raises(DataError, match="one sequence needs 600 tokens"):
+    with pytest.raises(DataError, match="table of positions ends after 64"):
         recover(graph, **words(tokens, out, replace(QUICK, seq_len=600), dense=MODEL))
     with pytest.raises(DataError, match="held-out text needs 64 tokens or more"):
         recover(graph, **words(tokens, out, replace(QUICK, seq_len=64), dense=MODEL))

@@ -22,7 +22,7 @@ from dispfx.learning.distillation import (
     learning_rate,
     recover,
 )
-from dispfx.learning.divergence import Predictions, kl_divergence
+from dispfx.learning.divergence import Predictions, kl_divergence, stream_distance
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.settings.recovery_settings import RecoverySettings
 from tests.learning.students import SETTINGS, hurt, recovery_task, weights
@@ -49,6 +49,37 @@ def test_kl_falls_and_the_student_has_the_weights_of_the_best_measurement(tmp_pa
     assert held_out_divergence(task) == pytest.approx(found.best.kl, rel=1e-6)
     assert [step.step for step in found.steps] == list(range(1, 41))
     assert found.steps[-1].loss < found.steps[0].loss
+
+
+def test_a_step_follows_kl_and_the_distance_of_the_streams_and_tells_kl_alone(tmp_path: Path):
+    dense = untrained_decoder()
+
+    def steps_of(weight: float, folder: str) -> tuple[float, dict[str, Tensor]]:
+        learner = hurt(dense)
+        task = recovery_task(learner, dense, steps=1, stream_weight=weight)
+        streams = [
+            lambda ids_BT, one=one: Predictions(logits := one.dense(ids_BT), stream=(logits,))
+            for one in (learner, dense)
+        ]
+        task = replace(task, student=replace(task.student, predictions=streams[0]), teacher=streams[1])
+        ids = task.text.batch(0)
+        found = streams[0](ids), streams[1](ids)
+        loss = kl_divergence(found[1], found[0])
+        if weight:
+            loss = loss + weight * stream_distance(found[1], found[0])
+        slopes = torch.autograd.grad(loss, list(task.student.trained.values()))
+        step = recover(task, Keeping(tmp_path / folder)).steps[0]
+        state = load_file(tmp_path / folder / STATE_FILE)
+        norm = torch.stack([slope.square().sum() for slope in slopes]).sum().sqrt().clamp_min(1.0)
+        for name, slope in zip(task.student.trained, slopes, strict=True):
+            # AdamW's first moment after one step: a tenth of the clipped gradient.
+            torch.testing.assert_close(state[f"optimizer.exp_avg.{name}"], 0.1 * slope / norm)
+        return step.loss, state
+
+    alone, both = steps_of(0.0, "alone"), steps_of(2.0, "both")
+    assert alone[0] == both[0], "what is told is KL"
+    name = "optimizer.exp_avg.up.0.weight"
+    assert not torch.allclose(alone[1][name], both[1][name])
 
 
 def test_held_out_kl_is_the_mean_over_all_its_tokens():

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dispfx.errors import DataError
-from dispfx.learning.divergence import Predictions, kl_divergence
+from dispfx.learning.divergence import Predictions, kl_divergence, stream_distance
 
 
 def whole(teacher_BTV: Tensor, student_BTV: Tensor, where_BT: Tensor) -> Tensor:
@@ -67,3 +67,47 @@ def test_tokens_that_cannot_come_count_as_nothing():
 def test_other_vocabularies_are_refused():
     with pytest.raises(DataError, match="vocabularies of 4 and 5 tokens"):
         kl_divergence(Predictions(torch.zeros(1, 2, 4)), Predictions(torch.zeros(1, 2, 5)))
+
+
+def streams(*shape: int) -> tuple[list[Tensor], list[Tensor]]:
+    teacher = [torch.randn(*shape) for _ in range(3)]
+    return teacher, [(one + 0.1 * torch.randn(*shape)).requires_grad_() for one in teacher]
+
+
+def with_stream(values: list[Tensor]) -> Predictions:
+    return Predictions(torch.zeros(1, 1, 1), stream=tuple(values))
+
+
+def test_the_distance_of_two_streams_and_its_gradient_are_those_of_float64():
+    teacher, student = streams(2, 5, 7)
+    wide = [(t.double(), s.detach().double().requires_grad_()) for t, s in zip(teacher, student, strict=True)]
+    ratios = [((s - t).square().sum(-1) / t.square().sum(-1)) for t, s in wide]
+    expected = torch.stack(ratios).mean()
+    expected.backward()
+    found = stream_distance(with_stream(teacher), with_stream(student))
+    assert found.dtype == torch.float32 and found.item() == pytest.approx(expected.item(), rel=1e-5)
+    (3 * found).backward()
+    for one, (_, precise) in zip(student, wide, strict=True):
+        assert one.grad is not None and precise.grad is not None
+        torch.testing.assert_close(one.grad, (3 * precise.grad).float(), rtol=1e-4, atol=1e-7)
+
+
+def test_equal_streams_have_no_distance_and_a_token_at_zero_counts_as_nothing():
+    teacher, student = streams(1, 4, 6)
+    assert stream_distance(with_stream(teacher), with_stream(teacher)).item() == 0.0
+    teacher[0][0, 1] = 0.0
+    found = stream_distance(with_stream(teacher[:1]), with_stream(student[:1]))
+    difference = (student[0] - teacher[0]).square().sum(-1)[0]
+    kept = [0, 2, 3]
+    expected = (difference[kept] / teacher[0].square().sum(-1)[0, kept]).sum() / 4
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    found.backward()
+    assert student[0].grad is not None and not bool(student[0].grad[0, 1].any())
+
+
+@pytest.mark.parametrize("other", [[], [torch.zeros(1, 2, 4)], [torch.zeros(1, 2, 3)] * 2])
+def test_streams_of_other_widths_or_numbers_are_refused(other: list[Tensor]):
+    with pytest.raises(DataError, match="cannot be compared"):
+        stream_distance(with_stream([torch.ones(1, 2, 3)]), with_stream(other))
+    with pytest.raises(DataError, match="cannot be compared"):
+        stream_distance(with_stream([]), with_stream([]))

@@ -5,7 +5,12 @@ import torch
 
 from dispfx.errors import DataError
 from dispfx.quality.perplexity import TextFacts
-from dispfx.run.recovery_job import held_out_sequences, longest_sequence, second_text_of
+from dispfx.run.recovery_job import (
+    held_out_sequences,
+    longest_sequence,
+    recovery_batches,
+    second_text_of,
+)
 from dispfx.run.run_text import MeasuredText, Text
 from dispfx.settings.recovery_settings import RecoverySettings
 
@@ -28,6 +33,19 @@ def test_a_sequence_is_no_longer_than_what_is_held_out():
     # With another text to measure on, the end of the data is held out all the same.
     named = Text(learn=(TOKENS,), held_out=(torch.arange(50),), about=TextFacts("other", None))
     assert longest_sequence(named, 64) == 10
+
+
+def test_weights_of_texts_are_shares_of_sequences_and_no_sequence_crosses_two_texts():
+    parts = torch.full((500,), 1), torch.full((900,), 2, dtype=torch.uint16)
+    text = Text(learn=parts, held_out=(torch.arange(50),), weights=(1.0, 3.0), about=TextFacts("other", None))
+    settings = RecoverySettings(steps=10, seq_len=20, batch_size=4, measure_every=1)
+    batches = recovery_batches(text, settings)
+    drawn = torch.cat([batches.batch(step) for step in range(5)])
+    assert all(len(set(row.tolist())) == 1 for row in drawn), "one text per sequence"
+    assert [int((drawn[:, 0] == one).sum()) for one in (1, 2)] == [5, 15]
+    ends = torch.cat(batches.held_out_batches(6))
+    assert set(ends[:, 0].tolist()) == {1, 2}, "each text has an end of its own"
+    assert longest_sequence(text, 64) == 64 and longest_sequence(text, 5000) == 90
 
 
 @pytest.mark.parametrize(
