@@ -93,6 +93,29 @@ class TextSettings(Section):
     )
     eval_windows: int | None = setting(None, "Windows to measure on at most.", default="all", least=1)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("data", "eval_data"):
+            _require_texts(name, getattr(self, name))
+
+
+def _require_texts(name: str, given: Any) -> None:
+    """Require names of texts, or for `data` token ids; a report only names what a program gave."""
+    if given is None or is_of_a_program(given):
+        return
+    # A tensor is known by a method: nothing here imports torch.
+    if name == "data" and hasattr(given, "untyped_storage"):
+        if given.dim() != 1:
+            raise DataError(f"a vector (N,) of token ids is needed, but {shown(given)} was given")
+        return
+    names = [given] if isinstance(given, str | os.PathLike) else given
+    if not isinstance(names, list | tuple) or not all(isinstance(one, str | os.PathLike) for one in names):
+        ids = " Token ids may be a vector of torch integers." if name == "data" else ""
+        raise DataError(
+            f"{option(name)} must be a file or data set, or a list of them, but {shown(given)} was given",
+            hint=f"name a text, or a .safetensors file of token ids.{ids}",
+        )
+
 
 @dataclass(frozen=True)
 class BudgetSettings(Section):

@@ -22,6 +22,21 @@ RUN = RunSettings.of(model="demo", ratio=0.3, data=["a.txt"], out=Path("out"), s
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"data": np.zeros(9, int)},
+            "`data` must be a file or data set, or a list of them, but a ndarray was given",
+        ),
+        ({"data": [1, 2]}, "`data` must be a file or data set, or a list of them, but a list was given"),
+        (
+            {"data": [torch.zeros(9)]},
+            "`data` must be a file or data set, or a list of them, but a list was given",
+        ),
+        ({"data": b"a.txt"}, "`data` must be a file or data set, or a list of them, but a bytes was given"),
+        ({"data": torch.tensor(5)}, "a vector (N,) of token ids is needed, but a Tensor was given"),
+        (
+            {"eval_data": torch.zeros(9)},
+            "`eval_data` must be a file or data set, or a list of them, but a Tensor was given",
+        ),
         ({"steps": 1.5}, "`steps` must be a whole number, and 1.5 was given"),
         ({"steps": "7"}, "`steps` must be a whole number, and '7' was given"),
         ({"steps": True}, "`steps` must be a whole number, and True was given"),
