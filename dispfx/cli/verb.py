@@ -17,7 +17,7 @@ from cyclopts import App, Group, Parameter
 from dispfx.cli.examples import epilog
 from dispfx.cli.faults import ends_with_message
 from dispfx.cli.screen import Screen, spelled
-from dispfx.settings.field import Field, Setting, section_fields
+from dispfx.settings.field import Field, is_number, section_fields
 from dispfx.settings.tree import Tree
 
 Given = dict[str, Any]
@@ -137,7 +137,7 @@ class Verb:
             negative=None if one.typed is bool and facts.default else (),
             negative_iterable=(),
             show_default=False,
-            validator=_in_range(facts),
+            validator=_in_range(one),
             allow_leading_hyphen=one.typed in (str, list[str]),
             # If an option is given twice, the last one counts, unless a user would expect both.
             allow_repeating=None if one.facts.repeats else not one.facts.once,
@@ -166,14 +166,13 @@ class Verb:
         return spelled(self.docs.get(one.name, one.facts.doc))
 
 
-def _in_range(facts: Setting) -> Callable[[Any, Any], None]:
+def _in_range(one: Field) -> Callable[[Any, Any], None]:
     """Return a validator that rejects numbers outside the range of a setting, and non-finite ones."""
 
     def check(kind: Any, value: Any) -> None:
         for number in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(number, int | float) and not isinstance(number, bool) and not facts.allows(number):
-                hint = facts.hint_for(number)
-                allowed = f"It must be {facts.range_text() or 'a finite number'}."
+            if is_number(number) and (within := one.required_range(number)) is not None:
+                hint, allowed = one.facts.hint_for(number), f"It must be {within}."
                 raise ValueError(f"{allowed} {hint}." if hint else allowed)
 
     return check

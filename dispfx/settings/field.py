@@ -23,6 +23,10 @@ from dispfx.words.option_names import flag, option
 from dispfx.words.own_function import names_function
 
 _KEY = "dispfx"
+# Whole numbers are sizes and counts, whose product of two fits into 64 bits; these may be larger.
+_MOST = 2**31 - 1
+_LARGER = frozenset({"seed", "tokens", "data_bytes"})
+_MOST_OF_LARGER = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,15 @@ class Field:
             raise self.facts.error(f"{option(self.name)} must be {number}, and {value!r} was given")
         return value
 
+    def required_range(self, number: float) -> str | None:
+        """Return what a number must be, or None if the setting allows it.  Every whole number has a bound."""
+        if isinstance(number, int):
+            most = _MOST if int in (*_members(self.kind), self.facts.repeats) else _MOST_OF_LARGER
+            most = _MOST_OF_LARGER if self.name in _LARGER else most
+            if abs(number) > most:
+                return f"at most {most:,}" if number > 0 else self.facts.range_text() or f"at least {-most:,}"
+        return None if self.facts.allows(number) else self.facts.range_text() or "a finite number"
+
     @property
     def required(self) -> bool:
         """Whether there is no default."""
@@ -202,8 +215,7 @@ class Section:
             if one.choices and not (one.facts.functions and names_function(value)):
                 require_choice(one.choices, value, option(one.name))
             for number in value if isinstance(value, list | tuple) else [value]:
-                if _is_number(number) and not one.facts.allows(number):
-                    allowed = one.facts.range_text() or "a finite number"
+                if is_number(number) and (allowed := one.required_range(number)) is not None:
                     raise one.facts.error(
                         f"{option(one.name)} must be {allowed}, and {number!r} was given",
                         hint=one.facts.hint_for(number),
@@ -240,7 +252,8 @@ def _is_a(value: Any, kind: Any) -> bool:
     return kind in (int, float) and isinstance(value, int if kind is int else int | float)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value is a number of Python's, and not one of True and False."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -134,6 +134,11 @@ def test_a_setting_without_default_must_be_given():
         ({"align": 0}, "`align` must be at least 1, and 0 was given"),
         ({"dtype": "float8"}, "`dtype` must be float32 or bfloat16 or float16, and 'float8' was given"),
         ({"bias": float("inf")}, "`bias` must be a finite number, and inf was given"),
+        ({"seq_len": 2**31}, "`seq_len` must be at most 2,147,483,647, and 2147483648 was given"),
+        ({"seq_len": -(2**70)}, f"`seq_len` must be at least 2, and {-(2**70)} was given"),
+        ({"seed": 2**63}, f"`seed` must be at most 9,223,372,036,854,775,807, and {2**63} was given"),
+        ({"seed": -(2**63)}, f"`seed` must be at least -9,223,372,036,854,775,807, and {-(2**63)} was given"),
+        ({"lambda_": 10**400}, f"`lambda_` must be at most 9,223,372,036,854,775,807, and {10**400} was given"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_the_name_of_its_setting(changes: dict, told: str):
@@ -150,7 +155,15 @@ def test_a_value_that_makes_no_sense_is_refused_by_the_name_of_its_setting(chang
     assert "ratio" not in changes or isinstance(error.value, BudgetError)
 
 
+def test_whole_numbers_up_to_the_bound_are_taken():
+    learning = RUN.changed(seq_len=2**31 - 1, seed=2**63 - 1).learning
+    assert (learning.seq_len, learning.seed) == (2**31 - 1, 2**63 - 1)
+    assert RUN.changed(data_bytes=2**40).text.data_bytes == 2**40
+
+
 def test_each_entry_of_a_setting_that_repeats_is_checked():
+    with pytest.raises(DispfxError, match="`batch` must be at most 2,147,483,647, and 9{20} was given"):
+        trees.BenchSettings.of(model="out", batch=[8, 99999999999999999999])
     with pytest.raises(DispfxError, match="`batch` must be at least 1, and 0 was given"):
         trees.BenchSettings.of(model="out", batch=[8, 0])
 
