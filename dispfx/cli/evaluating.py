@@ -6,7 +6,7 @@ from dispfx.cli.screen import Screen
 from dispfx.errors import DataError
 from dispfx.settings.trees import BenchSettings, EvalSettings
 from dispfx.words.model_origin import origin_of
-from dispfx.words.preconditions import check_folder
+from dispfx.words.preconditions import check_folder, check_new_files
 from dispfx.words.text_origin import check_texts
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def _check(settings: EvalSettings) -> None:
         check_folder(model)
         origin_of(asked.dense)
     check_texts(settings.text.eval_data or [])
+    if asked.out is not None:
+        check_new_files(asked.out.expanduser())
     if asked.task_folder is not None and not asked.task_folder.expanduser().is_dir():
         raise DataError("the --task-folder does not exist", where=str(asked.task_folder))
 
@@ -75,8 +77,10 @@ def _show(screen: Screen, found: "Evaluation") -> None:
 
 def bench(settings: BenchSettings, screen: Screen) -> None:
     """Time prefill and decode steps, pruned and dense, with the largest possible speed-up."""
-    out = settings.timing.out
+    out = None if settings.timing.out is None else settings.timing.out.expanduser()
     check_folder(settings.model.model)
+    if out is not None:
+        check_new_files(out)
     check_texts(settings.text.eval_data or [])
     if settings.timing.dense is not None:
         origin_of(settings.timing.dense)

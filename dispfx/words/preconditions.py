@@ -78,6 +78,22 @@ def is_saved_again(folder: Path) -> bool:
         return False
 
 
+def check_new_files(folder: Path) -> None:
+    """Check that files can be written into a folder, which is created later if it does not exist.
+
+    Raises:
+        OutputError: if it, or the closest folder above it that exists, is a file or cannot be written.
+    """
+    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not above.is_dir():
+        problem = "a folder is needed to write into, and this is a file"
+    elif not os.access(above, os.W_OK | os.X_OK):
+        problem = "this folder cannot be written"
+    else:
+        return
+    raise OutputError(problem, where=str(above), hint=f"name another folder with {option('out')}")
+
+
 # What opens an adapter of a pruned decoder, and what makes a decoder of it.
 WHOLE_FOLDER = (
     f"PEFT opens it; recover with {option('train', 'lora')} and {option('merge', True)} writes a whole folder"

@@ -40,6 +40,15 @@ def test_eval_refuses_a_missing_text(dispfx, replaced):
     assert not evaluate.called
 
 
+def test_eval_refuses_a_file_in_place_of_the_folder_before_it_measures(dispfx, replaced, tmp_path: Path):
+    evaluate = replaced("evaluate")
+    text = tmp_path / "text.txt"
+    text.write_text("text")
+    result = dispfx("eval", "demo", "--eval-data", text, "--out", text)
+    assert result.exit_code == 2 and "this is a file" in result.stderr
+    assert not evaluate.called and text.read_text() == "text"
+
+
 def test_eval_beside_the_dense_decoder_says_how_alike_both_predict(dispfx, replaced, written: Path):
     text = written / "text.txt"
     text.write_text("text")

@@ -49,3 +49,21 @@ def test_bench_prints_one_json_document_and_writes_both_files(dispfx, replaced, 
 def test_bench_of_no_folder_is_the_inputs_fault(dispfx, tmp_path: Path):
     assert dispfx("bench", tmp_path / "missing").exit_code == 2
     assert dispfx("bench", tmp_path, "--batch", 0).exit_code == 2
+
+
+def test_bench_refuses_a_number_that_no_shape_has(dispfx, replaced, written: Path):
+    bench = replaced("bench", Benched((row(),), FACTS))
+    result = dispfx("bench", written, "--batch", "99999999999999999999")
+    assert result.exit_code == 2 and "at most 2,147,483,647" in " ".join(result.stderr.split())
+    assert not bench.called
+
+
+@pytest.mark.parametrize("place", ["taken", "taken/below"])
+def test_a_file_in_place_of_the_folder_is_refused_before_a_step_is_timed(
+    dispfx, replaced, written: Path, place: str
+):
+    bench = replaced("bench", Benched((row(),), FACTS))
+    (written / "taken").write_text("a file")
+    result = dispfx("bench", written, "--out", written / place)
+    assert result.exit_code == 2 and "this is a file" in result.stderr
+    assert not bench.called and (written / "taken").read_text() == "a file"
