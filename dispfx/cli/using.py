@@ -13,7 +13,7 @@ from dispfx.settings.trees import (
     SampleSettings,
     VerifySettings,
 )
-from dispfx.words.model_origin import origin_of
+from dispfx.words.model_origin import is_plan_file, origin_of
 from dispfx.words.preconditions import check_folder, is_saved_again
 from dispfx.words.text_origin import check_texts
 
@@ -48,7 +48,8 @@ def inspect(settings: InspectSettings, screen: Screen) -> None:
 
 def _is_plan(word: str) -> bool:
     """Whether the argument names a plan file; MODEL is never a .safetensors file."""
-    return word.endswith(".safetensors") and Path(word).expanduser().is_file()
+    path = Path(word).expanduser()
+    return (word.endswith(".safetensors") and path.is_file()) or is_plan_file(path)
 
 
 def _show_plan(word: str, screen: Screen) -> None:
