@@ -1,5 +1,6 @@
 """Verbs that show results or the installation: report, compare, passes, doctor."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,9 @@ def report(settings: VerifySettings, screen: Screen) -> None:
     folder = settings.folder.folder
     check_folder(folder, report=True)
     from dispfx.report.page import write_page
+    from dispfx.run.folders import require_unchanged
 
+    require_unchanged(folder.expanduser())
     files = [str(path) for path in write_page(folder)]
     screen.print_json({"files": files})
     screen.print_text("\n".join(files))
@@ -28,16 +31,36 @@ def compare(settings: CompareSettings, screen: Screen) -> None:
         return
     for path in paths:
         check_folder(path, report=True)
-    if out is not None and (out.suffix != ".html" or not out.expanduser().parent.is_dir()):
-        raise OutputError("--out must be an .html file in an existing folder", where=str(out))
+    if out is not None:
+        _check_page(out.expanduser())
     _compare_runs(paths, out, screen)
+
+
+def _check_page(page: Path) -> None:
+    """Check that a page and its plot can be written, and that neither name is taken.
+
+    Raises:
+        OutputError: otherwise.
+    """
+    if page.suffix != ".html" or not page.parent.is_dir():
+        raise OutputError("--out must be an .html file in an existing folder", where=str(page))
+    for file in (page, page.with_suffix(".png")):
+        if os.path.lexists(file):
+            raise OutputError(
+                "the page and its plot must not exist yet",
+                where=str(file),
+                hint="name another file with --out",
+            )
 
 
 def _compare_runs(paths: Sequence[Path], out: Path | None, screen: Screen) -> None:
     from dispfx.report.run import read_run
     from dispfx.report.run_comparison import RUN_HEADER, run_notes, run_rows, runs_plain, write_comparison
     from dispfx.report.table import print_rows
+    from dispfx.run.folders import require_unchanged
 
+    for path in paths:
+        require_unchanged(path.expanduser())
     runs = [read_run(path) for path in paths]
     files = [] if out is None else write_comparison(runs, out.expanduser())
     screen.print_json({"runs": runs_plain(runs), "notes": run_notes(runs), "files": [str(f) for f in files]})

@@ -1,11 +1,14 @@
 """report, compare, doctor, and inspect of a plan."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dispfx.api.installation import Finding
+from dispfx.deploy.digests import digests
+from dispfx.report import load_report, save_report
 from tests.report.runs import plan_of, write_run
 
 pytestmark = pytest.mark.pictures
@@ -40,6 +43,31 @@ def test_compare_puts_runs_side_by_side(dispfx, tmp_path: Path):
     assert dispfx("compare", *folders, "--out", tmp_path / "both.pdf").exit_code == 2
 
 
+@pytest.mark.parametrize("taken", ["both.html", "both.png"])
+def test_compare_overwrites_neither_a_page_nor_a_picture(dispfx, tmp_path: Path, taken: str):
+    folders = [write_run(tmp_path / "first"), write_run(tmp_path / "second", pruned_perplexity=6.4)]
+    (tmp_path / taken).write_text("of the user")
+    result = dispfx("compare", *folders, "--out", tmp_path / "both.html")
+    assert result.exit_code == 2 and "must not exist yet" in result.stderr and taken in result.stderr
+    assert (tmp_path / taken).read_text() == "of the user"
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "second", taken}
+
+
+@pytest.mark.parametrize("verb", ["report", "compare"])
+def test_a_folder_whose_files_have_changed_since_its_report_is_refused(dispfx, tmp_path: Path, verb: str):
+    folder = write_run(tmp_path / "run")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"weights")
+    report = load_report(folder / "report.json")
+    save_report(replace(report, files=digests(folder)), folder / "report.json")
+    assert dispfx(verb, folder).exit_code == 0
+    weights.write_bytes(b"others")
+    result = dispfx(verb, folder)
+    assert result.exit_code == 2 and "changed since dispfx wrote the folder" in result.stderr
+    assert "model.safetensors" in result.stderr and str(folder) in result.stderr
+    assert result.stdout == ""
+
+
 def test_compare_shows_what_two_plans_keep_alike(dispfx, tmp_path: Path):
     paths = [tmp_path / f"{seed}.safetensors" for seed in (0, 1)]
     for seed, path in enumerate(paths):
@@ -62,6 +90,18 @@ def test_inspect_of_a_plan_shows_what_it_keeps(dispfx, tmp_path: Path):
     assert shown["sites"][0]["kept"] == plan_of().selections[0].kept.tolist()
     path.write_bytes(b"none")
     assert dispfx("inspect", path).exit_code == 2
+
+
+def test_a_plan_under_any_name_is_known_as_one(dispfx, tmp_path: Path):
+    path = tmp_path / "someplan"
+    plan_of().save(path)
+    result = dispfx("inspect", path)
+    assert result.exit_code == 0 and "30.04% of blocks removed" in result.stdout, result.output
+    result = dispfx("eval", path, "--eval-data", path)
+    assert result.exit_code == 2 and "holds a plan" in result.stderr and "dispfx apply" in result.stderr
+    path.write_bytes(path.read_bytes()[:40])
+    result = dispfx("inspect", path)
+    assert result.exit_code == 2 and "the only single file that can be read is .gguf" in result.stderr
 
 
 def test_doctor_shows_what_is_there(dispfx, replaced):
