@@ -8,6 +8,7 @@ Importing this module installs the guards.
 """
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from dispfx.errors import DispfxError, OutputError
+from dispfx.files.disk import replacing
 from dispfx.files.json_text import read_json
 from dispfx.huggingface.entries import LOCK, METHOD, REFUSAL, SECTION
 from dispfx.plan.plan import Plan
@@ -68,17 +70,31 @@ def _guard_saving() -> None:
     PreTrainedConfig.to_json_file = guarded  # type: ignore[method-assign]
 
 
-def _carry_plan(config: Any, section: Mapping[str, Any], target: Path) -> None:
-    """Copy the plan from the folder that the decoder was loaded from, if it is still the decoder's."""
-    source = Path(str(getattr(config, "name_or_path", ""))) / PLAN_FILE
-    if not source.is_file() or source.resolve() == target.resolve():
-        return
+def plan_bytes(folder: Path, section: Mapping[str, Any]) -> bytes | None:
+    """Return the plan file of a folder, or None if it has none that the section was written with."""
+    source = folder / PLAN_FILE
     try:
-        plan = Plan.load(source)
-    except DispfxError:
-        return
-    if plan.digest == section.get("selections"):
-        plan.save(target)
+        return source.read_bytes() if Plan.load(source).digest == section.get("selections") else None
+    except (DispfxError, OSError):
+        return None
+
+
+def _carry_plan(config: Any, section: Mapping[str, Any], target: Path) -> None:
+    """Write the plan that was read with the decoder, or that of the folder that the config names.
+
+    Warn if there is none, because commands of dispfx cannot open the saved folder without it.
+    """
+    held = getattr(getattr(config, "quantization_config", None), "plan", None)
+    plan = held or plan_bytes(Path(str(getattr(config, "name_or_path", ""))), section)
+    if plan is not None:
+        with replacing(target) as partial:
+            partial.write_bytes(plan)
+    elif plan_bytes(target.parent, section) is None:
+        warnings.warn(
+            f"{target.parent} is saved without {PLAN_FILE}: the folder that the decoder was loaded from has "
+            "none that belongs to it. Copy the file into it, otherwise dispfx cannot open it.",
+            stacklevel=2,
+        )
 
 
 _guard_building()

@@ -13,6 +13,7 @@ then is imported where it is used.
 """
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,10 +34,11 @@ from dispfx.huggingface.modules import held_index, index_buffers
 
 
 class DispfxConfig(QuantizationConfigMixin):
-    """The dispfx section of a config."""
+    """The dispfx section of a config, and the bytes of the plan once a decoder was loaded with it."""
 
     def __init__(self, **section: Any):
         self.section = section
+        self.plan: bytes | None = None
         self.quant_method = METHOD  # type: ignore[assignment]
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,6 +54,7 @@ class DispfxQuantizer(HfQuantizer):
     def __init__(self, quantization_config: DispfxConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.layout = _layout_of(quantization_config.section)
+        self._config = quantization_config
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Called with the config before the weights are looked for, since transformers 5.20."""
@@ -71,7 +74,12 @@ class DispfxQuantizer(HfQuantizer):
         return True
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        from dispfx.huggingface.guards import plan_bytes
+
         _require_own_class(model)
+        # Now, because the folder may be moved before the decoder is saved, or its path be relative.
+        files = kwargs.get("checkpoint_files") or [Path(str(model.config.name_or_path), "config.json")]
+        self._config.plan = plan_bytes(Path(files[0]).parent, self._config.section)
         for path, dtype in self.layout.dtypes.items():
             _expect_dtype(model, path, getattr(torch, dtype), kwargs.get("dtype"))
         shape_modules(model, self.layout)

@@ -1,5 +1,6 @@
 """What `save_pretrained` writes from a pruned decoder is a folder that commands of dispfx open."""
 
+import copy
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -119,12 +120,43 @@ def test_verify_says_that_there_is_no_report_and_report_says_what_opens_the_fold
     assert "recover open it" in str(refused.value)
 
 
-def test_a_plan_of_another_compilation_is_not_taken_along(unverified: Folders, tmp_path: Path) -> None:
+@pytest.mark.parametrize("relative", [True, False])
+def test_the_plan_is_kept_when_the_folder_is_moved_or_the_program_changes_directory(
+    unverified: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
+) -> None:
+    shutil.copytree(unverified("llama"), tmp_path / "source")
+    monkeypatch.chdir(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained("source" if relative else tmp_path / "source")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    model.save_pretrained("first")
+    (tmp_path / "source").rename(tmp_path / "moved")
+    model.save_pretrained("second")
+
+    before = (unverified("llama") / "plan.safetensors").read_bytes()
+    for name in ("first", "second"):
+        assert (tmp_path / "elsewhere" / name / "plan.safetensors").read_bytes() == before
+        assert all(line.holds for line in verify(tmp_path / "elsewhere" / name))
+
+
+def test_a_copy_of_a_decoder_keeps_the_plan(unverified: Folders, tmp_path: Path) -> None:
     shutil.copytree(unverified("llama"), tmp_path / "source")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
-    shutil.copyfile(unverified("gpt2") / "plan.safetensors", tmp_path / "source" / "plan.safetensors")
+    shutil.rmtree(tmp_path / "source")
 
-    model.save_pretrained(tmp_path / "saved")
+    copy.deepcopy(model).save_pretrained(tmp_path / "copied")
+
+    assert Plan.load(tmp_path / "copied" / "plan.safetensors")
+
+
+def test_a_plan_of_another_compilation_is_not_taken_along(unverified: Folders, tmp_path: Path) -> None:
+    shutil.copytree(unverified("llama"), tmp_path / "source")
+    shutil.copyfile(unverified("gpt2") / "plan.safetensors", tmp_path / "source" / "plan.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+
+    with pytest.warns(UserWarning, match=r"saved without plan\.safetensors"):
+        model.save_pretrained(tmp_path / "saved")
 
     assert not (tmp_path / "saved" / "plan.safetensors").exists()
     with pytest.raises(DataError, match=r"copy plan\.safetensors"):
