@@ -48,7 +48,7 @@ def origin_of(spec: str) -> Origin:
         raise SourceError(
             "MODEL is a file that holds a plan, and a decoder is needed",
             where=spec,
-            hint="name the decoder first, as in `dispfx apply MODEL PLAN`; `dispfx inspect PLAN` shows the plan",
+            hint="name the decoder first, as in `dispfx apply MODEL PLAN`; `dispfx inspect` shows the plan",
         )
     if spec and path.exists():
         raise SourceError(

@@ -138,7 +138,10 @@ def test_a_setting_without_default_must_be_given():
         ({"seq_len": -(2**70)}, f"`seq_len` must be at least 2, and {-(2**70)} was given"),
         ({"seed": 2**63}, f"`seed` must be at most 9,223,372,036,854,775,807, and {2**63} was given"),
         ({"seed": -(2**63)}, f"`seed` must be at least -9,223,372,036,854,775,807, and {-(2**63)} was given"),
-        ({"lambda_": 10**400}, f"`lambda_` must be at most 9,223,372,036,854,775,807, and {10**400} was given"),
+        (
+            {"lambda_": 10**400},
+            f"`lambda_` must be at most 9,223,372,036,854,775,807, and {10**400} was given",
+        ),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_the_name_of_its_setting(changes: dict, told: str):
@@ -162,7 +165,7 @@ def test_whole_numbers_up_to_the_bound_are_taken():
 
 
 def test_each_entry_of_a_setting_that_repeats_is_checked():
-    with pytest.raises(DispfxError, match="`batch` must be at most 2,147,483,647, and 9{20} was given"):
+    with pytest.raises(DispfxError, match=r"`batch` must be at most 2,147,483,647, and 9{20} was given"):
         trees.BenchSettings.of(model="out", batch=[8, 99999999999999999999])
     with pytest.raises(DispfxError, match="`batch` must be at least 1, and 0 was given"):
         trees.BenchSettings.of(model="out", batch=[8, 0])
