@@ -6,6 +6,8 @@ The output appears only after everything in it was verified.  Until then, DIR.st
 of learning, and later the plan.
 """
 
+import os
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from dispfx.compiler.programs import only_planned, require_same_decoder
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.distributed.ranks import ALONE, Ranks
-from dispfx.errors import DispfxError, VerificationError
+from dispfx.errors import DispfxError, OutputError, VerificationError
 from dispfx.plan.plan import Plan
 from dispfx.report import NullObserver, Observer, Report, load_report
 from dispfx.run.decoder_files import Task, require_writable
@@ -28,6 +30,7 @@ from dispfx.run.opening import open_model
 from dispfx.run.plan_learning import (
     DRAFT,
     follow_command,
+    held_state,
     is_complete,
     learn_from,
     remove_state,
@@ -154,21 +157,22 @@ def run_compile(
     refuse_existing(path)
     require_recoverable(settings)
     stages = Stages(watcher)
-    # The pruned weights are in memory next to the dense ones while the folder is written.
-    learned = learn_from(settings, stages, ranks=ranks, copies=2.0 - settings.budget.ratio)
-    task = Task(
-        path=path,
-        state=learned.state,
-        source=learned.source,
-        program=learned.program,
-        plan=learned.plan,
-        text=learned.text,
-        settings=settings.changed(align=learned.plan.budget.align).fitted(learned.settings),
-        command=command,
-    )
-    if settings.recovery is not None:
-        return _recovered(task, settings.recovery, stages, ranks)
-    return _finish(task, stages)
+    with held_state(path, settings.output.resume):
+        # The pruned weights are in memory next to the dense ones while the folder is written.
+        learned = learn_from(settings, stages, ranks=ranks, copies=2.0 - settings.budget.ratio)
+        task = Task(
+            path=path,
+            state=learned.state,
+            source=learned.source,
+            program=learned.program,
+            plan=learned.plan,
+            text=learned.text,
+            settings=settings.changed(align=learned.plan.budget.align).fitted(learned.settings),
+            command=command,
+        )
+        if settings.recovery is not None:
+            return _recovered(task, settings.recovery, stages, ranks)
+        return _finish(task, stages)
 
 
 def follow_compile(settings: RunSettings, ranks: Ranks) -> None:
@@ -234,9 +238,15 @@ def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks:
     if is_complete(path, settings.output, watcher):
         return Plan.load(path)
     refuse_existing(path)
-    learned = learn_from(settings, Stages(watcher), ranks=ranks)
-    learned.plan.save(path)
-    remove_state(learned.state)
+    with held_state(path, settings.output.resume):
+        learned = learn_from(settings, Stages(watcher), ranks=ranks)
+        try:
+            refuse_existing(path)
+        except OutputError as error:
+            error.hint = f"the plan is kept: {learned.state / PLAN_FILE}"
+            raise
+        learned.plan.save(path)
+        remove_state(learned.state)
     return learned.plan
 
 
@@ -296,8 +306,17 @@ def _written(task: Task, stages: Stages) -> Report:
     """Write the folder; where that fails, the plan is kept."""
     try:
         return write_output(task, stages)
-    except VerificationError as error:
-        if task.state is not None:
-            plan = task.state / PLAN_FILE
-            error.hint = f"the plan is kept: dispfx apply {task.source.name} {plan} --out {task.path}"
+    except (VerificationError, OutputError) as error:
+        if task.state is not None and isinstance(error, VerificationError):
+            error.hint = _kept_plan(task, task.state / PLAN_FILE, str(task.path))
+        elif task.state is not None and os.path.lexists(task.path):
+            error.hint = _kept_plan(task, task.state / PLAN_FILE, "ANOTHER")
         raise
+
+
+def _kept_plan(task: Task, plan: Path, out: str) -> str:
+    """Return where the plan is, and what applies it."""
+    model = task.settings.model.model
+    if not isinstance(model, str):
+        return f"the plan is kept: dispfx.apply(model, {str(plan)!r}, out={out!r})"
+    return f"the plan is kept: {shlex.join(['dispfx', 'apply', model, str(plan), '--out', out])}"

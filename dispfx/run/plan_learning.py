@@ -3,6 +3,7 @@
 DIR.state next to the output holds the state of learning, and then the plan, until the output is complete.
 """
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DataError, OutputError
+from dispfx.files.disk import cannot_write
 from dispfx.ir.program import Program
 from dispfx.learning.records import METRICS_FILE
 from dispfx.learning.state import STATE_FILE, saved_step
@@ -68,7 +70,7 @@ def learn_from(
     program, budget = ready.program, ready.budget
     if resume:
         stages.observer.note(resumption(state))
-    with stages("learn"), _unless_it_fails_at_once(state):
+    with stages("learn"):
         watch = Watch(state, resume, stages.observer.learning, stages.observer.note)
         plan = learn_within(
             budget, ready.learned_on, ready.batches, ready.settings, settings.compute, watch, ranks
@@ -116,7 +118,7 @@ def state_folder(path: Path, resume: bool) -> Path:
     """Return DIR.state, after checking that it overwrites neither an unfinished run nor other data.
 
     Raises:
-        OutputError: if DIR.state exists without --resume, or holds data that is not from a run.
+        OutputError: if DIR.state holds files without --resume, or data that is not from a run.
     """
     if not path.name:
         raise OutputError(
@@ -129,13 +131,69 @@ def state_folder(path: Path, resume: bool) -> Path:
             where=str(state),
             hint=f"name another folder with {option('out')}",
         )
-    if state.exists() and not resume:
+    if not resume and state.exists() and any(state.iterdir()):
         raise OutputError(
             "an unfinished run left its state",
             where=str(state),
             hint=f"go on with {option('resume')}, or remove that folder to start anew",
         )
     return state
+
+
+@contextmanager
+def held_state(path: Path, resume: bool) -> Iterator[None]:
+    """Hold DIR.state for one run while the block runs: the end of another run would remove it.
+
+    The lock ends with the process, also if it is killed.  A state without files is removed afterwards.
+
+    Raises:
+        OutputError: if another run is at work there, or as `state_folder`.
+    """
+    state = state_folder(path, resume=True)
+    above = [folder for folder in state.parents if not folder.exists()]
+    descriptor = _locked(state)
+    try:
+        state_folder(path, resume)
+        yield
+    finally:
+        with suppress(OSError):
+            if _is_at(state, descriptor):
+                state.rmdir()
+            for folder in above:
+                folder.rmdir()
+        os.close(descriptor)
+
+
+def _locked(state: Path) -> int:
+    """Return a descriptor of the folder, made if it does not exist, that locks it until it is closed."""
+    while True:
+        try:
+            state.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(state, os.O_RDONLY)
+        except OSError as error:
+            raise cannot_write(state, str(error.strerror)) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise OutputError(
+                "another run is at work on this output, and keeps its state here",
+                where=str(state),
+                hint=f"wait until it ends, or name another output with {option('out')}",
+            ) from error
+        except OSError:
+            return descriptor  # a file system without locks
+        if _is_at(state, descriptor):
+            return descriptor
+        os.close(descriptor)  # the run that had it has ended since, and removed it
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether a path leads to the folder that is open under a descriptor."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _require_own_method(state: Path, method: object) -> None:
@@ -187,16 +245,3 @@ def _is_state(folder: Path) -> bool:
         entry.name in _OF_A_STATE or entry.name.startswith((".", f"{DRAFT}.partial-"))
         for entry in folder.iterdir()
     )
-
-
-@contextmanager
-def _unless_it_fails_at_once(state: Path) -> Iterator[None]:
-    """Remove an empty state if nothing was learned yet: the next run would be rejected because of it."""
-    there = state.exists()
-    try:
-        yield
-    except Exception:
-        if not there:
-            with suppress(OSError):
-                state.rmdir()
-        raise

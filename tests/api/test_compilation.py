@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ from tests.programs import token_ids
 def compile_(out: Path, tokens: Path, **changes):
     words = {"data": tokens, **options_of(SETTINGS), "align": 1} | changes
     return dispfx.compile(words.pop("model", MODEL), words.pop("ratio", RATIO), out=out, **words)
+
+
+def learn_(out: Path, tokens: Path, **changes):
+    words = {"data": tokens, **options_of(SETTINGS), "align": 1} | changes
+    return dispfx.api.learn_plan(MODEL, RATIO, out=out, **words)
 
 
 def test_a_folder_is_whole_and_nothing_is_left_beside_it(compiled: Compiled):
@@ -219,6 +225,79 @@ def test_an_interrupted_run_resumes_to_the_same_plan(compiled: Compiled, tmp_pat
     first, second = (Plan.load(folder / "plan.safetensors") for folder in (compiled.path, tmp_path / "out"))
     assert first == second
     assert not (tmp_path / "out.state").exists()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("begin", [compile_, learn_])
+def test_a_second_run_with_the_same_output_is_refused_at_its_start_and_the_first_ends(
+    compiled: Compiled, tmp_path: Path, tokens: Path, resume: bool, begin: Callable[..., Any]
+):
+    out = tmp_path / "out"
+
+    class Twice(Watcher):
+        """Begins the run once more before and after the first step."""
+
+        refused: tuple[str, ...] = ()
+
+        def stage(self, name: str, seconds: float | None = None) -> None:
+            super().stage(name, seconds)
+            self.begin_again()
+
+        def learning(self, record) -> None:
+            super().learning(record)
+            self.begin_again()
+
+        def begin_again(self) -> None:
+            if len(self.refused) > 8:
+                return
+            second = Watcher()
+            with pytest.raises(OutputError, match="another run is at work on this output") as error:
+                begin(out, tokens, resume=resume, observer=second)
+            assert second.stages == [] and error.value.where == str(tmp_path / "out.state")
+            self.refused += (error.value.problem,)
+
+    watcher = Twice()
+    begin(out, tokens, observer=watcher)
+
+    assert len(watcher.refused) > 2
+    plan = Plan.load(out / "plan.safetensors" if out.is_dir() else out)
+    assert plan == Plan.load(compiled.path / "plan.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("begin", [compile_, learn_])
+def test_a_run_whose_output_appears_meanwhile_leaves_it_alone_and_says_where_its_plan_is(
+    compiled: Compiled, tmp_path: Path, tokens: Path, begin: Callable[..., Any]
+):
+    out = tmp_path / "out"
+
+    class Disturbed(Watcher):
+        def learning(self, record) -> None:
+            super().learning(record)
+            out.write_text("of the user")
+
+    with pytest.raises(OutputError, match="must not exist yet") as error:
+        begin(out, tokens, observer=Disturbed())
+    kept = tmp_path / "out.state" / "plan.safetensors"
+    assert str(kept) in str(error.value.hint) and out.read_text() == "of the user"
+    assert Plan.load(kept) == Plan.load(compiled.path / "plan.safetensors")
+
+
+def test_the_hint_for_a_module_from_python_names_no_command(
+    tmp_path: Path, tokens: Path, nothing_agrees: None
+):
+    with pytest.raises(VerificationError) as error:
+        compile_(tmp_path / "out", tokens, model=build_decoder())
+    kept = tmp_path / "out.state" / "plan.safetensors"
+    assert error.value.hint == (
+        f"the plan is kept: dispfx.apply(model, {str(kept)!r}, out={str(tmp_path / 'out')!r})"
+    )
+
+
+def test_a_state_without_files_is_no_unfinished_run(tmp_path: Path, tokens: Path):
+    (tmp_path / "out.state").mkdir()
+    compile_(tmp_path / "out", tokens)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_scoring_does_not_take_the_place_of_a_state_of_learning(tmp_path: Path, tokens: Path):

@@ -42,6 +42,7 @@ def test_a_ratio_out_of_reach_a_missing_text_and_an_unfinished_run_are_refused_a
     with pytest.raises(OutputError, match="must not exist"):
         preview(run_of(out=compiled.path, data=tokens))
     (tmp_path / "out.state").mkdir()
+    (tmp_path / "out.state" / "metrics.jsonl").touch()
     with pytest.raises(OutputError, match="unfinished"):
         preview(run_of(out=tmp_path / "out", data=tokens))
 
