@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "the weights of LinearPackedParams are packed by torch",
         "before it was quantized",
     ),
-    "noise": (lambda: Noisy(plain()), "other logits each time", "nothing may be random"),
+    "noise": (lambda: Noisy(plain()), "draws other numbers each time", "nothing may be random"),
     "inference mode": (made_in_inference_mode, "inference tensor", "outside torch.inference_mode"),
 }
 

@@ -73,6 +73,7 @@ _LIBRARY = Path(sysconfig.get_path("stdlib"))
 _OWN_FILES = (
     "dispfx/capturing/module_capture.py",
     "dispfx/capturing/cached_capture.py",
+    "dispfx/capturing/unlifting.py",
     "dispfx/source/cached_forward.py",
     __file__,
 )

@@ -35,7 +35,7 @@ from dispfx.capturing.caches import nothing_remembered
 from dispfx.capturing.document_masks import ApartDocuments, refuse_mixing
 from dispfx.capturing.fitting_shapes import OTHER_SHAPE, TRACED_SHAPE, Shapes, fitting_shapes
 from dispfx.capturing.graph_export import torch_unheard, traced, user_frame
-from dispfx.capturing.logits import logits_of, tensors_in, widths_of
+from dispfx.capturing.logits import Widths, logits_of, tensors_in, widths_of
 from dispfx.capturing.module_state import (
     ModuleState,
     called_with,
@@ -44,6 +44,12 @@ from dispfx.capturing.module_state import (
     random_state_kept,
 )
 from dispfx.capturing.refusals import refuse_export, refuse_fixed_length
+from dispfx.capturing.repeatable import (
+    changed_tensors,
+    require_repeatable,
+    require_same_again,
+    written_buffers,
+)
 from dispfx.capturing.rounding import allowed_by_rounding, most_allowed
 from dispfx.capturing.unlifting import program_of, straight_line, user_inputs, user_outputs
 from dispfx.capturing.valid_batches import require_any_batch
@@ -115,11 +121,15 @@ def capture(
                 _require_unlike(logits, ids, type(model).__name__)
         exported = _export_at_its_longest(called, ids, state, run, longest)
         conditions = conditions_of(exported)
-        program = _program_of(straight_line(exported), model, called)
+        straight = _straight_line(exported, type(model).__name__)
+        program = _program_of(straight, model, called)
         program.separator = separator
         if measured:
             alike = [leaf for leaf in tensors_in(returned) if leaf.shape == logits.shape]
             program.logits_returned = max(1, len(alike))
+            again = partial(_logits, called, ids, arguments, widths_of(model))
+            written = written_buffers(straight, _prefix(model, called)) | changed_tensors(model, again)
+            require_repeatable(program, written, ids, again, logits)
         at = partial(_trial, program, called, vocabulary, arguments)
         of_lengths = at(lambda tokens: (1, tokens), lambda tokens: (TRACED_SHAPE[0], tokens))
         program.hold_to(fit.narrowed(valid_lengths(conditions, fit.traced[1], of_lengths)))
@@ -136,6 +146,9 @@ def capture(
             conditions=partial(conditions_of, axis=0, other=fit.traced[1]),
         )
         require_any_batch(of_batches.conditions(exported), fit.traced, of_batches)
+        if measured:
+            # The module has run several times since then.
+            require_same_again(program, again, logits)
         if separator is not None and measured:
             _check_apart(program, model, token_ids(model, vocabulary, fit.other), separator)
     return program
@@ -308,6 +321,10 @@ def token_ids(model: nn.Module, vocabulary: int, shape: tuple[int, int]) -> Tens
     return ids.to(next(model.parameters()).device)
 
 
+def _logits(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any], widths: Widths) -> Tensor:
+    return logits_of(_run(model, ids, arguments), ids, widths)
+
+
 def _run(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> Any:
     try:
         return model(ids, **arguments)
@@ -364,8 +381,19 @@ def _export(model: nn.Module, ids: Tensor) -> ExportedProgram:
 def _program_of(exported: ExportedProgram, model: nn.Module, called: nn.Module) -> Program:
     """Return the program of a module; `called` is the module itself, or holds it as `decoder`."""
     ids, logits = user_inputs(exported)[0], user_outputs(exported)[0]
-    prefix = "decoder." if called is model else "decoder.decoder."
-    return program_of(exported, model, {"input_ids": ids}, {"logits": logits}, prefix=prefix)
+    return program_of(exported, model, {"input_ids": ids}, {"logits": logits}, prefix=_prefix(model, called))
+
+
+def _straight_line(exported: ExportedProgram, name: str) -> ExportedProgram:
+    try:
+        return straight_line(exported)
+    except RuntimeError as error:  # such as a tensor that is changed in place and is no buffer
+        raise refuse_export(error, name) from error
+
+
+def _prefix(model: nn.Module, called: nn.Module) -> str:
+    """Return what an exported module puts in front of the decoder's own paths."""
+    return "decoder." if called is model else "decoder.decoder."
 
 
 def _identity(program: Program, model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> Difference:
