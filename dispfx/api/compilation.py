@@ -245,7 +245,7 @@ def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks:
         except OutputError as error:
             error.hint = f"the plan is kept: {learned.state / PLAN_FILE}"
             raise
-        learned.plan.save(path)
+        learned.plan.save(path, overwrite=False)
         remove_state(learned.state)
     return learned.plan
 

@@ -10,8 +10,6 @@ sibling; the next process that writes the same folder removes it.
 """
 
 import os
-import re
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dispfx.errors import OutputError
-from dispfx.files.disk import cannot_write, writing
+from dispfx.files.disk import cannot_write, make_parents, partial_beside, remove_abandoned, writing
 from dispfx.words.option_names import option
 
 
@@ -77,10 +75,10 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(out)
     _refuse_name(path)
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+    partial = partial_beside(path)
+    make_parents(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(path)
+        remove_abandoned(path)
         partial.mkdir()
     except OSError as error:
         raise cannot_write(path, str(error.strerror)) from error
@@ -91,24 +89,6 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     finally:
         # After the rename this name does not exist.
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Remove temporary copies of this folder from dead processes, which can be as large as the folder."""
-    for sibling in path.parent.iterdir():
-        name = re.fullmatch(re.escape(path.name) + r"\.partial-(\d+)-[0-9a-f]{8}", sibling.name)
-        if name and not _is_running(int(name[1])):
-            shutil.rmtree(sibling, ignore_errors=True)
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:
-        return True  # a process of another user
-    return True
 
 
 def _publish(partial: Path, path: Path) -> None:

@@ -7,6 +7,8 @@ and torch's archives without a number.
 import errno
 import os
 import re
+import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,6 +83,100 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path; it becomes `path` if the block succeeds and nothing has that name by then.
+
+    As `replacing`, but a file that appears in the meantime is never overwritten, and two processes that
+    write one `path` do not disturb each other.  Missing parent folders are made.
+
+    Raises:
+        OutputError: as `replacing`; or if `path` exists at the end, with the name that the new file has now.
+    """
+    target = Path(path)
+    make_parents(target)
+    partial = partial_beside(target)
+    try:
+        with writing(target):
+            remove_abandoned(target)
+            yield partial
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            share(partial)
+            _publish(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _publish(partial: Path, target: Path) -> None:
+    if _named(partial, target):
+        return
+    number = 2
+    while not _named(partial, other := target.with_name(f"{target.stem}-{number}{target.suffix}")):
+        number += 1
+    raise OutputError(
+        "something else appeared under this name while the file was made",
+        where=str(target),
+        hint=f"nothing is lost: the new file is {other}",
+    )
+
+
+def _named(partial: Path, target: Path) -> bool:
+    """Move a file to a name; False if something has that name."""
+    try:
+        # A rename would overwrite what is there.
+        os.link(partial, target)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if disk_fault(error) is not None and error.errno != errno.EPERM:
+            raise
+        # A file system without links.
+        if os.path.lexists(target):
+            return False
+        os.replace(partial, target)
+    return True
+
+
+def make_parents(path: Path) -> None:
+    """Make the folders that a file will stand in.
+
+    Raises:
+        OutputError: if one cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(path, str(error.strerror)) from error
+
+
+def partial_beside(path: Path) -> Path:
+    """Return a temporary name for what becomes `path`; no other process and no other call gets this name."""
+    return path.with_name(f"{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove temporary copies of a file or folder from dead processes, which can be as large as `path`."""
+    for sibling in path.parent.iterdir():
+        name = re.fullmatch(re.escape(path.name) + r"\.partial-(\d+)-[0-9a-f]{8}", sibling.name)
+        if not name or _is_running(int(name[1])):
+            continue
+        if sibling.is_dir() and not sibling.is_symlink():
+            shutil.rmtree(sibling, ignore_errors=True)
+        else:
+            sibling.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True  # a process of another user
+    return True
 
 
 def share(path: Path) -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dispfx.errors import DataError, PlanMismatchError
-from dispfx.files.disk import replacing
+from dispfx.files.disk import new_file, replacing
 from dispfx.files.json_text import parse_json
 from dispfx.files.unreadable import NOT_FETCHED, fetching, is_pointer
 from dispfx.ir.lengths import End, Lengths
@@ -310,10 +310,16 @@ class Plan:
                 hint="make plans with Plan.from_masks",
             )
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = True) -> None:
         """Write the plan to `path` atomically.
 
+        Args:
+            path: of the file.
+            overwrite: whether the plan may take the place of a file; missing folders are made if not.
+
         Raises:
+            OutputError: if the file cannot be written, or exists and is not to be overwritten; the error
+                names the file that holds the plan then.
             PlanMismatchError: if a selection was changed to one that cannot be read back.
         """
         target = path_given(path, "the plan file to write")
@@ -335,7 +341,7 @@ class Plan:
             ],
         } | ({"bos": list(self.bos)} if self.bos else {})
         tensors = {selection.site: selection.kept.contiguous() for selection in self.selections}
-        with replacing(target) as partial:
+        with (replacing if overwrite else new_file)(target) as partial:
             save_file(tensors, partial, metadata={"dispfx": json.dumps(header)})
 
     @staticmethod

@@ -61,6 +61,23 @@ def test_learn_plan_writes_the_plan_alone(tmp_path: Path, tokens: Path, compiled
     assert again == plan and watcher.notes[-1] == f"{path} is complete; there is nothing to do"
 
 
+def test_a_plan_does_not_take_the_place_of_a_file_that_appeared_while_it_was_learned(
+    tmp_path: Path, tokens: Path, compiled: Compiled
+):
+    path = tmp_path / "plan.safetensors"
+
+    class Meddling(Watcher):
+        def stage(self, name: str, seconds: float | None = None) -> None:
+            super().stage(name, seconds)
+            if name == "learn":
+                path.write_text("theirs")
+
+    with pytest.raises(OutputError, match="the new file is"):
+        learn_plan(MODEL, RATIO, tokens, path, **options_of(SETTINGS), align=1, observer=Meddling())
+    assert path.read_text() == "theirs"
+    assert Plan.load(tmp_path / "plan-2.safetensors") == Plan.load(compiled.path / "plan.safetensors")
+
+
 def test_sites_that_would_keep_nothing_keep_one_feature_and_a_line_says_so(tmp_path: Path, tokens: Path):
     watcher = Watcher()
     settings = replace(SETTINGS, method="random")
