@@ -12,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dispfx.errors import DataError
+from dispfx.errors import CaptureError, DataError
+from dispfx.words.option_names import option
+
+# Temperatures beyond these change nothing, and quotients by them are infinite or zero in float32.
+_COLDEST, _HOTTEST = 1e-30, 1e30
 
 
 def generate(
@@ -42,6 +46,7 @@ def generate(
         eos: the token or tokens that end a sequence.
 
     Raises:
+        CaptureError: if the logits are infinite or not a number.
         DataError: if the prompt is empty or an argument is out of its range.
     """
     _check(ids, max_new_tokens, temperature, top_k)
@@ -59,6 +64,11 @@ def generate(
             if bool(ended_B.all()):
                 break
     return ids
+
+
+def fitted_temperature(temperature: float) -> float:
+    """Return a temperature above 0 with which logits can be divided in float32."""
+    return min(max(temperature, _COLDEST), _HOTTEST)
 
 
 def _check(ids: Tensor, max_new_tokens: int, temperature: float, top_k: int | None) -> None:
@@ -82,7 +92,13 @@ def _end_tokens(eos: int | Collection[int] | None) -> list[int]:
 
 def _last_logits(output: Any) -> Tensor:
     logits_BTV = output if isinstance(output, Tensor) else output.logits
-    return logits_BTV[:, -1].float().cpu()
+    logits_BV = logits_BTV[:, -1].float().cpu()
+    if not bool(logits_BV.amax(dim=-1).isfinite().all()):
+        raise CaptureError(
+            "the decoder gives logits that are infinite or not a number, so no token can be drawn",
+            hint=f"load it with {option('dtype', 'float32')}",
+        )
+    return logits_BV
 
 
 def _choose(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
@@ -93,5 +109,5 @@ def _choose(logits_BV: Tensor, temperature: float, top_k: int | None, generator:
         top_BK, rank_BK = logits_BV.topk(top_k, dim=-1)
         logits_BV = torch.full_like(logits_BV, -torch.inf).scatter(-1, rank_BK, top_BK)
     # The largest logit is taken off first, so that a tiny temperature gives no infinities.
-    peaked_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature
+    peaked_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / fitted_temperature(temperature)
     return torch.multinomial(peaked_BV.softmax(dim=-1), 1, generator=generator)[:, 0]

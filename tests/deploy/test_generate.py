@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dispfx.deploy.generate import generate
-from dispfx.errors import DataError
+from dispfx.errors import CaptureError, DataError
 
 VOCABULARY = 7
 
@@ -86,6 +86,25 @@ def test_top_one_and_a_tiny_temperature_are_greedy() -> None:
 
     assert torch.equal(greedy, generate(counting, ids, max_new_tokens=6, temperature=3.0, top_k=1))
     assert torch.equal(greedy, generate(counting, ids, max_new_tokens=6, temperature=1e-30))
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-46, 1e39, 1e308])
+def test_temperatures_beyond_float32_are_as_the_nearest_ones_within(temperature: float) -> None:
+    ids = torch.tensor([[1, 1], [2, 3]])
+    near = 1e-30 if temperature < 1 else 1e30
+    found = generate(counting, ids, max_new_tokens=6, temperature=temperature, top_k=3)
+
+    assert torch.equal(found, generate(counting, ids, max_new_tokens=6, temperature=near, top_k=3))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_is_drawn_from_logits_that_are_not_finite(value: float, temperature: float) -> None:
+    def broken(ids_BT: Tensor) -> Tensor:
+        return torch.where(torch.arange(VOCABULARY) == 2, value, counting(ids_BT))
+
+    with pytest.raises(CaptureError, match="infinite or not a number"):
+        generate(broken, torch.tensor([[1, 1]]), max_new_tokens=2, temperature=temperature)
 
 
 @pytest.mark.parametrize(
