@@ -12,9 +12,11 @@ from dispfx import __version__
 from dispfx.cli import evaluating, making, recovering, showing, using
 from dispfx.cli.config_file import configured
 from dispfx.cli.faults import refused
+from dispfx.cli.screen import Screen
 from dispfx.cli.verb import Verb
 from dispfx.distributed.launcher import end_with_launcher
 from dispfx.errors import EXIT_INPUT_FAULT, EXIT_INTERRUPTED, EXIT_OUR_FAULT, DispfxError, UsageError
+from dispfx.settings.field import section_fields
 from dispfx.settings.trees import (
     ApplySettings,
     BenchSettings,
@@ -215,7 +217,7 @@ def main() -> None:
         raise SystemExit(EXIT_INTERRUPTED) from None
     except CycloptsError as error:
         verb = "" if words[0].startswith("-") else f" {words[0]}"
-        hint = _instead(error) or f"dispfx{verb} --help"
+        hint = _instead(error) or _with_dash(error, words) or f"dispfx{verb} --help"
         raise refused(UsageError(_told(error), hint=hint), words) from None
 
 
@@ -234,6 +236,18 @@ def _instead(error: CycloptsError) -> str | None:
         return None
     settings = [one for verb in VERBS for one in verb.tree.settings().values()]
     return next((one.facts.once for one in settings if one.option == error.token.keyword), None)
+
+
+def _with_dash(error: CycloptsError, words: list[str]) -> str | None:
+    """Return how to give the missing value if the next word begins with a dash, as no other option does."""
+    if not isinstance(error, MissingArgumentError) or error.argument is None:
+        return None
+    settings = [one for verb in VERBS for one in (*verb.tree.settings().values(), *section_fields(Screen))]
+    name, options = error.argument.name, {one.option for one in settings}
+    after = words[words.index(name) + 1 :][:1] if name in words else []
+    if not after or not after[0].startswith("-") or after[0] in options:
+        return None
+    return f"for a value that begins with a dash, write {name}={after[0]}"
 
 
 def _check_verb(words: list[str]) -> None:

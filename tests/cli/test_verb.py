@@ -105,12 +105,19 @@ def test_a_text_may_begin_with_a_hyphen(dispfx, replaced, words: tuple[str, ...]
     assert asked(generate)["prompt"] == "- a list" and asked(generate)["temperature"] == 0.1
 
 
+def test_a_value_that_begins_with_a_dash_is_told_with_the_way_to_give_it(dispfx):
+    result = dispfx("sample", "demo", "--out", "-x.safetensors")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "for a value that begins with a dash, write --out=-x.safetensors" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (("compile", "demo", "--ratios", "1"), "Unknown option: --ratios. Did you mean --ratio?"),
         (("learn", "demo"), "--ratio is missing"),
         (("compile", "demo", "--out"), "--out is missing, or has no value"),
+        (("compile", "demo", "--out", "--quiet"), "dispfx compile --help"),
         (("inspect",), "MODEL is missing"),
         (("generate", "demo"), "--prompt is missing"),
         (("compile", "demo", "--ratio", "1", "--out", "x"), '"1.0" for --ratio. It must be between 0 and 1'),
