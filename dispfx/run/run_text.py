@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dispfx.demo.grammar import generate_text
@@ -366,6 +367,7 @@ def _parts(source: Source, chosen: TextChoice) -> list[ReadText]:
     """Return the texts to learn from, joined, or separate if they have weights."""
     data = chosen.settings.data
     if isinstance(data, Tensor):
+        _require_ids(data)
         largest = largest_id(data, where="tokens") if len(data) else 0
         return [ReadText(data, "tokens", largest, given_ids=True)]
     if not _named(data):
@@ -373,6 +375,20 @@ def _parts(source: Source, chosen: TextChoice) -> list[ReadText]:
     if not chosen.settings.data_weight:
         return [read_text(data, source.tokenizer, chosen.reading)]
     return read_apart(data, source.tokenizer, chosen.reading)
+
+
+def _require_ids(tokens: Tensor) -> None:
+    """Raise unless token ids that were given in Python are a vector of integers.
+
+    Raises:
+        DataError: otherwise.
+    """
+    whole = not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
+    if tokens.dim() != 1 or not whole:
+        kind = str(tokens.dtype).removeprefix("torch.")
+        raise DataError(
+            f"token ids must be a vector of integers, and {option('data')} is {kind} {tuple(tokens.shape)}"
+        )
 
 
 def _demo_text(source: Source) -> ReadText:

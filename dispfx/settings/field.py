@@ -79,7 +79,7 @@ class Setting:
     def allows(self, value: float) -> bool:
         """Whether a finite number lies in the range."""
         return (
-            math.isfinite(value)
+            (isinstance(value, int) or math.isfinite(value))
             and (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)

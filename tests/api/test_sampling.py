@@ -4,24 +4,27 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from dispfx import api
-from dispfx.errors import DataError, OutputError
+from dispfx.errors import CaptureError, DataError, DispfxError, OutputError, SourceError
+from dispfx.report import NullObserver
 from dispfx.run.opening import open_model
-from dispfx.run.sampled_text import fitted_sampling, sampled_text
+from dispfx.run.sampled_text import Openings, fitted_sampling, sampled_text
 from dispfx.settings.sections import ModelSettings
-from dispfx.settings.verb_settings import SamplingSettings
+from dispfx.settings.verb_settings import GenerationSettings, SamplingSettings
 from dispfx.source import Source
 from tests.api.conftest import MODEL
 from tests.api.plain import build_decoder
 from tests.command_line import run
+from tests.plain_decoders import VOCABULARY
 
 FEW = SamplingSettings(tokens=120, seq_len=20, opening=6, batch_size=3)
 
@@ -32,7 +35,8 @@ def demo() -> Source:
 
 
 def text_of(source: Source, openings: Tensor | None, settings: SamplingSettings) -> Tensor:
-    return torch.cat(list(sampled_text(source, openings, settings)))
+    parts = () if openings is None else (openings,)
+    return torch.cat(list(sampled_text(source, Openings(parts), settings)))
 
 
 def plain() -> Source:
@@ -116,7 +120,7 @@ def test_what_cannot_be_sampled_is_refused_and_nothing_is_written(tmp_path: Path
     with refused(DataError, "no token is known that the decoder's texts begin with", out):
         api.sample(build_decoder(), out, tokens=40, seq_len=8)
     with refused(DataError, "has 18 tokens, and 32 are needed", out):
-        api.sample(MODEL, out, data=short, tokens=40)
+        api.sample(MODEL, out, data=short, tokens=40, seq_len=60)
     with refused(OutputError, "an output path is needed", out):
         api.sample(MODEL)
     with pytest.raises(DataError, match="sequences of 5000 tokens were asked for"):
@@ -126,6 +130,79 @@ def test_what_cannot_be_sampled_is_refused_and_nothing_is_written(tmp_path: Path
     out.write_bytes(b"")
     with refused(OutputError, "must not exist yet", out):
         api.sample(MODEL, out, tokens=40)
+
+
+def _broken() -> nn.Module:
+    decoder = build_decoder()
+    decoder.get_parameter("head.weight").data[0, 0] = torch.nan
+    return decoder
+
+
+def test_a_decoder_that_cannot_write_the_text_is_refused_before_it_writes(tmp_path: Path):
+    out, few = tmp_path / "own.safetensors", SimpleNamespace(tokens=40, seq_len=8, opening=4)
+    with refused(SourceError, "weights must be finite: 1 times NaN in head.weight", out):
+        api.sample(_broken(), out, data=torch.arange(20), **vars(few))
+    with refused(DataError, "(?s)does not run on sequences of 65 tokens.*use a smaller `seq_len`", out):
+        api.sample(build_decoder(), out, data=torch.arange(40), tokens=40, seq_len=65)
+    with refused(DataError, f"in .0, {VOCABULARY}. for this decoder, but the text holds {VOCABULARY}", out):
+        api.sample(build_decoder(), out, data=torch.arange(VOCABULARY + 1), **vars(few))
+    with refused(CaptureError, "logits of shape", out):
+        api.sample(nn.Identity(), out, data=torch.arange(20), **vars(few))
+    with refused(DataError, "token ids must be a vector of integers, and `data` is float32 .20,.", out):
+        api.sample(build_decoder(), out, data=torch.arange(20.0), **vars(few))
+
+
+def test_a_text_of_any_integers_gives_the_same_openings(tmp_path: Path):
+    kinds = (torch.int64, torch.int32, torch.uint8, torch.int8, torch.int16)
+    kinds = (*kinds, torch.uint16, torch.uint32, torch.uint64)
+    for kind in kinds:
+        save_file({"tokens": torch.arange(50).to(kind)}, tmp_path / "text.safetensors")
+        out = tmp_path / f"{kind}.safetensors"
+        api.sample(MODEL, out, data=tmp_path / "text.safetensors", tokens=40, seq_len=8, opening=4)
+    first, *others = (load_file(tmp_path / f"{kind}.safetensors")["tokens"] for kind in kinds)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_openings_are_drawn_by_the_weights_of_the_texts(tmp_path: Path):
+    texts = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for path, token in zip(texts, (3, 7), strict=True):
+        save_file({"tokens": torch.full((60,), token)}, path)
+    given = {"data": texts, "tokens": 4 * 400, "seq_len": 4, "opening": 2}
+    api.sample(MODEL, tmp_path / "own.safetensors", data_weight=[1, 3], **given)
+    begun = load_file(tmp_path / "own.safetensors")["tokens"].view(400, 4)[:, :2]
+    assert bool((begun[:, 0] == begun[:, 1]).all()), "an opening is a piece of one text"
+    assert abs(float((begun[:, 0] == 7).float().mean()) - 0.75) < 0.07  # three standard deviations
+
+
+def test_a_folder_that_is_missing_is_made_and_a_file_that_appeared_is_kept(tmp_path: Path):
+    out = tmp_path / "new" / "own.safetensors"
+
+    class Meddling(NullObserver):
+        def working(self, name: str, done: int, total: int, figures: str) -> None:
+            assert out.parent.is_dir()
+            out.write_text("theirs")
+
+    with pytest.raises(OutputError, match="own-2"):
+        api.sample("demo", out, tokens=40, seq_len=8, observer=Meddling())
+    assert out.read_text() == "theirs"
+    assert load_file(tmp_path / "new" / "own-2.safetensors")["tokens"].shape == (40,)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-35])
+def test_the_least_temperatures_give_the_likeliest_token(demo: Source, temperature: float):
+    cold = SamplingSettings(tokens=40, seq_len=20, opening=6, temperature=temperature)
+    usual = SamplingSettings(tokens=40, seq_len=20, opening=6, temperature=1e-4)
+    openings = torch.arange(30)
+    assert torch.equal(text_of(demo, openings, cold), text_of(demo, openings, usual))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, -(10**400)])
+def test_a_seed_that_torch_does_not_take_is_refused(seed: int):
+    with pytest.raises(DispfxError, match="`seed` must be at least 0 and at most 18,446,744,073,709,551,615"):
+        SamplingSettings(seed=seed)
+    if seed != -1:
+        with pytest.raises(DispfxError, match="`seed` must be at least -9,223,372,036,854,775,808"):
+            GenerationSettings("a", seed=seed)
 
 
 def test_the_file_is_a_text_to_learn_from(tmp_path: Path):
