@@ -21,6 +21,7 @@ from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError, OutputError, VerificationError
+from dispfx.files.disk import remove_abandoned
 from dispfx.plan.plan import Plan
 from dispfx.report import NullObserver, Observer, Report, load_report
 from dispfx.run.decoder_files import Task, require_writable
@@ -236,6 +237,8 @@ def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks:
     """
     path, watcher = settings.output.path, observer or NullObserver()
     if is_complete(path, settings.output, watcher):
+        # A run that is killed when it has just named the plan leaves the temporary name.
+        remove_abandoned(path)
         return Plan.load(path)
     refuse_existing(path)
     with held_state(path, settings.output.resume):
