@@ -15,7 +15,7 @@ from dispfx.report.tuning_record import RECORD_FILE, read_record
 from dispfx.run.folders import open_folder, require_unchanged
 from dispfx.run.length_checks import window_of
 from dispfx.run.opening import open_model
-from dispfx.run.plan_learning import is_complete, remove_state, state_folder
+from dispfx.run.plan_learning import held_state, is_complete, remove_state, state_folder
 from dispfx.run.readiness import analysed
 from dispfx.run.recovered_folder import recover_folder
 from dispfx.run.recovery_job import Recovery, fitted_recovery, train_along
@@ -69,10 +69,11 @@ def run_recover(
     if is_complete(path / RECORD_FILE, settings.output, stages.observer):
         return read_record(path)
     refuse_existing(path)
-    state = state_folder(path, resume)
-    job = replace(_job(settings, state, stages, ranks), command=command)
-    told = recover_folder(job, stages)
-    remove_state(state)
+    with held_state(path, resume):
+        state = state_folder(path, resume)
+        job = replace(_job(settings, state, stages, ranks), command=command)
+        told = recover_folder(job, stages)
+        remove_state(state)
     return told
 
 

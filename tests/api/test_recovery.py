@@ -26,7 +26,7 @@ from dispfx.errors import DataError, DispfxError, OutputError, PlanMismatchError
 from dispfx.learning.state import saved_step
 from dispfx.quality.agreement import Comparison, compare_on_text
 from dispfx.report import Report, Tuning, load_report, save_report
-from dispfx.run.plan_learning import DRAFT, RECOVERY
+from dispfx.run.plan_learning import DRAFT, RECOVERY, held_state
 from dispfx.settings.recovery_settings import RecoverySettings
 from tests.api.conftest import MODEL, RATIO, Watcher
 from tests.api.plain import another_decoder, build_decoder
@@ -260,6 +260,15 @@ def test_sequences_beyond_the_table_of_positions_and_ranks_beyond_all_widths_are
     with pytest.raises(DataError, match="table of positions ends after 64"):
         recover(graph, **words(tokens, tmp_path / "out", replace(QUICK, seq_len=65), dense=MODEL))
     assert not (tmp_path / "out").exists()
+
+
+def test_two_recoveries_into_one_output_do_not_meet(graph: Path, tokens: Path, tmp_path: Path):
+    with (
+        held_state(tmp_path / "out", resume=False),
+        pytest.raises(OutputError, match="another run is at work"),
+    ):
+        recover(graph, **words(tokens, tmp_path / "out", QUICK, dense=MODEL))
+    assert not list(tmp_path.iterdir())
 
 
 def test_weights_that_got_worse_are_not_kept(graph: Path, tokens: Path, tmp_path: Path, monkeypatch: Any):
