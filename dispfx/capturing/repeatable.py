@@ -7,7 +7,7 @@ Entry point: `require_repeatable`, and `require_same_again` for one more look.
    write that the logits do not read is fine, and so is a buffer that is overwritten before it is read.
 3. What no graph shows, such as a counter in Python, is found by calling the module several times.
 
-A graph has what the first call computes, so a change that begins later would be lost without a word.
+A graph has what the first call computes, so a change that begins later would be lost silently.
 """
 
 from collections.abc import Callable, Collection, Iterator

@@ -40,7 +40,7 @@ def with_adapters(model: nn.Module, settings: RecoverySettings, base: str) -> An
         base: what the adapters are for, as their config says it.
 
     Raises:
-        DispfxError: if the decoder has no layer that PEFT can put an adapter on, or none is as wide as the
+        DispfxError: if the decoder has no layer that PEFT can put an adapter on, or only narrower ones than the
             rank.
     """
     peft = peft_library()
