@@ -40,8 +40,8 @@ def with_adapters(model: nn.Module, settings: RecoverySettings, base: str) -> An
         base: what the adapters are for, as their config says it.
 
     Raises:
-        DispfxError: if the decoder has no layer that PEFT can put an adapter on, or only narrower ones than the
-            rank.
+        DispfxError: if the decoder has no layer that PEFT can put an adapter on, or only ones narrower than
+            the rank.
     """
     peft = peft_library()
     weights = (getattr(module, "weight", None) for module in model.modules())
