@@ -243,11 +243,6 @@ def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks:
     refuse_existing(path)
     with held_state(path, settings.output.resume):
         learned = learn_from(settings, Stages(watcher), ranks=ranks)
-        try:
-            refuse_existing(path)
-        except OutputError as error:
-            error.hint = f"the plan is kept: {learned.state / PLAN_FILE}"
-            raise
         learned.plan.save(path, overwrite=False)
         remove_state(learned.state)
     return learned.plan

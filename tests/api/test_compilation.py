@@ -265,9 +265,8 @@ def test_a_second_run_with_the_same_output_is_refused_at_its_start_and_the_first
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("begin", [compile_, learn_])
 def test_a_run_whose_output_appears_meanwhile_leaves_it_alone_and_says_where_its_plan_is(
-    compiled: Compiled, tmp_path: Path, tokens: Path, begin: Callable[..., Any]
+    compiled: Compiled, tmp_path: Path, tokens: Path
 ):
     out = tmp_path / "out"
 
@@ -277,7 +276,7 @@ def test_a_run_whose_output_appears_meanwhile_leaves_it_alone_and_says_where_its
             out.write_text("of the user")
 
     with pytest.raises(OutputError, match="must not exist yet") as error:
-        begin(out, tokens, observer=Disturbed())
+        compile_(out, tokens, observer=Disturbed())
     kept = tmp_path / "out.state" / "plan.safetensors"
     assert str(kept) in str(error.value.hint) and out.read_text() == "of the user"
     assert Plan.load(kept) == Plan.load(compiled.path / "plan.safetensors")
