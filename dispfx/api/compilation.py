@@ -317,4 +317,5 @@ def _kept_plan(task: Task, plan: Path, out: str) -> str:
     model = task.settings.model.model
     if not isinstance(model, str):
         return f"the plan is kept: dispfx.apply(model, {str(plan)!r}, out={out!r})"
-    return f"the plan is kept: {shlex.join(['dispfx', 'apply', model, str(plan), '--out', out])}"
+    model, kept, out = map(shlex.quote, (model, str(plan), out))
+    return f"the plan is kept: dispfx apply {model} {kept} --out {out}"

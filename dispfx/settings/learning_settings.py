@@ -111,7 +111,7 @@ class LearnSettings(Section):
         "Loss of the masks: cross entropy with the next token, KL from the dense decoder, or half of each.",
         default="kl",
     )
-    lr: float = setting(1e-3, "Learning rate of AdamW.", default="3e-3", above=0.0, most=1e30)
+    lr: float = setting(1e-3, "Learning rate of AdamW.", default="3e-3", above=0.0, most=3e38)
     weight_decay: float = setting(0.05, "Weight decay of AdamW.", default="1; demo: 0.05", least=0.0)
     lambda_: float = setting(6.0, "Weight of the budget loss.", least=0.0)
     budget_on: BudgetOn = setting(

@@ -45,7 +45,7 @@ class RecoverySettings(Section):
         "Highest learning rate of AdamW; it rises over the first 5% of the steps and falls to zero.",
         default="2e-4; scales: 1e-2; lora: 1e-3; demo: 1e-3, 2e-2, 1e-2",
         above=0.0,
-        most=1e30,
+        most=3e38,
     )
     stream_weight: float = setting(
         None,

@@ -14,8 +14,6 @@ Runtime = Literal["torch", "onnx"]
 Quantize = Literal["none", "int8", "int4"]
 # How a branch adds to the residual stream.
 WriteSpelling = Literal["index-add", "gather-add"]
-# The seeds that torch takes.
-_LEAST_SEED, _MOST_SEED = -(2**63), 2**64 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +146,7 @@ class GenerationSettings(Section):
     max_new_tokens: int = setting(64, "Tokens to add.", least=1)
     temperature: float = setting(0.0, "Sampling temperature; 0 takes the likeliest token.", least=0.0)
     top_k: int | None = setting(None, "Sample from the k likeliest tokens.", default="all", least=1)
-    seed: int = setting(0, "Seed of the drawing.", least=_LEAST_SEED, most=_MOST_SEED)
+    seed: int = setting(0, "Seed of the drawing.")
     runtime: Runtime = setting("torch", "What runs the decoder.")
 
 
@@ -168,7 +166,7 @@ class SamplingSettings(WritingSection):
     temperature: float = setting(
         1.0, "Sampling temperature; at 1 tokens are as likely as the decoder says.", above=0.0
     )
-    seed: int = setting(0, "Seed of the drawing.", least=0, most=_MOST_SEED)
+    seed: int = setting(0, "Seed of the drawing.", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

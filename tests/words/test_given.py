@@ -42,8 +42,8 @@ FILE: Any = "plan.safetensors"
         (lambda: PLAN.save(THREE), "path of the plan", "3"),
         (lambda: api.inspect(NONE), "a decoder", "None"),
         (lambda: api.export(THREE), "a decoder", "3"),
-        (lambda: dispfx.compile(PROGRAM, 0.3, [0], "DIR"), "a decoder", "a Program"),
-        (lambda: dispfx.compile(MODEL, 0.3, [0], THREE), "path of the output", "3"),
+        (lambda: dispfx.compile(PROGRAM, 0.3, "text.txt", "DIR"), "a decoder", "a Program"),
+        (lambda: dispfx.compile(MODEL, 0.3, "text.txt", THREE), "path of the output", "3"),
     ],
 )
 def test_another_kind_of_argument_is_named(call: Callable[[], Any], wanted: str, given: str):
