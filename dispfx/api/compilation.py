@@ -304,10 +304,12 @@ def _written(task: Task, stages: Stages) -> Report:
     """Write the folder; where that fails, the plan is kept."""
     try:
         return write_output(task, stages)
-    except (VerificationError, OutputError) as error:
-        if task.state is not None and isinstance(error, VerificationError):
+    except VerificationError as error:
+        if task.state is not None:
             error.hint = _kept_plan(task, task.state / PLAN_FILE, str(task.path))
-        elif task.state is not None and os.path.lexists(task.path):
+        raise
+    except OutputError as error:
+        if task.state is not None and os.path.lexists(task.path):
             error.hint = _kept_plan(task, task.state / PLAN_FILE, "ANOTHER")
         raise
 

@@ -69,8 +69,7 @@ def run_recover(
     if is_complete(path / RECORD_FILE, settings.output, stages.observer):
         return read_record(path)
     refuse_existing(path)
-    with held_state(path, resume):
-        state = state_folder(path, resume)
+    with held_state(path, resume) as state:
         job = replace(_job(settings, state, stages, ranks), command=command)
         told = recover_folder(job, stages)
         remove_state(state)

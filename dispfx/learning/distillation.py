@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dispfx.distributed.ranks import ALONE, RankLost, Ranks
 from dispfx.errors import DataError, DispfxError
-from dispfx.learning.divergence import Predictions, kl_divergence, stream_distance
+from dispfx.learning.divergence import Predictions, kl_divergence, recovery_loss
 from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
 from dispfx.learning.state import Position, load_state, save_state
 from dispfx.learning.text import Ahead, Batches
@@ -240,10 +240,8 @@ class _Run:
         ids_BT = self.batches.get(self.step)
         with torch.no_grad():
             teacher = task.teacher(ids_BT)
-        student = task.student.predictions(ids_BT)
-        kl = kl_divergence(teacher, student)
-        weight = task.settings.stream_weight
-        (kl + weight * stream_distance(teacher, student) if weight else kl).backward()
+        kl, loss = recovery_loss(teacher, task.student.predictions(ids_BT), task.settings.stream_weight)
+        loss.backward()
         value = float(task.ranks.average(kl.detach().clone()))
         if not math.isfinite(value):
             raise _not_finite(f"the loss of step {self.step + 1}", value)

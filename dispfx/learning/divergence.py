@@ -111,6 +111,16 @@ def stream_distance(teacher: Predictions, student: Predictions) -> Tensor:
     return torch.stack(each).mean()
 
 
+def recovery_loss(teacher: Predictions, student: Predictions, stream_weight: float) -> tuple[Tensor, Tensor]:
+    """Return KL, and KL + weight · distance of the streams; without a weight the streams are not looked at.
+
+    Raises:
+        DataError: as `kl_divergence` and `stream_distance`.
+    """
+    kl = kl_divergence(teacher, student)
+    return kl, kl + stream_weight * stream_distance(teacher, student) if stream_weight else kl
+
+
 class _Distance(torch.autograd.Function):
     """The distance of one value; it keeps the two values alone, and the student's is kept anyway."""
 

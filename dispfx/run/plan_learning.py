@@ -141,8 +141,8 @@ def state_folder(path: Path, resume: bool) -> Path:
 
 
 @contextmanager
-def held_state(path: Path, resume: bool) -> Iterator[None]:
-    """Hold DIR.state for one run while the block runs: the end of another run would remove it.
+def held_state(path: Path, resume: bool) -> Iterator[Path]:
+    """Yield DIR.state, held for one run while the block runs: the end of another run would remove it.
 
     The lock ends with the process, also if it is killed.  A state without files is removed afterwards.
 
@@ -153,8 +153,7 @@ def held_state(path: Path, resume: bool) -> Iterator[None]:
     above = [folder for folder in state.parents if not folder.exists()]
     descriptor = _locked(state)
     try:
-        state_folder(path, resume)
-        yield
+        yield state_folder(path, resume)
     finally:
         with suppress(OSError):
             if _is_at(state, descriptor):

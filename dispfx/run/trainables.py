@@ -28,7 +28,7 @@ from dispfx.huggingface.adapters import with_adapters
 from dispfx.huggingface.model_loading import load_model
 from dispfx.ir.program import Program
 from dispfx.learning.distillation import Student
-from dispfx.learning.divergence import kl_divergence, stream_distance
+from dispfx.learning.divergence import recovery_loss
 from dispfx.plan.plan import Plan
 from dispfx.run.folders import Opened
 from dispfx.run.students import adapted_student, graph_predictions, graph_student, weights_of
@@ -168,10 +168,7 @@ def try_recovery(program: Program, plan: Plan, settings: RecoverySettings) -> No
         with torch.no_grad():
             teacher = graph_predictions(program, with_stream=bool(settings.stream_weight))(ids_BT)
         with torch.enable_grad():
-            student = made.student.predictions(ids_BT)
-            loss = kl_divergence(teacher, student)
-            if settings.stream_weight:
-                loss = loss + settings.stream_weight * stream_distance(teacher, student)
+            _, loss = recovery_loss(teacher, made.student.predictions(ids_BT), settings.stream_weight)
             trained = made.student.trained
             gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         for path, gradient in zip(trained, gradients, strict=True):
