@@ -5,7 +5,8 @@
     python tools/bench_recovery_step.py --out DIR --shape tiny --device cpu --batch-size 1 --seq-len 32
 
 A step of learning is the default's; a step of recovery is all of it: the dense decoder's pass, the pruned
-decoder's passes, the optimizer (AdamW on float32 copies).  Times are medians; memory is the most that was
+decoder's passes, the optimizer (AdamW on float32 copies), computed as a
+run of --of-steps would compute it.  Times are medians; memory is the most that was
 allocated in one step, with everything that the run holds.  The table is in recovery_step.json and
 recovery_step.md.
 """
@@ -17,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from decoder_shapes import LAYERS, SHAPES, config_of, fill, vocabulary_of, zeros
 
 from dispfx.compiler.programs import capture, lower_program
 from dispfx.compiler.stages import for_training
+from dispfx.fast_decoder.recovery_pass import fastest_pass
 from dispfx.ir.program import Program
 from dispfx.learning.distillation import Keeping, RecoveryTask, recover
 from dispfx.learning.text import TokenBatches
@@ -71,9 +74,10 @@ class Steps:
         """Return what was measured."""
         times = [after - before for before, after in pairwise(self._ends[_WARM:])]
         cuda = self._args.device.startswith("cuda")
-        held = torch.cuda.memory_reserved if kind == "learn" else torch.cuda.max_memory_allocated
+        if cuda:
+            torch.cuda.empty_cache()
         # What a CUDA graph uses again and again is reserved and not allocated while it does not run.
-        peak = held() if cuda else 0
+        peak = max(torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()) if cuda else 0
         return {"kind": kind, "milliseconds": 1e3 * statistics.median(times), "gib": peak / 2**30}
 
 
@@ -125,12 +129,14 @@ def _learn(args: argparse.Namespace, program: Program, ids: torch.Tensor, steps:
 
 def _recover(args: argparse.Namespace, program: Program, ids: torch.Tensor, steps: Steps, kind: Any) -> None:
     sizes = {"seq_len": args.seq_len, "batch_size": args.batch_size}
-    settings = RecoverySettings(train=kind, steps=1000, measure_every=1000, **sizes).fitted(args.seq_len)
+    settings = RecoverySettings(train=kind, steps=args.of_steps, measure_every=args.of_steps, **sizes).fitted(
+        args.seq_len
+    )
     plan = Plan.random(program, args.ratio, 0, align=_alignment(args))
     lowered = lower_program(program, plan)
-    made = graph_trainable(lowered, plan, settings)
     teacher = for_training(program, args.seq_len)
     teacher.graph_module.requires_grad_(False)
+    made = graph_trainable(lowered, plan, settings)
     text = TokenBatches(ids, args.seq_len, args.batch_size, 0)
     task = RecoveryTask(
         student=made.student,
@@ -142,6 +148,7 @@ def _recover(args: argparse.Namespace, program: Program, ids: torch.Tensor, step
         device=program.device,
     )
     with tempfile.TemporaryDirectory() as state:
+        task = replace(task, faster=fastest_pass(task, program.dtype, lambda text: print(f"  {text}")))
         recover(task, Keeping(Path(state), on_step=steps.ended))
 
 
@@ -179,6 +186,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=15, help="steps that are measured")
+    parser.add_argument("--of-steps", type=int, default=5000, help="steps of the recovery: long ones compile")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dispfx.kernels.recording import recording, warm_up
+from dispfx.kernels.recording import Replayed
 
 _MOST_SECONDS = 60.0
 
@@ -75,19 +75,7 @@ def recorded(call: Call, device: torch.device) -> Call:
     Args:
         call: reads and writes the same tensors every time; it is run a few times first.
     """
-    if device.type != "cuda":
-        return call
-    warm_up(call, 3, device)
-    graph = torch.cuda.CUDAGraph()
-    with recording(graph, device):
-        call()
-
-    def replay() -> object:
-        graph.replay()
-        # The graph reads and writes the call's own tensors, whose memory would be given to others without it.
-        return call
-
-    return replay
+    return Replayed(device, call) if device.type == "cuda" else call
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:

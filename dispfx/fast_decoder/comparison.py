@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+# A loss, and its gradient for each of several tensors.
+Outcome = tuple[Tensor, Sequence[Tensor]]
 
 # Masks of the comparison lie in [1 − this, 1]: all different, and the decoder works as the dense one does.
 # Dropping one feature in ten at random leaves a trained decoder with nothing but rounding: of SmolLM2-135M in
@@ -119,10 +121,26 @@ def compare(
     value, gradient = value_and_gradient(loss, ids_BT, masks)
     expected, of_expected = value_and_gradient(reference, ids_BT, masks)
     sites = list(sizes) if sizes is not None else [masks.shape[-1]]
+    return difference((value, gradient.split(sites, -1)), (expected, of_expected.split(sites, -1)), dtype)
+
+
+def difference(found: Outcome, expected: Outcome, dtype: torch.dtype) -> Comparison:
+    """Return how far two losses are apart, and their gradients for several tensors."""
+    pairs = list(zip(found[1], expected[1], strict=True))
+    apart, a, b, products = (
+        torch.stack([number(x.double(), y.double()) for x, y in pairs])
+        for number in (
+            lambda x, y: (x - y).norm(),
+            lambda x, y: x.norm(),
+            lambda x, y: y.norm(),
+            lambda x, y: (x * y).sum(),
+        )
+    )
+    cosines = products / (a * b).clamp_min(1e-300)
     return Comparison(
-        float((value - expected).abs() / expected.abs().clamp_min(1e-30)),
-        float((gradient - of_expected).norm() / of_expected.norm().clamp_min(1e-30)),
-        _smallest_cosine(gradient.split(sites, -1), of_expected.split(sites, -1)),
+        float((found[0] - expected[0]).abs() / expected[0].abs().clamp_min(1e-30)),
+        float(apart.norm() / b.norm().clamp_min(1e-30)),
+        float(cosines.masked_fill(b <= _SMALLEST * b.max(), 1.0).min()),
         dtype,
     )
 
@@ -139,11 +157,3 @@ def beside_rounding(
         return reference(ids_BT, masks * nudge)
 
     return replace(found, rounding=compare(rounded_anew, reference, ids_BT, masks, found.dtype, sizes))
-
-
-def _smallest_cosine(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    a = torch.stack([part.double().norm() for part in found])
-    b = torch.stack([part.double().norm() for part in expected])
-    products = torch.stack([(x.double() * y.double()).sum() for x, y in zip(found, expected, strict=True)])
-    cosines = products / (a * b).clamp_min(1e-300)
-    return float(cosines.masked_fill(b <= _SMALLEST * b.max(), 1.0).min())

@@ -34,6 +34,7 @@ _FEWEST_ROWS = 128
 
 Head = Callable[[Tensor], Tensor]
 ChunkDivergence = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+ValueDistance = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,10 +93,24 @@ def divergence_and_gradient(
     return divergence, ((q_RV.exp() - likely_RV) * scale_R1).to(student_RV.dtype)
 
 
-def stream_distance(teacher: Predictions, student: Predictions) -> Tensor:
+def distance_and_gradient(teacher_BTD: Tensor, student_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean |s − t|² / |t|² (float32), and its gradient for the student's value in its dtype."""
+    size_BT1 = teacher_BTD.float().square().sum(-1, keepdim=True)
+    scale_BT1 = torch.where(size_BT1 > 0, 1 / size_BT1, 0.0) / size_BT1.numel()
+    difference_BTD = student_BTD.float() - teacher_BTD.float()
+    distance = (difference_BTD.square() * scale_BT1).sum()
+    return distance, (2 * scale_BT1 * difference_BTD).to(student_BTD.dtype)
+
+
+def stream_distance(
+    teacher: Predictions, student: Predictions, *, of_value: ValueDistance = distance_and_gradient
+) -> Tensor:
     """Return the relative squared distance of the student's stream from the teacher's, as float32.
 
     A token at which the teacher's stream is zero does not count.  The teacher gets no gradient.
+
+    Args:
+        of_value: `distance_and_gradient`, or the same compiled.
 
     Raises:
         DataError: if one has no stream, or the two have other widths or numbers of values.
@@ -107,40 +122,23 @@ def stream_distance(teacher: Predictions, student: Predictions) -> Tensor:
             "widths differ"
         )
     pairs = zip(teacher.stream, student.stream, strict=True)
-    each: list[Tensor] = [_Distance.apply(*pair) for pair in pairs]  # type: ignore[misc]
+    each: list[Tensor] = [_Distance.apply(of_value, *pair) for pair in pairs]  # type: ignore[misc]
     return torch.stack(each).mean()
 
 
-def recovery_loss(teacher: Predictions, student: Predictions, stream_weight: float) -> tuple[Tensor, Tensor]:
-    """Return KL, and KL + weight · distance of the streams; without a weight the streams are not looked at.
-
-    Raises:
-        DataError: as `kl_divergence` and `stream_distance`.
-    """
-    kl = kl_divergence(teacher, student)
-    return kl, kl + stream_weight * stream_distance(teacher, student) if stream_weight else kl
-
-
 class _Distance(torch.autograd.Function):
-    """The distance of one value; it keeps the two values alone, and the student's is kept anyway."""
+    """The distance of one value; its gradient is kept, and neither value."""
 
     @staticmethod
-    def forward(ctx: Any, teacher_BTD: Tensor, student_BTD: Tensor) -> Tensor:
-        ctx.save_for_backward(teacher_BTD, student_BTD)
-        difference_BTD = student_BTD.float() - teacher_BTD.float()
-        return (difference_BTD.square() * _scale(teacher_BTD)).sum()
+    def forward(ctx: Any, of_value: ValueDistance, teacher_BTD: Tensor, student_BTD: Tensor) -> Tensor:
+        distance, gradient_BTD = of_value(teacher_BTD, student_BTD.detach())
+        ctx.save_for_backward(gradient_BTD)
+        return distance
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        teacher_BTD, student_BTD = ctx.saved_tensors
-        difference_BTD = student_BTD.float() - teacher_BTD.float()
-        return None, (2 * grads[0] * _scale(teacher_BTD) * difference_BTD).to(student_BTD.dtype)
-
-
-def _scale(teacher_BTD: Tensor) -> Tensor:
-    """Return 1 / (number of tokens · |t|²), (B, T, 1), and zero where the teacher's stream is."""
-    size_BT1 = teacher_BTD.float().square().sum(-1, keepdim=True)
-    return torch.where(size_BT1 > 0, 1 / size_BT1, 0.0) / size_BT1.numel()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
+        (gradient_BTD,) = ctx.saved_tensors
+        return None, None, gradient_BTD * grads[0].to(gradient_BTD.dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,7 +50,7 @@ from dispfx.run.folder_report import (
 from dispfx.run.folders import Opened, open_folder
 from dispfx.run.onnx_folder import write_onnx
 from dispfx.run.plan_learning import resumption
-from dispfx.run.recovery_job import Gauge, Recovery, training_of
+from dispfx.run.recovery_job import Gauge, Recovery, faster, training_of
 from dispfx.run.timed_stages import Stages
 from dispfx.run.trainables import Trainable, lowered_of, own_model, trainable_of
 from dispfx.settings.recovery_settings import RecoverySettings
@@ -97,6 +97,7 @@ def recover_folder(job: Recovery, stages: Stages) -> Tuning:
     if job.resume:
         stages.observer.note(resumption(job.state))
     with stages("recover"):
+        task = faster(task, job, stages.observer.note)
         run = recover(task, Keeping(job.state, job.resume, _watch(job.settings, stages)))
     with stages("measure"):
         found = gauge.on(trainable.decoder, gauge.second).agreement.kl_nats

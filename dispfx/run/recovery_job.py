@@ -24,6 +24,7 @@ from dispfx.deploy import exported
 from dispfx.deploy.digests import digests
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DataError
+from dispfx.fast_decoder.recovery_pass import fastest_pass
 from dispfx.ir.program import Program
 from dispfx.learning.distillation import Keeping, RecoveryTask, recover
 from dispfx.learning.text import Batches
@@ -127,7 +128,14 @@ def train_along(job: Recovery) -> None:
         RankLost: if another rank ended.
     """
     _, _, task = training_of(job, job.opened())
-    recover(task, Keeping(job.state, job.resume))
+    recover(faster(task, job), Keeping(job.state, job.resume))
+
+
+def faster(
+    task: RecoveryTask, job: Recovery, note: Callable[[str], None] = lambda text: None
+) -> RecoveryTask:
+    """Return the task with the fastest pass that agrees with the plain one; `note` is told of it."""
+    return replace(task, faster=fastest_pass(task, job.program.dtype, note))
 
 
 def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], Trainable, RecoveryTask]:

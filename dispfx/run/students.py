@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.capturing.module_capture import module_logits, module_output
+from dispfx.fast_decoder.decoder import compiled_function
 from dispfx.ir import ops
 from dispfx.ir.head import split_at_head
 from dispfx.ir.program import Program
@@ -56,26 +57,41 @@ def weights_of(program: Program) -> dict[str, nn.Parameter]:
     return {path: one for path, one in named if path in read and one.is_floating_point() and one.itemsize > 1}
 
 
-def graph_predictions(program: Program, *, with_stream: bool = False) -> Predicting:
+def graph_predictions(program: Program, *, with_stream: bool = False) -> "GraphPredictions":
     """Return ids → predictions of a program.
 
     Args:
         with_stream: whether they have the values of the residual stream, where the head can be kept apart.
     """
-    module = program.graph_module
     named = {node.name: node for node in program.graph.nodes}
     values = program.stream.values if with_stream and program.stream is not None else ()
-    parts = split_at_head(module, also=[named[value] for value in values])
-    if parts is None:
-        return lambda ids_BT: Predictions(module(ids_BT))
-    body, head = parts
+    parts = split_at_head(program.graph_module, also=[named[value] for value in values])
+    body, head = parts or (program.graph_module, None)
+    return GraphPredictions(body, head, with_stream=bool(values) and head is not None)
 
-    def predictions(ids_BT: Tensor) -> Predictions:
-        weights = tuple(one for one in head.parameters() if one.requires_grad)
-        x_BTD, *stream = body(ids_BT) if values else (body(ids_BT),)
-        return Predictions(x_BTD, head, weights, tuple(stream))
 
-    return predictions
+class GraphPredictions:
+    """ids (B, T) → predictions of a graph.
+
+    Args:
+        body: ids → what the head reads, or a tuple of that and the values of the stream.
+        head: that → logits, each token by itself; the identity by default.
+        with_stream: whether the body returns a tuple.
+    """
+
+    def __init__(self, body: Callable[[Tensor], Any], head: nn.Module | None, *, with_stream: bool):
+        self._body, self._head, self._with_stream = body, head, with_stream
+
+    def __call__(self, ids_BT: Tensor) -> Predictions:
+        x_BTD, *stream = self._body(ids_BT) if self._with_stream else (self._body(ids_BT),)
+        if self._head is None:
+            return Predictions(x_BTD)
+        weights = tuple(one for one in self._head.parameters() if one.requires_grad)
+        return Predictions(x_BTD, self._head, weights, tuple(stream))
+
+    def compiled(self) -> "GraphPredictions":
+        """Return the same with a body that compiles itself when it is first called."""
+        return GraphPredictions(compiled_function(self._body), self._head, with_stream=self._with_stream)
 
 
 def has_stream(program: Program) -> bool:

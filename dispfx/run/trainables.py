@@ -27,8 +27,7 @@ from dispfx.errors import DispfxError, OutputError
 from dispfx.huggingface.adapters import with_adapters
 from dispfx.huggingface.model_loading import load_model
 from dispfx.ir.program import Program
-from dispfx.learning.distillation import Student
-from dispfx.learning.divergence import recovery_loss
+from dispfx.learning.distillation import RecoveryPass, Student
 from dispfx.plan.plan import Plan
 from dispfx.run.folders import Opened
 from dispfx.run.students import adapted_student, graph_predictions, graph_student, weights_of
@@ -165,12 +164,13 @@ def try_recovery(program: Program, plan: Plan, settings: RecoverySettings) -> No
     try:
         made = graph_trainable(lowered, plan, settings)
         ids_BT = random_token_ids(program.vocabulary_size, (2, tokens), device=program.device)
-        with torch.no_grad():
-            teacher = graph_predictions(program, with_stream=bool(settings.stream_weight))(ids_BT)
+        teacher = graph_predictions(program, with_stream=bool(settings.stream_weight))
+        trained = made.student.trained
+        step = RecoveryPass(
+            teacher, made.student.predictions, tuple(trained.values()), settings.stream_weight
+        )
         with torch.enable_grad():
-            _, loss = recovery_loss(teacher, made.student.predictions(ids_BT), settings.stream_weight)
-            trained = made.student.trained
-            gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            _, gradients = step(ids_BT)
         for path, gradient in zip(trained, gradients, strict=True):
             if gradient is not None and not bool(gradient.isfinite().all()):
                 raise DispfxError(
