@@ -3,14 +3,14 @@
 import errno
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dispfx.errors import OutputError
+from dispfx.files import disk
 from dispfx.files.disk import new_file, replacing
+from tests.ended_process import left_behind
 
 
 def test_a_file_takes_the_place_of_the_old_one_at_the_end(tmp_path: Path) -> None:
@@ -75,12 +75,21 @@ def test_a_new_file_makes_its_folders_and_leaves_nothing_else(
 
 
 def test_a_new_file_removes_what_a_killed_process_left(tmp_path: Path) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    (tmp_path / f"plan.partial-{ended.pid}-0123abcd").write_text("half")
+    left_behind(tmp_path / "plan").write_text("half")
     with new_file(tmp_path / "plan") as partial:
         partial.write_text("new")
     assert os.listdir(tmp_path) == ["plan"]
+
+
+def test_what_another_container_is_making_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = left_behind(tmp_path / "plan")
+    theirs.write_text("half")
+    disk._visible.cache_clear()
+    monkeypatch.setattr(disk, "_NUMBERING", tmp_path)
+    with new_file(tmp_path / "plan") as partial:
+        partial.write_text("new")
+    assert sorted(os.listdir(tmp_path)) == ["plan", theirs.name]
+    disk._visible.cache_clear()
 
 
 def test_two_writers_of_one_new_file_do_not_disturb_each_other(tmp_path: Path) -> None:

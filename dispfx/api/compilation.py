@@ -21,9 +21,9 @@ from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError, OutputError, VerificationError
-from dispfx.files.disk import remove_abandoned
 from dispfx.plan.plan import Plan
 from dispfx.report import NullObserver, Observer, Report, load_report
+from dispfx.run.complete_output import complete_plan, complete_report
 from dispfx.run.decoder_files import Task, require_writable
 from dispfx.run.draft_recovery import is_of_plan, recovery_of_draft, require_recoverable, wait_for_draft
 from dispfx.run.length_checks import compare_longest, require_onnx_lengths, window_of
@@ -32,7 +32,6 @@ from dispfx.run.plan_learning import (
     DRAFT,
     follow_command,
     held_state,
-    is_complete,
     learn_from,
     remove_state,
     state_folder,
@@ -153,8 +152,8 @@ def run_compile(
         DispfxError, VerificationError: as `compile`.
     """
     path, watcher = settings.output.path, observer or NullObserver()
-    if is_complete(path / "report.json", settings.output, watcher):
-        return load_report(path / "report.json")
+    if (found := complete_report(settings, watcher)) is not None:
+        return found
     refuse_existing(path)
     require_recoverable(settings)
     stages = Stages(watcher)
@@ -196,16 +195,19 @@ def follow_compile(settings: RunSettings, ranks: Ranks) -> None:
 def _recovered(task: Task, recovery: RecoverySettings, stages: Stages, ranks: Ranks) -> Report:
     """Write the pruned decoder into the state, and DIR from it, trained."""
     assert task.state is not None and isinstance(task.settings, RunSettings)
-    draft = task.state / DRAFT
+    draft, measured = task.state / DRAFT, None
     if not is_of_plan(draft, task.plan):
         shutil.rmtree(draft, ignore_errors=True)
         _written(replace(task, path=draft, is_draft=True), stages)
+        # An earlier run's draft may have been measured on other texts.
+        measured = load_report(draft / "report.json")
     wait_for_draft(ranks, task.program)
     job = replace(
         recovery_of_draft(recovery, task.state, task.source, task.program, task.text, task.path),
         context=window_of(task.source, task.program, task.settings.learning.seq_len),
         windows=task.settings.text.eval_windows,
-        measured=load_report(draft / "report.json"),
+        measured=measured,
+        run_settings=task.settings.plain(),
         export=task.asked_export,
         learned_from=task.text.learned_name,
         resume=task.settings.output.resume,
@@ -236,10 +238,8 @@ def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks:
         DispfxError: as `compile`.
     """
     path, watcher = settings.output.path, observer or NullObserver()
-    if is_complete(path, settings.output, watcher):
-        # A run that is killed when it has just named the plan leaves the temporary name.
-        remove_abandoned(path)
-        return Plan.load(path)
+    if (found := complete_plan(settings, watcher)) is not None:
+        return found
     refuse_existing(path)
     with held_state(path, settings.output.resume):
         learned = learn_from(settings, Stages(watcher), ranks=ranks)

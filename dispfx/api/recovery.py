@@ -11,11 +11,12 @@ from dispfx.deploy.folder import refuse_existing
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.huggingface.adapters import peft_library
 from dispfx.report import NullObserver, Observer, Tuning
-from dispfx.report.tuning_record import RECORD_FILE, read_record
+from dispfx.report.tuning_record import RECORD_FILE
+from dispfx.run.complete_output import complete_recovery
 from dispfx.run.folders import open_folder, require_unchanged
 from dispfx.run.length_checks import window_of
 from dispfx.run.opening import open_model
-from dispfx.run.plan_learning import held_state, is_complete, remove_state, state_folder
+from dispfx.run.plan_learning import held_state, remove_state, state_folder
 from dispfx.run.readiness import analysed
 from dispfx.run.recovered_folder import recover_folder
 from dispfx.run.recovery_job import Recovery, fitted_recovery, train_along
@@ -66,8 +67,8 @@ def run_recover(
     """
     path, resume = settings.output.path, settings.output.resume
     stages = Stages(observer or NullObserver())
-    if is_complete(path / RECORD_FILE, settings.output, stages.observer):
-        return read_record(path)
+    if (found := complete_recovery(settings, stages.observer)) is not None:
+        return found
     refuse_existing(path)
     with held_state(path, resume) as state:
         job = replace(_job(settings, state, stages, ranks), command=command)

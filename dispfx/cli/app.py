@@ -46,7 +46,6 @@ _OPENING = ("revision", "dtype", "tokenizer")
 _LEARNED_FROM = ("data", "data_weight")
 _TEXT = (*_LEARNED_FROM, "eval_data", "data_field", "data_bytes", "allow_unknown", "eval_windows")
 _ESTIMATED = ("steps", "seq_len", "batch_size", "hypernetwork")
-_NOT_OF_RECOVERY = ("data_weight", "print_after")
 # Always passed to verbs that do not use a ratio.
 _SHARE = {"ratio": 0.3}
 
@@ -120,7 +119,7 @@ VERBS = (
         using.sample,
         SampleSettings,
         required=("out",),
-        without=("data_weight", "eval_data", "eval_windows", "bos", "print_after"),
+        without=("eval_data", "eval_windows", "bos", "print_after"),
         docs={"data": "Text to take openings from. May be repeated."},
         shown_defaults={
             "data": "none: every sequence begins with the decoder's first token; demo: its own text"
@@ -140,7 +139,7 @@ VERBS = (
         RecoverSettings,
         positional=_DIR,
         required=("dense", "data", "out"),
-        without=_NOT_OF_RECOVERY,
+        without=("print_after",),
         docs=_DIR_DOC,
     ),
     Verb(
@@ -148,7 +147,7 @@ VERBS = (
         RecoverSettings,
         positional=_DIR,
         required=("dense", "data", "out"),
-        without=(*_NOT_OF_RECOVERY, "train"),
+        without=("print_after", "train"),
         docs=_DIR_DOC,
     ),
     Verb(showing.report, VerifySettings, positional=_FOLDER, without=("trust_remote_code", "print_after")),

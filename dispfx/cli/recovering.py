@@ -18,7 +18,7 @@ def recover(settings: RecoverSettings, screen: Screen) -> None:
     text, output = settings.text, settings.output
     check_folder(settings.model.model)
     origin_of(settings.teacher.dense)
-    check_texts(text.data)
+    check_texts(text.data, text.data_weight)
     check_texts(text.eval_data or [])
     if not output.resume:
         refuse_existing(output.path)

@@ -131,7 +131,7 @@ def generate(settings: GenerateSettings, screen: Screen) -> None:
 def sample(settings: SampleSettings, screen: Screen) -> None:
     """Let a decoder write text, as a token file to learn from."""
     origin_of(settings.model.model)
-    check_texts(settings.text.data or [])
+    check_texts(settings.text.data or [], settings.text.data_weight)
     refuse_existing(settings.sampling.path)
     from dispfx import api
 

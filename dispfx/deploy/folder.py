@@ -4,8 +4,8 @@
         ...                             # write, read back, verify: all inside `partial`
     # only now does `out` exist
 
-The work happens in a sibling, `<out>.partial-<process>-<random>`, so that the last step is one rename on
-one file system.  Any error before it, also an interrupt, removes the sibling.  A killed process leaves the
+The work happens in a sibling, `<out>.partial-<host>-<process>-<random>`, so that the last step is one rename
+on one file system.  Any error before it, also an interrupt, removes the sibling.  A killed process leaves the
 sibling; the next process that writes the same folder removes it.
 """
 

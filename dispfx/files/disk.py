@@ -5,12 +5,15 @@ and torch's archives without a number.
 """
 
 import errno
+import hashlib
 import os
+import platform
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -23,6 +26,8 @@ _NUMBERS = (
 )  # fmt: skip
 _NUMBERED = re.compile(r"\(os error (\d+)\)")
 _ARCHIVE = "PytorchStreamWriter failed writing"
+# Of Linux: the host, and the numbering of processes, of which every container has its own.
+_MACHINE, _NUMBERING = Path("/etc/machine-id"), Path("/proc/self/ns/pid")
 
 
 def disk_fault(error: BaseException) -> str | None:
@@ -154,19 +159,34 @@ def make_parents(path: Path) -> None:
 
 def partial_beside(path: Path) -> Path:
     """Return a temporary name for what becomes `path`; no other process and no other call gets this name."""
-    return path.with_name(f"{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+    return path.with_name(f"{path.name}.partial-{_visible()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove temporary copies of a file or folder from dead processes, which can be as large as `path`."""
+    """Remove temporary copies of a file or folder from dead processes, which can be as large as `path`.
+
+    Those of another host or container stay: nobody here can tell whether the process that makes them lives.
+    """
+    of_processes = re.compile(rf"{re.escape(path.name)}\.partial-{_visible()}-(\d+)-[0-9a-f]{{8}}")
     for sibling in path.parent.iterdir():
-        name = re.fullmatch(re.escape(path.name) + r"\.partial-(\d+)-[0-9a-f]{8}", sibling.name)
+        name = of_processes.fullmatch(sibling.name)
         if not name or _is_running(int(name[1])):
             continue
         if sibling.is_dir() and not sibling.is_symlink():
             shutil.rmtree(sibling, ignore_errors=True)
         else:
             sibling.unlink(missing_ok=True)
+
+
+@cache
+def _visible() -> str:
+    """Return a name for the processes that have numbers here: those of this host, or of this container."""
+    facts = [platform.node()]
+    with suppress(OSError):
+        facts.append(_MACHINE.read_text(encoding="ascii"))
+    with suppress(OSError):
+        facts.append(str(_NUMBERING.stat().st_ino))
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
 
 
 def _is_running(process: int) -> bool:

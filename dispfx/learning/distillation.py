@@ -151,7 +151,7 @@ class RecoveryTask:
         free = ("save_every",)
         return {
             "decoder": self.decoder,
-            "sites": list(self.student.trained),
+            "sites": [],
             "budget": {},
             "settings": {name: one for name, one in asdict(self.settings).items() if name not in free},
             "text": self.text.digest,

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 
+from dispfx.analysis.lookups import longest_text
 from dispfx.capturing.module_capture import compare_at
 from dispfx.errors import CaptureError, memory_shortage
 from dispfx.ir.lengths import Lengths
@@ -16,12 +17,12 @@ from dispfx.source.source import context_of
 
 
 def window_of(source: Source, program: Program, seq_len: int | None) -> int:
-    """Return the window of perplexity: no longer than the sequences for which the graph holds.
+    """Return the window of perplexity: no longer than what the decoder reads, and the graph holds for.
 
     Args:
         seq_len: of learning, which a decoder whose config names no length has run at; None without learning.
     """
-    return program.lengths.within(_named_window(source, seq_len))
+    return longest_text(program, program.lengths.within(_named_window(source, seq_len)))
 
 
 def require_lengths(

@@ -22,14 +22,13 @@ from dispfx.learning.tensorboard import FOLDER as TENSORBOARD_FOLDER
 from dispfx.learning.trainer import Watch
 from dispfx.plan.hardening import LIMIT
 from dispfx.plan.plan import Plan
-from dispfx.report import NullObserver, Observer
+from dispfx.report import NullObserver
 from dispfx.run.mask_learning import follow, learn_within
 from dispfx.run.readiness import Ready, ready_to_learn
 from dispfx.run.run_text import Text
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import LearnSettings, RunSettings
-from dispfx.settings.sections import OutputSettings, state_place
-from dispfx.settings.verb_settings import RecoveredSettings
+from dispfx.settings.sections import state_place
 from dispfx.source import Source
 from dispfx.words.option_names import option
 from dispfx.words.own_function import shown
@@ -215,19 +214,6 @@ def resumption(state: Path) -> str:
     """Return the message about the step at which a run resumes."""
     step = saved_step(state)
     return f"no state in {state}: starting at step 0" if step is None else f"going on at step {step}"
-
-
-def is_complete(mark: Path, output: OutputSettings | RecoveredSettings, observer: Observer) -> bool:
-    """Whether a resumed run has nothing left to do; the state that a killed run left is removed then.
-
-    Args:
-        mark: the file that is written last.
-    """
-    if not (output.resume and mark.is_file()):
-        return False
-    observer.note(f"{output.path} is complete; there is nothing to do")
-    remove_state(state_folder(output.path, output.resume))
-    return True
 
 
 def remove_state(state: Path) -> None:

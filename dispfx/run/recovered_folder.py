@@ -50,7 +50,7 @@ from dispfx.run.folder_report import (
 from dispfx.run.folders import Opened, open_folder
 from dispfx.run.onnx_folder import write_onnx
 from dispfx.run.plan_learning import resumption
-from dispfx.run.recovery_job import Gauge, Recovery, faster, training_of
+from dispfx.run.recovery_job import Recovery, compared, faster, training_of
 from dispfx.run.timed_stages import Stages
 from dispfx.run.trainables import Trainable, lowered_of, own_model, trainable_of
 from dispfx.settings.recovery_settings import RecoverySettings
@@ -89,28 +89,18 @@ def recover_folder(job: Recovery, stages: Stages) -> Tuning:
         VerificationError: if OUT does not compute what was trained; it is not written then.
     """
     with stages("open"):
-        opened = job.opened()
+        opened, second = job.opened(), job.second_text
         lowered, trainable, task = training_of(job, opened)
     with stages("measure"):
-        gauge = Gauge(job)
-        before = _known(job.measured) or _before(gauge.all(trainable.decoder))
+        before = _known(job.measured) or _before(compared(job, partial(module_logits, opened.decoder)))
     if job.resume:
         stages.observer.note(resumption(job.state))
     with stages("recover"):
         task = faster(task, job, stages.observer.note)
         run = recover(task, Keeping(job.state, job.resume, _watch(job.settings, stages)))
-    with stages("measure"):
-        found = gauge.on(trainable.decoder, gauge.second).agreement.kl_nats
-    kept = found < before.kl
-    if not kept:
-        stages.observer.note(
-            f"recovery did not help: KL on {gauge.second.about.name or 'the second text'} was "
-            f"{before.kl:.4f} and became {found:.4f}; the weights stay what they were"
-        )
     trained = sum(one.numel() for one in task.student.trained.values())
-    told = _told(job, run, trained, before)
-    writer = Writer(job, opened, lowered, trainable, gauge, stages)
-    return writer.write(replace(told, kept=kept), run)
+    writer = Writer(job, opened, lowered, trainable, stages)
+    return writer.write(replace(_told(job, run, trained, before), kl_text=second.about.name), run)
 
 
 def _watch(settings: RecoverySettings, stages: Stages) -> Callable[[RecoveryStep], None]:
@@ -157,7 +147,7 @@ def _told(job: Recovery, run: Recovered, trained: int, before: Before) -> Tuning
         kl_after=before.kl,
         kl_text=job.second_text.about.name,
         kl_tokens=before.tokens,
-        kept=False,
+        kept=True,
         held_out=run.held_out,
         steps_done=len(run.steps),
         **{name: getattr(job.settings, name) for name in chosen},
@@ -168,19 +158,36 @@ def _reached(told: Tuning, after: Sequence[Comparison]) -> Tuning:
     return replace(told, after=after[0].pruned.value, kl_after=after[-1].agreement.kl_nats)
 
 
+class _NoBetter(Exception):
+    """What was written is no closer to the dense decoder than what it was made from."""
+
+    def __init__(self, kl: float):
+        super().__init__()
+        self.kl = kl
+
+
 @dataclass(frozen=True, eq=False)
 class Writer:
-    """Writes OUT from what was trained."""
+    """Writes OUT from what was trained, or from what it was made of where that is no worse."""
 
     job: Recovery
     opened: Opened
     lowered: Callable[[], Program]
     trainable: Trainable
-    gauge: Gauge
     stages: Stages
 
     def write(self, told: Tuning, run: Recovered) -> Tuning:
         """Write OUT whole, verified and read back, and return what is told of it."""
+        try:
+            return self._written(told, run)
+        except _NoBetter as worse:
+            self.stages.observer.note(
+                f"recovery did not help: KL on {told.kl_text or 'the second text'} was {told.kl_before:.4f} "
+                f"and became {worse.kl:.4f}; the weights stay what they were"
+            )
+            return self._written(replace(told, kept=False), run)
+
+    def _written(self, told: Tuning, run: Recovered) -> Tuning:
         with new_folder(self.job.path) as folder, private_code(folder):
             if self.job.settings.train == "lora" and not self.job.merge:
                 told = self._adapters(folder, told)
@@ -195,8 +202,7 @@ class Writer:
             trained = trainable_of(self.job.opened(), self.lowered, self.job.settings, self.job.dtype)
         save_adapters(trained.module, folder)
         adapted = load_adapters(own_model(self.opened), folder)
-        with self.stages("measure"):
-            told = _reached(told, self.gauge.all(partial(module_logits, adapted)))
+        told, _ = self._measured(told, adapted)
         card = adapter_card(told, self.job.path.name, own_code=is_own_code(adapted.get_base_model()))
         (folder / "README.md").write_text(card, encoding="utf-8")
         return told
@@ -208,18 +214,15 @@ class Writer:
             again = open_folder(folder, device=self.job.device, trust_remote_code=self.job.own_code)
             lines += self._reread(trained, again)
             require(*lines)
-        no_cache = self._exported(again, lines)
-        with self.stages("measure"):
-            decoder = partial(module_logits, again.decoder)
-            after = self.gauge.all(decoder)
-        told = _reached(told, after)
+        told, after = self._measured(told, again.decoder)
+        no_cache = self._exported(again, lines, kept=told.kept)
         if is_saved_again(self.opened.path):
             self.stages.observer.note("the folder has no report that the recovered one could continue")
             return told
         with self.stages("digest"):
             files = digests(folder)
         with self.stages("measure"):
-            skills = self._skills(decoder)
+            skills = self._skills(partial(module_logits, again.decoder))
         report = self._report(folder, told, tuple(lines), after, files)
         report = replace(report, skills=skills, onnx_without_cache=no_cache)
         contents = FolderContents(
@@ -233,14 +236,26 @@ class Writer:
         write_pages(folder, report, contents, self.job.dense, self.job.learned_from)
         return told
 
+    def _measured(self, told: Tuning, decoder: nn.Module) -> tuple[Tuning, tuple[Comparison, ...]]:
+        """Measure what was read back on all texts.
+
+        Raises:
+            _NoBetter: if KL on the second text has not fallen, and what was trained was to be kept.
+        """
+        with self.stages("measure"):
+            after = compared(self.job, partial(module_logits, decoder))
+        reached = _reached(told, after)
+        if told.kept and not reached.kl_after < told.kl_before:
+            raise _NoBetter(reached.kl_after)
+        return reached, after
+
     def _changed(self, folder: Path, kept: bool) -> tuple[nn.Module, list[Verification]]:
         """Write the decoder's files; return what was trained, to be compared with what is read back."""
         if self.job.settings.train == "lora":
             return self._merged(folder, kept)
         values = self.trainable.values() if kept else {}
         lines = self.trainable.proof(values) if kept else []
-        # Training has changed the weights in place.
-        program = self.lowered() if kept else lowered_of(self.job.opened(), self.job.dense, self.job.program)
+        program = self._program(kept)
         if kept:
             tensors = {path: _parameter(values, path, tensor) for path, tensor in program.tensors()}
             program.rebuild(tensors)
@@ -251,6 +266,11 @@ class Writer:
             stored = self.opened.stored(values)
             _write_stored(folder, self.opened.path, stored)
         return program.graph_module, lines
+
+    def _program(self, kept: bool) -> Program:
+        """Return the lowered program with what was trained, or as the folder has it."""
+        # Training has changed the weights in place.
+        return self.lowered() if kept else lowered_of(self.job.opened(), self.job.dense, self.job.program)
 
     def _merged(self, folder: Path, kept: bool) -> tuple[nn.Module, list[Verification]]:
         """Save the adapters, read them again, and add them to the weights."""
@@ -283,7 +303,7 @@ class Writer:
             lines += alike("gather-add = checkpoint", new, again.fast(), tolerance)
         return lines
 
-    def _exported(self, again: Opened, lines: list[Verification]) -> str | None:
+    def _exported(self, again: Opened, lines: list[Verification], *, kept: bool) -> str | None:
         """Write the form that was asked for; return why an ONNX model has no cache."""
         job = self.job
         if job.export == "none" or (job.export == "pt2" and again.plan is None):
@@ -297,7 +317,7 @@ class Writer:
                 lines += exported_lines(again.path, again.decoder, job.program.vocabulary_size)
                 require(*lines)
                 return None
-            plain = lambda: run_stage("gather", self.lowered().clone()).graph_module  # noqa: E731
+            plain = lambda: run_stage("gather", self._program(kept).clone()).graph_module  # noqa: E731
             written = write_onnx(batched, plain=plain if again.plan is None else None)
         lines += written.lines
         if written.note is not None:
@@ -326,6 +346,7 @@ class Writer:
             versions=versions(),
             device=device_name(self.job.device),
             seconds=dict(self.stages.seconds),
+            settings=self.job.run_settings or was.settings,
             command=self.job.command or "dispfx.api.recover",
             tuned=told,
             files=files,

@@ -8,7 +8,7 @@ Held-out text says when training ends; the second text says whether its result i
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class Recovery:
         windows: to measure on at most.
         settings: of the training, fitted.
         measured: report of `folder`, where its figures are those of the same texts and windows.
+        run_settings: those of a compile, for its report; by default what the report of `folder` has.
         export: form that is written next to the checkpoint: none, onnx or pt2.
         learned_from: name of what the masks were learned from, if that is known.
         base: what the record says that was trained; `folder` by default.
@@ -80,6 +81,7 @@ class Recovery:
     context: int
     windows: int | None = None
     measured: Report | None = None
+    run_settings: Mapping[str, Any] | None = None
     export: str = "none"
     learned_from: str = ""
     base: str = ""
@@ -241,25 +243,17 @@ def _fingerprint(job: Recovery, opened: Opened) -> str:
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
-class Gauge:
-    """Measures decoders and the dense one on the texts of a job."""
-
-    def __init__(self, job: Recovery):
-        self._job = job
-        self.second = job.second_text
-
-    def all(self, decoder: Callable[[Tensor], Any]) -> tuple[Comparison, ...]:
-        """Compare a decoder with the dense one on all texts, the second text last."""
-        return tuple(self.on(decoder, one) for one in self._job.text.measured)
-
-    def on(self, decoder: Callable[[Tensor], Any], text: MeasuredText) -> Comparison:
-        """Compare a decoder with the dense one on one text."""
-        return compare_on_text(
-            self._job.program.graph_module,
+def compared(job: Recovery, decoder: Callable[[Tensor], Any]) -> tuple[Comparison, ...]:
+    """Compare a decoder with the dense one on all texts, the second text last."""
+    return tuple(
+        compare_on_text(
+            job.program.graph_module,
             decoder,
             text.tokens,
-            context=self._job.context,
-            windows=self._job.windows,
-            device=self._job.device,
+            context=job.context,
+            windows=job.windows,
+            device=job.device,
             text=text.about,
         )
+        for text in job.text.measured
+    )

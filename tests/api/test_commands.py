@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from dispfx.run.timed_stages import printing
 from dispfx.verification.equivalence import Verification, require
 from tests.api.conftest import MODEL, RATIO, SETTINGS, Compiled, Watcher, random_tokens
 from tests.api.plain import build_decoder
+from tests.ended_process import left_behind
 from tests.learning_options import options_of
 from tests.programs import token_ids
 
@@ -58,9 +57,7 @@ def test_learn_plan_writes_the_plan_alone(tmp_path: Path, tokens: Path, compiled
         learn_plan(MODEL, RATIO, out=path, data=tokens, **options_of(SETTINGS))
     # As a run leaves it that is killed between its last two steps.
     (tmp_path / f"{path.name}.state").mkdir()
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True)
-    left = tmp_path / f"{path.name}.partial-{int(ended.stdout)}-0123abcd"
-    left.write_text("left")
+    left_behind(path).write_text("left")
     again = learn_plan(MODEL, RATIO, out=path, data=tokens, resume=True, observer=watcher)
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.safetensors"]
     assert again == plan and watcher.notes[-1] == f"{path} is complete; there is nothing to do"

@@ -193,6 +193,19 @@ def test_resume_with_a_complete_folder_does_nothing_and_says_so(compiled: Compil
     assert {path: path.stat().st_mtime_ns for path in compiled.path.iterdir()} == before
 
 
+def test_a_complete_folder_of_another_run_is_not_taken_for_this_one(
+    compiled: Compiled, tokens: Path, tmp_path: Path
+):
+    for changed, said in (
+        ({"ratio": 0.45}, f"ratio was {RATIO} and is 0.45 now"),
+        ({"steps": 77}, r"steps was \d+ and is 77 now"),
+        ({"data": tmp_path / "other.safetensors"}, "data was "),
+        ({"model": "demo"}, "model was "),
+    ):
+        with pytest.raises(OutputError, match=f"complete and was made with other settings: {said}"):
+            compile_(compiled.path, tokens, resume=True, **changed)
+
+
 def test_resume_without_a_state_starts_at_step_0_and_says_so(tmp_path: Path, tokens: Path):
     watcher = Watcher()
     compile_(tmp_path / "out", tokens, resume=True, observer=watcher)

@@ -175,7 +175,7 @@ def test_adapters_are_written_for_peft(pruned: Path, text: Path, tmp_path: Path)
     assert base == str(pruned)
     record = json.loads((tmp_path / "out" / "recovery.json").read_text())
     assert [line["step"] for line in record["log"]] == list(range(1, 9)) and record["after"] == told.after
-    assert watcher.stages == ["open", "capture", "open", "measure", "recover", "measure", "measure"]
+    assert watcher.stages == ["open", "capture", "open", "measure", "recover", "measure"]
 
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pruned), tmp_path / "out")
     plain = AutoModelForCausalLM.from_pretrained(pruned)
@@ -371,6 +371,63 @@ def test_compile_recovers_at_the_end_and_goes_on_where_it_was(kind: str, tokens:
     assert watcher.steps == [] and "lower" not in watcher.stages, "neither learned nor written again"
     ids = token_ids(2, 9)
     assert torch.equal(dispfx.load(tmp_path / "out")(ids), dispfx.load(tmp_path / "whole")(ids))
+
+
+def test_a_run_that_goes_on_with_other_texts_measures_both_decoders_on_these(tokens: Path, tmp_path: Path):
+    texts = {name: tmp_path / f"{name}.safetensors" for name in ("one", "two")}
+    for seed, path in enumerate(texts.values()):
+        ids = torch.randint(60, (400,), generator=torch.Generator().manual_seed(seed))
+        save_file({"tokens": ids}, path)
+    whole = compiled(tokens, tmp_path / "whole", recover="weights", eval_data=texts["two"]).tuned
+    with pytest.raises(KeyboardInterrupt):
+        compiled(tokens, tmp_path / "out", recover="weights", eval_data=texts["one"], observer=Stopped(2))
+    report = compiled(tokens, tmp_path / "out", recover="weights", eval_data=texts["two"], resume=True)
+    assert whole is not None and report.tuned == whole
+    assert report.settings is not None and report.settings["text"]["eval_data"] == str(texts["two"])
+
+    # The same name, and another text.
+    with pytest.raises(KeyboardInterrupt):
+        compiled(tokens, tmp_path / "same", recover="weights", eval_data=texts["one"], observer=Stopped(2))
+    shutil.copy(texts["two"], texts["one"])
+    found = compiled(tokens, tmp_path / "same", recover="weights", eval_data=texts["one"], resume=True).tuned
+    assert found is not None
+    assert (found.before, found.kl_before, found.kl_after) == pytest.approx(
+        (whole.before, whole.kl_before, whole.kl_after), rel=1e-4
+    )
+
+
+def test_a_complete_folder_of_another_recovery_is_not_taken_for_this_one(
+    graph: Path, tokens: Path, tmp_path: Path
+):
+    given = words(tokens, tmp_path / "out", QUICK, dense=MODEL)
+    told = recover(graph, **given)
+    assert recover(graph, **given, resume=True) == told
+    for changed, said in (
+        ({"lr": 2e-3}, "lr was 0.001 and is 0.002 now"),
+        ({"train": "scales", "stream_weight": 0.0}, "train was weights and is scales now"),
+        ({"dense": "demo"}, f"dense was {MODEL} and is demo now"),
+    ):
+        with pytest.raises(OutputError, match=f"was made with other settings: {said}"):
+            recover(graph, **{**given, **changed}, resume=True)
+
+
+def test_a_state_of_other_training_is_named_by_the_setting(graph: Path, tokens: Path, tmp_path: Path):
+    given = words(tokens, tmp_path / "out", QUICK, dense=MODEL)
+    with pytest.raises(KeyboardInterrupt):
+        recover(graph, **given, observer=Stopped(2))
+    with pytest.raises(DataError, match="train was 'weights' and is 'scales'"):
+        recover(graph, **{**given, "train": "scales", "stream_weight": None}, resume=True)
+
+
+def test_a_decoder_with_few_positions_is_recovered_in_shorter_windows(
+    graph: Path, tokens: Path, tmp_path: Path
+):
+    long = tmp_path / "long.safetensors"
+    save_file({"tokens": torch.randint(60, (3_000,), generator=torch.Generator().manual_seed(0))}, long)
+    told = recover(graph, **words(tokens, tmp_path / "out", QUICK, dense=MODEL, eval_data=long))
+    assert told.protocol.context == 64
+    report = apply(MODEL, graph / "plan.safetensors", out=tmp_path / "again", eval_data=long, eval_windows=1)
+    assert report.perplexity is not None and report.perplexity.protocol.context == 64
 
 
 def test_forms_of_dense_weights_and_weights_in_parts_cannot_be_recovered(tokens: Path, tmp_path: Path):

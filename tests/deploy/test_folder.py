@@ -1,13 +1,13 @@
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dispfx.deploy.folder import new_folder, refuse_existing
 from dispfx.errors import OutputError
+from dispfx.files.disk import partial_beside
+from tests.ended_process import left_behind
 
 
 def test_the_folder_appears_only_when_the_work_is_done(tmp_path: Path) -> None:
@@ -101,12 +101,10 @@ def test_the_folder_has_the_permissions_of_an_ordinary_one(tmp_path: Path) -> No
 
 
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    abandoned = tmp_path / f"out.partial-{ended.pid}-0123abcd"
+    abandoned = left_behind(tmp_path / "out")
     others = [
-        f"out.partial-{os.getpid()}-0123abcd",
-        f"out2.partial-{ended.pid}-0123abcd",
+        partial_beside(tmp_path / "out").name,
+        left_behind(tmp_path / "out2").name,
         "out.partial-x",
         "out.state",
     ]

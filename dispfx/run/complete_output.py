@@ -1,0 +1,112 @@
+"""What a resumed run finds complete: the output of an earlier run with the same settings."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dispfx.errors import OutputError
+from dispfx.files.disk import remove_abandoned
+from dispfx.plan.plan import Plan
+from dispfx.report import Observer, Report, Tuning, load_report
+from dispfx.report.tuning_record import RECORD_FILE, read_record
+from dispfx.run.plan_learning import remove_state, state_folder
+from dispfx.settings import RunSettings
+from dispfx.settings.tree import plain_section
+from dispfx.settings.trees import RecoverSettings
+from dispfx.words.option_names import option
+
+# Sections of the settings that decide what a run makes.  Of the others, and of what is adapted to a decoder,
+# it depends where and how it runs.
+_DECIDING = ("model", "text", "budget", "learning", "afterwards")
+_ADAPTED = ("device", "align")
+
+
+def complete_report(settings: RunSettings, observer: Observer) -> Report | None:
+    """Return the report of a folder that a resumed run finds complete, else None.
+
+    Raises:
+        OutputError: if it was made with other settings.
+    """
+    path = settings.output.path
+    if not (settings.output.resume and (path / "report.json").is_file()):
+        return None
+    report = load_report(path / "report.json")
+    if report.settings is not None:
+        _require_same(path, _deciding(report.settings), _deciding(settings.plain()))
+    _say(path, observer)
+    return report
+
+
+def complete_plan(settings: RunSettings, observer: Observer) -> Plan | None:
+    """Return the plan that a resumed run finds complete, else None.
+
+    Raises:
+        OutputError: if it removes another share.
+    """
+    path = settings.output.path
+    if not (settings.output.resume and path.is_file()):
+        return None
+    plan = Plan.load(path)
+    _require_same(path, {"ratio": plan.budget.ratio}, {"ratio": settings.budget.ratio})
+    _say(path, observer)
+    # A run that is killed when it has just named the plan leaves the temporary name.
+    remove_abandoned(path)
+    return plan
+
+
+def complete_recovery(settings: RecoverSettings, observer: Observer) -> Tuning | None:
+    """Return the record of a folder that a resumed recovery finds complete, else None.
+
+    Raises:
+        OutputError: if it was made with other settings.
+    """
+    path = settings.output.path
+    if not (settings.output.resume and (path / RECORD_FILE).is_file()):
+        return None
+    record = read_record(path)
+    chosen = {name: one for name, one in plain_section(settings.recovery).items() if one is not None}
+    asked = chosen | {"model": settings.model.model, "dense": settings.teacher.dense}
+    made = {name: getattr(record, name) for name in chosen if hasattr(record, name)}
+    _require_same(path, made | {"model": record.base, "dense": record.dense}, asked)
+    _say(path, observer)
+    return record
+
+
+def _deciding(plain: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings that decide what a run makes, by name."""
+    adapted = {*_ADAPTED, "adaptable", *plain["learning"]["adaptable"]}
+    known = RunSettings.settings()
+    return {
+        name: value
+        for section in _DECIDING
+        for name, value in plain[section].items()
+        if name in known and name not in adapted and not known[name].facts.per_run
+    }
+
+
+def _require_same(path: Path, made: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Raise if settings that both have differ; a path may be spelled in another way."""
+    for name in [one for one in asked if one in made]:
+        if _resolved(made[name]) != _resolved(asked[name]):
+            raise OutputError(
+                f"the output is complete and was made with other settings: {name} was {made[name]} and is "
+                f"{asked[name]} now",
+                where=str(path),
+                hint=f"name another output with {option('out')}",
+            )
+
+
+def _resolved(value: Any) -> list[Any]:
+    """Return a value, or several, with the names of existing files and folders in full."""
+    values = value if isinstance(value, list) else [value]
+    return [
+        str(Path(one).expanduser().resolve())
+        if isinstance(one, str) and Path(one).expanduser().exists()
+        else one
+        for one in values
+    ]
+
+
+def _say(path: Path, observer: Observer) -> None:
+    observer.note(f"{path} is complete; there is nothing to do")
+    remove_state(state_folder(path, True))
