@@ -137,17 +137,22 @@ def quotas(weights: Sequence[float], parts: int) -> list[int]:
         raise DataError(f"one weight per text is needed, but there are {len(weights)} for {parts}")
     if not all(0.0 < weight < math.inf for weight in weights):
         raise DataError(f"weights must be positive numbers, found {', '.join(map(str, weights))}")
-    exact = [Fraction(weight).limit_denominator(10**6) for weight in weights]
-    total = sum(exact)
-    shares = [weight / total if total else Fraction(0) for weight in exact]
+    # In fractions, because sums of the largest floats overflow, and 1/3 is no float.
+    exact = _shares([Fraction(weight) for weight in weights])
+    shares = _shares([share.limit_denominator(10**6) for share in exact])
     if min(shares) < _SMALLEST_SHARE:
         raise DataError(
             f"every text must get one sequence in a thousand or more, and the weights "
-            f"{', '.join(map(str, weights))} give one {float(min(shares)):.2g}",
+            f"{', '.join(map(str, weights))} give one {float(min(exact)):.2g}",
             hint="leave that text out, or give it more weight",
         )
     length = min(math.lcm(*(share.denominator for share in shares)), _LONGEST_PATTERN)
     return _rounded([share * length for share in shares], length)
+
+
+def _shares(weights: Sequence[Fraction]) -> list[Fraction]:
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 def _rounded(wanted: Sequence[Fraction], total: int) -> list[int]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dispfx.capturing.module_capture import module_logits
 from dispfx.deploy.generate import fitted_temperature, generate
 from dispfx.errors import CaptureError, DataError, memory_shortage
+from dispfx.learning.mixture import quotas
 from dispfx.run.cached_draws import drawn_by_cache
 from dispfx.run.run_text import Text, require_known
 from dispfx.settings.verb_settings import SamplingSettings
@@ -64,7 +65,7 @@ class Openings:
             starts = torch.randint(len(self.parts[0]) - size + 1, (count,), generator=generator)
             places = [(self.parts[0], start) for start in starts.tolist()]
         else:
-            shares = torch.tensor(self.weights, dtype=torch.float64)
+            shares = torch.tensor(quotas(self.weights, len(self.parts)), dtype=torch.float64)
             chosen = torch.multinomial(shares, count, replacement=True, generator=generator)
             parts = [self.parts[index] for index in chosen.tolist()]
             places = [

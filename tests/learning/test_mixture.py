@@ -44,6 +44,20 @@ def test_simple_weights_give_the_simplest_pattern():
     assert sum(quotas([math.pi, math.e, 1.0], 3)) <= 10_000
 
 
+@pytest.mark.parametrize("scale", [5e-324, 1e-300, 1e-7, 1e-6, 1.0, 1e6, 1e300, 10**400], ids=str)
+def test_only_the_ratios_of_weights_count_however_small_or_large_they_are(scale):
+    assert quotas([3 * scale, 7 * scale], 2) == [3, 7] and quotas([scale, scale], 2) == [1, 1]
+
+
+def test_weights_near_a_millionth_keep_their_shares():
+    assert quotas([6e-7, 1.4e-6], 2) == [3, 7] and quotas([1e308, 1e308, 1e308], 3) == [1, 1, 1]
+
+
+def test_a_share_that_is_too_small_is_told_as_it_is():
+    with pytest.raises(DataError, match="give one 1e-30"):
+        quotas([1, 1e-30], 2)
+
+
 def test_every_window_of_a_text_is_read_once_before_one_is_read_twice():
     text = mixture((1, 1), TEXTS[:2], batch_size=1)
     first = [int(text.batch(index)[0, 0]) for index in range(2 * 72)]
