@@ -13,12 +13,15 @@ from dispfx.words.preconditions import check_files, check_folder
 def test_every_form_of_model_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
-    (tmp_path / "model.gguf").touch()
+    for name in ("model.gguf", "CAPS.GGUF", "CAPS.JSON"):
+        (tmp_path / name).touch()
     expected = {
         "demo": "demo",
         "./demo": "folder",
         str(tmp_path): "folder",
         "model.gguf": "gguf",
+        "CAPS.GGUF": "gguf",
+        "CAPS.JSON": "config",
         "package.module:function": "function",
         "module:Class.build": "function",
         "owner/name-1.5b": "hub",

@@ -16,6 +16,14 @@ from dispfx.words.text_origin import TextOrigin, check_texts, repeated_texts, te
         ("a.jsonl", TextOrigin("json-lines", "a.jsonl")),
         ("a.jsonl.gz", TextOrigin("json-lines", "a.jsonl.gz")),
         ("a/data.json", TextOrigin("json-lines", "a/data.json")),
+        ("a.ndjson", TextOrigin("json-lines", "a.ndjson")),
+        ("a.json.gz", TextOrigin("json-lines", "a.json.gz")),
+        ("a.NDJSON.Gz", TextOrigin("json-lines", "a.NDJSON.Gz")),
+        ("BIG.JSONL", TextOrigin("json-lines", "BIG.JSONL")),
+        ("U.Json", TextOrigin("json-lines", "U.Json")),
+        ("T.SAFETENSORS", TextOrigin("tokens", "T.SAFETENSORS")),
+        ("A.Parquet", TextOrigin("parquet", "A.Parquet")),
+        ("json", TextOrigin("text", "json")),
         ("a.b.parquet", TextOrigin("parquet", "a.b.parquet")),
         ("a.safetensors", TextOrigin("tokens", "a.safetensors")),
         ("datasets:alpaca", TextOrigin("dataset", "alpaca")),
@@ -38,7 +46,16 @@ def test_a_report_calls_a_text_by_its_name_without_folders(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "word",
-    ["datasets:", "datasets::c", "datasets:a:b:c:d", "datasets:a:b:", "text.txt.gz", "a.jsonl.zst", "a.zip"],
+    [
+        "datasets:",
+        "datasets::c",
+        "datasets:a:b:c:d",
+        "datasets:a:b:",
+        "text.txt.gz",
+        "A.TXT.GZ",
+        "a.jsonl.zst",
+        "a.ZIP",
+    ],
 )
 def test_a_malformed_word_is_refused(word: str):
     with pytest.raises(DataError) as refusal:

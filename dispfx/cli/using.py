@@ -49,7 +49,7 @@ def inspect(settings: InspectSettings, screen: Screen) -> None:
 def _is_plan(word: str) -> bool:
     """Whether the argument names a plan file; MODEL is never a .safetensors file."""
     path = Path(word).expanduser()
-    return (word.endswith(".safetensors") and path.is_file()) or is_plan_file(path)
+    return (path.suffix.lower() == ".safetensors" and path.is_file()) or is_plan_file(path)
 
 
 def _show_plan(word: str, screen: Screen) -> None:

@@ -56,8 +56,8 @@ class TextSettings(Section):
 
     data: Any = setting(
         None,
-        "Text to learn from: a UTF-8, .jsonl, .json, .jsonl.gz, .parquet or .safetensors (tokens) file, or "
-        "datasets:NAME[:CONFIG[:SPLIT]]. May be repeated.",
+        "Text to learn from: a UTF-8, .jsonl, .ndjson, .json, .jsonl.gz, .parquet or .safetensors (tokens) "
+        "file, or datasets:NAME[:CONFIG[:SPLIT]]. May be repeated.",
         default="demo: its own text",
         common=True,
         repeats=str,
@@ -89,7 +89,9 @@ class TextSettings(Section):
         default="auto: if the tokenizer adds it to text; never before token ids",
     )
     allow_unknown: bool = setting(
-        False, "Read data even if the tokenizer does not know most of it, or it is not text."
+        False,
+        "Read data even if the tokenizer does not know most of it, it is not text, or a text file holds JSON "
+        "lines.",
     )
     eval_windows: int | None = setting(None, "Windows to measure on at most.", default="all", least=1)
 

@@ -170,7 +170,7 @@ class SamplingSettings(WritingSection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.out is not None and self.path.suffix != ".safetensors":
+        if self.out is not None and self.path.suffix.lower() != ".safetensors":
             raise OutputError(
                 "the name of a token file must end in .safetensors, because it is read as text otherwise",
                 where=str(self.out),

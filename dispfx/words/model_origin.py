@@ -36,11 +36,11 @@ def origin_of(spec: str) -> Origin:
     if spec == "demo":
         return "demo"
     path = Path(spec).expanduser()
-    if spec.endswith(".gguf"):
+    if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise SourceError("MODEL names a GGUF file that does not exist", where=spec)
         return "gguf"
-    if spec.endswith(".json") and path.is_file():
+    if path.suffix.lower() == ".json" and path.is_file():
         return "config"
     if spec and path.is_dir():
         return "folder"

@@ -2,8 +2,8 @@
 
 1. `datasets:NAME[:CONFIG[:SPLIT]]` is a data set that the `datasets` library loads: a hub id or a folder.
    SPLIT is `train` by default, and CONFIG may be empty.
-2. The name tells the format of a file: `.safetensors` holds tokens, `.jsonl`, `.json` and `.jsonl.gz` JSON,
-   `.parquet` columns.  Every other file is UTF-8 text.
+2. The ending of a name tells the format of a file, in capitals too: `.safetensors` holds tokens, `.jsonl`,
+   `.ndjson` and `.json` JSON, which `.gz` may follow, `.parquet` columns.  Every other file is UTF-8 text.
 
 Nothing here imports torch, so that wrong arguments are reported at once.
 """
@@ -29,14 +29,13 @@ LINE_BREAK = "\n"
 # About 32 million tokens of English; the method's own recipe reads 20.5 million.
 TEXT_BYTES = 128 * 2**20
 
+_JSON = (".jsonl", ".ndjson", ".json")
+_PACKED_JSON = tuple(f"{ending}.gz" for ending in _JSON)
 _ENDINGS: dict[str, TextForm] = {
     ".safetensors": "tokens",
-    ".jsonl": "json-lines",
-    ".json": "json-lines",
-    ".jsonl.gz": "json-lines",
     ".parquet": "parquet",
+    **dict.fromkeys((*_JSON, *_PACKED_JSON), "json-lines"),
 }
-# The only compressed format that is read.
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z")
 _LIBRARIES = {"parquet": "pyarrow", "dataset": "datasets"}
 _FORMS = f"{DATASET}NAME[:CONFIG[:SPLIT]], as in {DATASET}Salesforce/wikitext:wikitext-2-raw-v1:train"
@@ -114,10 +113,13 @@ def text_origin(word: str | PurePath) -> TextOrigin:
     place = str(word)
     if place.startswith(DATASET):
         return _dataset(place)
-    ending = next((ending for ending in _ENDINGS if place.endswith(ending)), None)
-    if ending is None and place.endswith(_PACKED):
+    name = place.lower()
+    ending = next((ending for ending in _ENDINGS if name.endswith(ending)), None)
+    if ending is None and name.endswith(_PACKED):
         raise DataError(
-            "the only compressed text format is .jsonl.gz", where=place, hint="unpack it, and name the result"
+            f"the only compressed text format is JSON: {', '.join(_PACKED_JSON)}",
+            where=place,
+            hint="unpack it, and name the result",
         )
     return TextOrigin("text" if ending is None else _ENDINGS[ending], place)
 

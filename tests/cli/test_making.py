@@ -169,7 +169,7 @@ def test_wrong_words_are_refused_before_the_compiler_is_asked(
             1,
         ],
         "not a valid data set name": [decoder, "--data", "datasets:"],
-        "compressed text format is .jsonl.gz": [decoder, "--data", "text.txt.gz"],
+        "compressed text format is JSON: .jsonl.gz": [decoder, "--data", "text.txt.gz"],
         "data-bytes": [decoder, "--data", text, "--data-bytes", 1000],
         "Unknown option: --ratios. Did you mean --ratio?": ["demo", "--ratios", "1"],
         "estimator must be reinmax or gumbel or straight-through, and 'guess' was given": [

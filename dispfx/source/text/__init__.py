@@ -2,7 +2,7 @@
 
 reading     common to all forms: sharing the limit, joining, checking
 plain       UTF-8 files                      line_pieces  evenly spaced pieces of a large file
-json_lines  .jsonl, .json and .jsonl.gz      documents    records with a field → one text
+json_lines  .jsonl, .ndjson, .json, or .gz   documents    records with a field → one text
 json_array  a list of JSON records
 parquet     .parquet (pyarrow)               extras       libraries that only some forms need
 dataset     datasets:NAME (datasets)

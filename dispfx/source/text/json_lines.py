@@ -20,7 +20,7 @@ _LONGEST_LINE_BYTES = 64 * 2**20
 
 
 class JsonLines:
-    """A `.jsonl`, `.json` or `.jsonl.gz` file.
+    """A `.jsonl`, `.ndjson` or `.json` file, plain or with `.gz` after that.
 
     1. A longer file of lines is sampled in evenly spaced pieces: the lines that begin in them are read.
     2. A gzipped file does not allow random access, so it is read from its start; so is a list of records.
@@ -32,7 +32,7 @@ class JsonLines:
         self._path = path
         self._field = field
         self._between = between
-        self._packed = path.suffix == ".gz"
+        self._packed = path.suffix.lower() == ".gz"
 
     def size(self) -> int | None:
         """Return its bytes, or None if unknown before reading.

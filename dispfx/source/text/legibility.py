@@ -4,8 +4,9 @@
    encoding, or data that is not text.
 2. A tokenizer maps unknown text to a special token, or drops it; one with byte fallback does neither.
    Dropped text is searched for in the beginning of the text.
+3. A file of plain text whose first lines are all JSON objects is JSON lines under another name.
 
-More than WARNED of either gives a warning; more than REFUSED is rejected unless the user allows it.
+More than WARNED of the first two gives a warning; more than REFUSED is rejected unless the user allows it.
 """
 
 import re
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import DataError
+from dispfx.files.json_text import parse_json
 from dispfx.words.option_names import option
 
 WARNED, REFUSED = 0.05, 0.5
@@ -24,6 +26,9 @@ REFUSED_CHARACTERS = 0.3
 _NO_TEXT = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f\ufffd]")
 _NUMBERS = re.compile(r"[\d\s,\[\]]+")
 _SAMPLE_CHARACTERS = 2**16
+_FIRST_LINES = 8
+# How a record begins that is longer than the sample.
+_RECORD_BEGINS = re.compile(r'\s*\{\s*"([^"\\]|\\.)*"\s*:')
 
 
 class Beginning:
@@ -61,6 +66,18 @@ class Beginning:
             notes.append(f"{where}: numbers are read as text; token ids belong in a .safetensors file")
         return notes
 
+    def notes_on_records(self, where: str, allow: bool) -> list[str]:
+        """As `notes`, for a file of plain text: its first lines must not all be JSON objects (rule 3)."""
+        if not _are_records(self.sample):
+            return []
+        found = "a text file was expected, and its first lines are JSON objects"
+        if not allow:
+            raise DataError(
+                found, where=where,
+                hint=f"name the file .jsonl, or use {option('allow_unknown', True)} to read it as it is",
+            )  # fmt: skip
+        return [f"{where}: {found}"]
+
 
 def unknown_share(tokens: Tensor, sample: str, tokenizer: Any) -> float | None:
     """Return the share of a text that the tokenizer does not know, or None if that cannot be determined.
@@ -93,6 +110,20 @@ def judged(share: float | None, where: str, allow: bool) -> list[str]:
             hint=f"use a text that the decoder was made for, or {option('allow_unknown', True)}",
         )
     return [f"{where}: {found}"]
+
+
+def _are_records(sample: str) -> bool:
+    """Whether the first lines of a text's beginning are JSON objects, each a line."""
+    lines = sample.split("\n")
+    if len(sample) == _SAMPLE_CHARACTERS:  # which may end within a line
+        if len(lines) == 1:
+            return _RECORD_BEGINS.match(sample) is not None
+        lines.pop()
+    first = [line for line in lines if line.strip()][:_FIRST_LINES]
+    try:
+        return bool(first) and all(isinstance(parse_json(line), dict) for line in first)
+    except ValueError:
+        return False
 
 
 def _dropped_share(sample: str, tokenizer: Any) -> float:

@@ -169,6 +169,8 @@ class _Opened:
         if blank:
             raise DataError("the text is empty", where=self.stream.where)
         self.notes = beginning.notes(self.stream.where, self._allow_unknown)
+        if self.origin.form == "text":
+            self.notes += beginning.notes_on_records(self.stream.where, self._allow_unknown)
 
     @property
     def name(self) -> str:

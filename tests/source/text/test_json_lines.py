@@ -14,7 +14,7 @@ from dispfx.source.text.json_lines import JsonLines
 
 def written(path: Path, *records: object) -> Path:
     content = "".join(json.dumps(record) + "\n" for record in records).encode()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    path.write_bytes(gzip.compress(content) if path.suffix.lower() == ".gz" else content)
     return path
 
 
@@ -22,7 +22,7 @@ def text_in(path: Path, field: str = "text", most: int = 10**6) -> str:
     return "".join(JsonLines(path, field).texts(most))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "A.JSONL", "a.ndjson", "A.JSON.GZ"])
 def test_texts_are_joined_by_line_breaks_where_they_have_none(tmp_path: Path, name: str):
     path = written(tmp_path / name, {"text": "one\n"}, {"text": ""}, {"text": "zwö 漢"}, {"text": "three"})
     assert text_in(path) == "one\n\nzwö 漢\nthree"

@@ -1,5 +1,6 @@
 """Text that a decoder cannot make sense of: told from a twentieth on, refused from a half on."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,50 @@ def test_the_share_of_several_texts_is_their_mean(tmp_path: Path):
     found = read_text([a, tmp_path / "t.safetensors", b], tokenizer)
     assert found.unknown_share == 0.025, "ids that were given are not judged"
     assert read_text(tmp_path / "t.safetensors", None).unknown_share is None
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a", "records.log"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"text": "one"}',
+        '\ufeff{"text": "one"}\n\n{"text": "two\u2028"}\r\n',
+        '{"text": "one"}\n' * 9 + "the tenth line is not read",
+        '{"text": "' + "long " * 20_000 + '"}\n',
+        ('{"text": "' + "long " * 6_000 + '"}\n') * 5,
+    ],
+    ids=["one", "several", "first ones", "a long one", "several long ones"],
+)
+def test_json_lines_under_another_name_are_refused_before_a_decoder_is_opened(
+    tmp_path: Path, name: str, content: str
+):
+    path = tmp_path / name
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(DataError, match="its first lines are JSON objects") as refusal:
+        check_readable(path)
+    assert refusal.value.where == str(path) and "name the file .jsonl" in str(refusal.value.hint)
+    (note,) = read_text(path, byte_tokenizer(), ALLOWED).notes
+    assert note == f"{path}: a text file was expected, and its first lines are JSON objects"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"a": 1}\nand text\n',
+        '{\n  "a": 1\n}\n',
+        '["a"]\n["b"]\n',
+        '{"a": 1\n' * 9,
+        "{" * 100_000,
+        "1\n2 a\n",
+    ],
+)
+def test_text_with_some_json_is_text(tmp_path: Path, content: str):
+    path = tmp_path / "a.txt"
+    path.write_text(content)
+    assert read_text(path, byte_tokenizer()).notes == ()
+
+
+def test_records_may_hold_json_as_their_text(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": '{"a": 1}'}))
+    assert read_text(path, byte_tokenizer()).notes == ()
