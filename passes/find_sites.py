@@ -16,7 +16,7 @@ Rules (each closure follows `dispfx.analysis.label_map`):
    adds cannot be cut with them.
 6. A site that does not fit is refused with its reason; the other sites of the branch stay.  So is every axis
    of a block weight that was no seed of a site, such as one that a product of three operands sums over
-   (`dispfx.analysis.coverage`).
+   (`dispfx.analysis.coverage`).  A layer of width 0 has no site, and nothing of it is cut alone.
 7. With `select="before-norm"` one site holds the features of the whole stream and takes the place of all
    reads and writes: embedding, norms, every reader and writer, and the head are cut together, and norms see
    only the kept features (S1 = S2 = S3 = S5, selected before the norm).  If that does not fit, the decoder is
@@ -262,7 +262,7 @@ class _Search:
         if isinstance(found, Mismatch):
             self._refuse(leaf, kind, found, free[0])
             return names
-        if not any(ops.is_parameter(node) for node, _ in found.labels):
+        if not _cuts_elements(found):
             return names
         return [*names, self._add(leaf, kind, found)]
 
@@ -398,6 +398,13 @@ class _Search:
 
     def _has_weight(self, node: fx.Node) -> bool:
         return ops.is_product(node) and len(ops.activations(node, self.flow.dependent)) < 2
+
+
+def _cuts_elements(closure: Closure) -> bool:
+    """Whether a site cuts a parameter: of a layer of width 0 it would cut the bias alone."""
+    parameters = [node for node, _ in closure.labels if ops.is_parameter(node)]
+    matrices = [node for node in parameters if ops.rank(node) > 1]
+    return any(0 not in ops.shape_of(node) for node in matrices or parameters)
 
 
 def _weight_product(node: fx.Node, flow: Flow, fed: set[fx.Node]) -> _WeightProduct | None:

@@ -153,7 +153,7 @@ def perturb(model: nn.Module) -> nn.Module:
     """Add noise to every parameter that is one number throughout, and return the model in eval mode."""
     with torch.no_grad():
         for parameter in model.parameters():
-            if bool((parameter == parameter.flatten()[0]).all()):
+            if len(parameter.unique()) == 1:
                 parameter.add_(0.05 * torch.randn_like(parameter))
     return model.eval()
 

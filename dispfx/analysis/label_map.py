@@ -212,6 +212,8 @@ class _Walk:
             raise _Refused(Mismatch("the features reach the residual stream itself", node, stream=True))
         if ops.is_dynamic(node, dim):
             raise _Refused(Mismatch("the features reach a dimension whose size changes between runs", node))
+        if not len(labels):
+            raise _Refused(Mismatch("a layer of width 0 has no features", node))
         known = self.closure.labels.get(dimension)
         if known is None:
             known = np.full(len(labels), UNTOUCHED, dtype=np.int32)

@@ -285,7 +285,10 @@ def _put_noise(model: nn.Module) -> None:
 
 def _lazy_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return zeros in lazily allocated pages; `torch.zeros` writes all of them."""
-    return torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    count = shape.numel()
+    # At least one element: bytes of an empty tensor have no stride, and torch views them as nothing else.
+    zeros = torch.from_numpy(np.zeros(max(count, 1) * dtype.itemsize, np.uint8)).view(dtype)
+    return zeros[:count].view(shape)
 
 
 def _put_buffers(model: nn.Module, folder: Path) -> None:

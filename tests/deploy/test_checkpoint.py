@@ -167,17 +167,34 @@ def test_a_skeleton_touches_no_memory_for_its_weights(tmp_path: Path) -> None:
         num_attention_heads=32,
         vocab_size=32000,
     )
-    ModelFiles(config).write(tmp_path)
-    entries = json.loads((tmp_path / "config.json").read_text())
-    entries["quantization_config"] = {"quant_method": "dispfx", "schema_version": SCHEMA_VERSION, "sites": []}
-    (tmp_path / "config.json").write_text(json.dumps(entries))
-    weights.write_tensors(tmp_path, {"one": torch.zeros(1)}, {})
+    write_empty(tmp_path, config)
     before = resident_bytes()
 
     skeleton = checkpoint.skeleton(tmp_path)
 
     assert sum(parameter.numel() for parameter in skeleton.parameters()) > 6e9
     assert resident_bytes() - before < 200e6
+
+
+def test_a_skeleton_may_have_layers_of_width_0(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=0, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    write_empty(tmp_path, config)
+
+    skeleton: Any = checkpoint.skeleton(tmp_path)
+
+    assert skeleton.model.layers[0].mlp.down_proj.weight.shape == (16, 0)
+    assert skeleton.model.layers[0].mlp.up_proj.weight.shape == (0, 16)
+
+
+def write_empty(folder: Path, config: LlamaConfig) -> None:
+    """Write a folder whose weight file holds none of the decoder's."""
+    ModelFiles(config).write(folder)
+    entries = json.loads((folder / "config.json").read_text())
+    entries["quantization_config"] = {"quant_method": "dispfx", "schema_version": SCHEMA_VERSION, "sites": []}
+    (folder / "config.json").write_text(json.dumps(entries))
+    weights.write_tensors(folder, {"one": torch.zeros(1)}, {})
 
 
 def resident_bytes() -> int:

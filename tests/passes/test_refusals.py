@@ -1,5 +1,6 @@
 """What dispfx refuses, at which pass, and what it says."""
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -297,3 +298,45 @@ def test_a_decoder_in_which_nothing_can_be_pruned_says_every_reason():
     with pytest.raises(UnsupportedGraphError, match="at least one branch must be prunable") as error:
         dispfx.capture(one_branch(Dense))
     assert "softmax" in str(error.value)
+
+
+class NoFeatures(nn.Module):
+    """A gated layer of width 0 and an attention of 0 heads next to it."""
+
+    def __init__(self):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch tells that there is nothing to initialise
+            self.gate, self.up, self.down = (
+                nn.Linear(*sizes) for sizes in ((WIDTH, 0), (WIDTH, 0), (0, WIDTH))
+            )
+            self.value, self.out = nn.Linear(WIDTH, 0), nn.Linear(0, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.value(x).view(*x.shape[:2], 0, 16).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        joined = mixed.transpose(1, 2).reshape(*x.shape[:2], 0)
+        return self.down(F.silu(self.gate(x)) * self.up(x)) + self.out(joined)
+
+
+class WithNoFeatures(nn.Module):
+    """A branch with features plus one without."""
+
+    def __init__(self):
+        super().__init__()
+        self.full, self.empty = Middle(lambda m, h: F.gelu(h)), NoFeatures()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.full(x) + self.empty(x)
+
+
+@pytest.mark.parametrize("select", ["after-norm", "before-norm"])
+def test_a_layer_of_width_0_has_no_site_and_the_others_are_cut(select):
+    """Rule 6 of find_sites."""
+    model = one_branch(WithNoFeatures)
+    program = dispfx.capture(model, select=select)
+    assert "a layer of width 0 has no features" in {refusal.reason for refusal in program.refused}
+    cut = {piece.parameter for site in program.sites for piece in site.slices}
+    assert {"mlp.full.up.weight", "mlp.full.down.weight"} <= cut
+    assert {site.kind for site in program.sites} >= {"inner"}
+    require_one_function(model, program)

@@ -53,7 +53,7 @@ def reshaped(node: fx.Node) -> list[Connection]:
 
     1. One dimension on both sides: a link.
     2. One dimension on one side: it is the product of the factors on the other side.
-    3. Several on both sides: their features cannot be told apart, so they mix.
+    3. Several on both sides, or a side that has none: their features cannot be told apart, so they mix.
     """
     value = operand(node, 0)
     found: list[Connection] = []
@@ -62,9 +62,9 @@ def reshaped(node: fx.Node) -> list[Connection]:
         narrow = [dim for dim in after if shape_of(node)[dim] != 1]
         if len(wide) == 1 and len(narrow) == 1:
             found += same(value, wide[0], node, narrow[0])
-        elif len(wide) == 1:
+        elif len(wide) == 1 and narrow:
             found.append(_factored(value, wide[0], node, narrow))
-        elif len(narrow) == 1:
+        elif len(narrow) == 1 and wide:
             found.append(_factored(node, narrow[0], value, wide))
         else:
             found += [Mixing((value, dim)) for dim in wide] + [Mixing((node, dim)) for dim in narrow]
