@@ -45,10 +45,9 @@ from dispfx.capturing.module_state import (
 )
 from dispfx.capturing.refusals import refuse_export, refuse_fixed_length
 from dispfx.capturing.repeatable import (
-    changed_tensors,
     require_repeatable,
     require_same_again,
-    written_buffers,
+    written_tensors,
 )
 from dispfx.capturing.rounding import allowed_by_rounding, most_allowed
 from dispfx.capturing.unlifting import program_of, straight_line, user_inputs, user_outputs
@@ -128,7 +127,7 @@ def capture(
             alike = [leaf for leaf in tensors_in(returned) if leaf.shape == logits.shape]
             program.logits_returned = max(1, len(alike))
             again = partial(_logits, called, ids, arguments, widths_of(model))
-            written = written_buffers(straight, _prefix(model, called)) | changed_tensors(model, again)
+            written = written_tensors(straight, _prefix(model, called), model, again)
             require_repeatable(program, written, ids, again, logits)
         at = partial(_trial, program, called, vocabulary, arguments)
         of_lengths = at(lambda tokens: (1, tokens), lambda tokens: (TRACED_SHAPE[0], tokens))

@@ -1,7 +1,8 @@
 """A module is afterwards as it was before, whatever its forward pass does to it.
 
-Entry points: `module_kept` and `random_state_kept`, context managers that hold on success and on failure; and
-`called_with`, a call with other values that changes nothing.
+Entry points: `module_kept` and `random_state_kept`, context managers that hold on success and on failure;
+`called_with`, a call with other values that changes nothing; and `held_tensors`, the tensors that a module
+holds, by path.
 
 Kept are, of every object that is reached from the module's attributes:
 1. what its attributes are: parameters, buffers, sub-modules, hooks, modes, plain attributes;
@@ -12,9 +13,11 @@ What is reached from globals and closures alone is not kept.
 """
 
 import random
+import re
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -29,6 +32,8 @@ _NOT_FOLLOWED = (
     int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, FunctionType, MethodType,
     BuiltinFunctionType, ModuleType, nn.Parameter, fx.Graph,
 )  # fmt: skip
+# Modules hold their members in dicts of these names.
+_MEMBER = re.compile(r"\._(?:buffers|modules)\['([^']*)'\]")
 
 
 class ModuleState:
@@ -42,27 +47,11 @@ class ModuleState:
     def __init__(self, module: nn.Module, *, values: bool = True):
         self._containers: list[tuple[Any, list[Any]]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
-        seen: dict[int, Any] = {}  # by id, and holding what has it, so that no id is given twice
-        waiting: deque[Any] = deque([module])
-        while waiting and len(seen) < _MOST_OBJECTS:
-            part = waiting.popleft()
-            if isinstance(part, _NOT_FOLLOWED) or id(part) in seen:
-                continue
-            seen[id(part)] = part
+        for _, part in _reached(module):
             if not isinstance(part, Tensor):
-                waiting.extend(self._note(part))
-            elif values and type(part) is Tensor and part.layout is torch.strided and not part.is_meta:
+                self._containers += [(container, _items(container)) for container in _containers(part)]
+            elif values and _is_plain(part):
                 self._tensors.append((part, part.detach().clone()))
-
-    def _note(self, value: Any) -> list[Any]:
-        """Note what an object holds, and return it."""
-        held = list(value) if isinstance(value, tuple) else []
-        for container in (value, getattr(value, "__dict__", None)):
-            if isinstance(container, _CONTAINERS):
-                items = _items(container)
-                self._containers.append((container, items))
-                held += [item[1] for item in items] if isinstance(container, dict) else items
-        return held
 
     def restructured(self) -> bool:
         """Whether an attribute, or what a container holds, is another object than it was."""
@@ -81,6 +70,62 @@ class ModuleState:
             for tensor, value in self._tensors:
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
+
+
+def held_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a module holds anywhere, parameters left out, each with its path once.
+
+    A path is that of a buffer, or such as `layers.0.state['count'][1]`.
+    """
+    for place, part in _reached(module):
+        if isinstance(part, Tensor) and _is_plain(part):
+            yield _MEMBER.sub(r".\1", "".join(_spelled(place))).removeprefix("."), part
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an object is held: as an attribute, or as an item of a container."""
+
+    holder: "_Place | None"
+    name: Any
+    is_item: bool
+
+
+def _spelled(place: _Place | None) -> list[str]:
+    parts = []
+    while place is not None:
+        parts.append(f"[{place.name!r}]" if place.is_item else f".{place.name}")
+        place = place.holder
+    return parts[::-1]
+
+
+def _reached(module: nn.Module) -> Iterator[tuple[_Place | None, Any]]:
+    """Yield every object that is reached from a module's attributes once, the nearest first."""
+    seen: dict[int, Any] = {}  # by id, and holding what has it, so that no id is given twice
+    waiting: deque[tuple[_Place | None, Any]] = deque([(None, module)])
+    while waiting and len(seen) < _MOST_OBJECTS:
+        place, part = waiting.popleft()
+        if id(part) in seen:
+            continue
+        seen[id(part)] = part
+        yield place, part
+        if not isinstance(part, Tensor):
+            for container in (part, *_containers(part)) if isinstance(part, tuple) else _containers(part):
+                entries = container.items() if isinstance(container, dict) else enumerate(container)
+                waiting.extend(
+                    (_Place(place, name, container is part), item)
+                    for name, item in entries
+                    if not isinstance(item, _NOT_FOLLOWED)
+                )
+
+
+def _containers(value: Any) -> list[Any]:
+    """Return what holds an object's items and its attributes, and may be changed."""
+    return [one for one in (value, getattr(value, "__dict__", None)) if isinstance(one, _CONTAINERS)]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _items(container: Any) -> list[Any]:

@@ -3,20 +3,22 @@
 Entry point: `require_repeatable`, and `require_same_again` for one more look.
 
 1. An operation that draws numbers and that the logits depend on is found in the graph, with its line.
-2. A buffer that a call changes and that the logits of the next call depend on is found in the graph too.  A
-   write that the logits do not read is fine, and so is a buffer that is overwritten before it is read.
+2. A buffer that a call changes and that the logits of the next call depend on is found in the graph too, and
+   so is a tensor that the module holds in an attribute, a dict, a list or another object.  A write that the
+   logits do not read is fine, and so is a buffer that is overwritten before it is read.
 3. What no graph shows, such as a counter in Python, is found by calling the module several times.
 
 A graph has what the first call computes, so a change that begins later would be lost silently.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
+from dispfx.capturing.module_state import held_tensors
 from dispfx.capturing.rounding import most_allowed
 from dispfx.errors import CaptureError
 from dispfx.ir.logit_errors import logit_errors
@@ -32,13 +34,28 @@ _WHOLE = (2**30, -(2**30), 1000, 0)
 _REAL = (float("nan"), 1e4, -1e4)
 
 
-def written_buffers(exported: ExportedProgram, prefix: str) -> set[str]:
-    """Return the paths of the buffers that a call writes.
+def written_tensors(
+    exported: ExportedProgram, prefix: str, model: nn.Module, run: Callable[[], object]
+) -> dict[str, str]:
+    """Return the tensors that a call writes: path in the graph -> path in the module.
+
+    Written are the buffers of which the export says so, and what a call is seen to change.  An assignment
+    does not count as a write in an exported graph, which reads a tensor elsewhere under a name of its own.
 
     Args:
         exported: made straight by `dispfx.capturing.unlifting.straight_line`.
         prefix: what the exported module puts in front of the decoder's own paths.
+        run: calls the module, which has already made what it makes on first use.
     """
+    constants = {path.removeprefix(prefix): tensor for path, tensor in exported.constants.items()}
+    found = {path: path for path in _written_buffers(exported, prefix)}
+    for path, tensor in _changed_tensors(model, run).items():
+        alike = [name for name, constant in constants.items() if _is_same(constant, tensor)]
+        found |= dict.fromkeys((path, *alike), path)
+    return found
+
+
+def _written_buffers(exported: ExportedProgram, prefix: str) -> set[str]:
     return {
         spec.target.removeprefix(prefix)
         for spec in exported.graph_signature.output_specs
@@ -46,29 +63,33 @@ def written_buffers(exported: ExportedProgram, prefix: str) -> set[str]:
     }
 
 
-def changed_tensors(model: nn.Module, run: Callable[[], object]) -> set[str]:
-    """Return the paths of the buffers, and of attributes that are tensors, that a call changes.
-
-    A buffer that a call assigns does not count as written in an exported graph.
-
-    Args:
-        run: calls the module, which has already made what it makes on first use.
-    """
-    before = {path: tensor.detach().clone() for path, tensor in _held_tensors(model)}
+def _changed_tensors(model: nn.Module, run: Callable[[], object]) -> dict[str, Tensor]:
+    """Return the tensors that a call changes or replaces, as they are before it."""
+    before = _held(model)
+    values = {path: tensor.detach().clone() for path, tensor in before.items()}
     run()
+    after = _held(model)
     return {
-        path
-        for path, tensor in _held_tensors(model)
-        if path not in before or not _same_values(tensor, before[path])
+        path: tensor
+        for path, tensor in {**after, **before}.items()
+        if path not in before or path not in after or not _same_values(after[path], values[path])
     }
 
 
-def _held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_buffers()
-    for prefix, part in model.named_modules():
-        for name, value in vars(part).items():
-            if isinstance(value, Tensor):
-                yield f"{prefix}.{name}".lstrip("."), value
+def _held(model: nn.Module) -> dict[str, Tensor]:
+    # A module of very many parts is walked through in part only, and its buffers count all the same.
+    return {**dict(held_tensors(model)), **dict(model.named_buffers())}
+
+
+def _is_same(constant: object, tensor: Tensor) -> bool:
+    """Whether a constant of a graph has the memory of a tensor."""
+    return (
+        isinstance(constant, Tensor)
+        and constant.shape == tensor.shape
+        and constant.dtype == tensor.dtype
+        and constant.device == tensor.device
+        and constant.data_ptr() == tensor.data_ptr()
+    )
 
 
 def _same_values(one: Tensor, other: Tensor) -> bool:
@@ -78,13 +99,13 @@ def _same_values(one: Tensor, other: Tensor) -> bool:
 
 
 def require_repeatable(
-    program: Program, written: Collection[str], ids: Tensor, run: Callable[[], Tensor], first: Tensor
+    program: Program, written: Mapping[str, str], ids: Tensor, run: Callable[[], Tensor], first: Tensor
 ) -> None:
     """Pass if the logits depend on nothing that is random, and on no earlier call.
 
     Args:
         program: of the module.
-        written: paths of the tensors that a call changes.
+        written: as of `written_tensors`.
         ids: (B, T) token ids.
         run: returns the module's logits (B, T, V) for them.
         first: what `run` returned before.
@@ -107,13 +128,13 @@ def _require_nothing_drawn(program: Program) -> None:
             )
 
 
-def _require_nothing_kept(program: Program, written: Collection[str], ids: Tensor) -> None:
+def _require_nothing_kept(program: Program, written: Mapping[str, str], ids: Tensor) -> None:
     read = [str(node.target) for node in _read_by_logits(program.graph_module.graph) if node.op == "get_attr"]
-    for path in sorted({*read} & {*written}):
+    for path in sorted({*read} & written.keys()):
         if _matters(program.graph_module, path, ids):
             raise CaptureError(
                 "the logits depend on a buffer that each call changes, so they depend on earlier calls",
-                where=path,
+                where=written[path],
                 hint=_HINT,
             )
 

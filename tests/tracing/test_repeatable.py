@@ -72,6 +72,69 @@ def test_a_tensor_that_is_no_buffer_and_counts_calls_is_refused_too():
         capture(decoder)
 
 
+class Held:
+    """Any object that a module may hold."""
+
+
+def in_a_dict(module: Any) -> Tensor:
+    module.held["count"] = module.held["count"] + 1
+    return 1 + 0.1 * (module.held["count"] > 20)
+
+
+def in_a_list_of_a_dict(module: Any) -> Tensor:
+    module.held["of"][1] = module.held["of"][1] + 1
+    return 1 + 0.1 * (module.held["of"][1] > 20)
+
+
+def in_an_object_of_a_tuple(module: Any) -> Tensor:
+    module.held[0].count = module.held[0].count + 1
+    return 1 + 0.1 * (module.held[0].count > 20)
+
+
+def in_an_object_of_a_part(module: Any) -> Tensor:
+    module.head.state.count = module.head.state.count + 1
+    return 1 + 0.1 * (module.head.state.count > 20)
+
+
+@pytest.mark.parametrize(
+    ("scale", "path"),
+    [
+        (in_a_dict, "held['count']"),
+        (in_a_list_of_a_dict, "held['of'][1]"),
+        (in_an_object_of_a_tuple, "held[0].count"),
+        (in_an_object_of_a_part, "head.state.count"),
+    ],
+)
+def test_a_tensor_that_counts_calls_is_refused_wherever_the_module_holds_it(scale, path: str):
+    decoder: Any = Scaled(scale).eval()
+    state: Any = Held()
+    state.count, state.itself = torch.zeros(()), state
+    decoder.head.state = state
+    decoder.held = {
+        in_a_dict: {"count": torch.zeros(())},
+        in_a_list_of_a_dict: {"of": [None, torch.zeros(())]},
+        in_an_object_of_a_tuple: (state,),
+    }.get(scale)
+    if decoder.held is not None:
+        del decoder.head.state
+    with pytest.raises(CaptureError, match="depend on a buffer that each call changes") as error:
+        capture(decoder)
+    assert error.value.where == path
+    assert float(state.count) == 0, "the module is as it was"
+
+
+def test_a_tensor_in_a_dict_that_the_logits_do_not_depend_on_may_change():
+    def scale(module: Any) -> Tensor:
+        module.held["count"] = module.held["count"] + 1
+        return module.held["factor"]
+
+    decoder: Any = Scaled(scale).eval()
+    decoder.held = {"count": torch.zeros(()), "factor": torch.tensor(2.0)}
+    program = capture(decoder)
+    with torch.no_grad():
+        assert torch.equal(program.graph_module(IDS), decoder(IDS))
+
+
 def test_a_running_mean_that_the_logits_read_is_refused_by_name():
     decoder = Scaled(of_a_running_mean, calls=torch.zeros(())).eval()
     with pytest.raises(CaptureError, match="depend on a buffer that each call changes"):
