@@ -106,7 +106,8 @@ def capture_cached(
         warnings.simplefilter("ignore")
         sample = sample_inputs(forward.caches, traced_at, vocabulary, device)
         _run(forward, sample, traced_at)
-        program = _program_of(straight_line(_export(forward, sample)), forward)
+        straight = straight_line(_export(forward, sample), type(decoder).__name__, f"{forward.name}.")
+        program = _program_of(straight, forward)
         for shape in (traced_at, *others):
             inputs = sample_inputs(forward.caches, shape, vocabulary, device)
             found[shape] = _identity(program, forward, inputs, shape)

@@ -14,6 +14,7 @@ What is left alone, torch makes functional, which traces the whole graph again.
 """
 
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, fx
@@ -41,6 +42,20 @@ def spell_in_place(graph: fx.Graph) -> bool:
         node.replace_all_uses_with(twin)
         graph.erase_node(node)
     return not left
+
+
+def writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield every operation in place, and the value whose memory it writes, seen through views."""
+    for node in filter(mutates, graph.nodes):
+        written = node.args[0]
+        while isinstance(written, fx.Node) and written.op == "call_function" and _shares(written):
+            written = written.args[0]
+        if isinstance(written, fx.Node):
+            yield node, written
+
+
+def _shares(node: fx.Node) -> bool:
+    return _aliases(node) or mutates(node)
 
 
 def _without_writing(node: fx.Node) -> torch._ops.OpOverload | None:

@@ -120,7 +120,7 @@ def capture(
                 _require_unlike(logits, ids, type(model).__name__)
         exported = _export_at_its_longest(called, ids, state, run, longest)
         conditions = conditions_of(exported)
-        straight = _straight_line(exported, type(model).__name__)
+        straight = straight_line(exported, type(model).__name__, _prefix(model, called))
         program = _program_of(straight, model, called)
         program.separator = separator
         if measured:
@@ -381,13 +381,6 @@ def _program_of(exported: ExportedProgram, model: nn.Module, called: nn.Module) 
     """Return the program of a module; `called` is the module itself, or holds it as `decoder`."""
     ids, logits = user_inputs(exported)[0], user_outputs(exported)[0]
     return program_of(exported, model, {"input_ids": ids}, {"logits": logits}, prefix=_prefix(model, called))
-
-
-def _straight_line(exported: ExportedProgram, name: str) -> ExportedProgram:
-    try:
-        return straight_line(exported)
-    except RuntimeError as error:  # such as a tensor that is changed in place and is no buffer
-        raise refuse_export(error, name) from error
 
 
 def _prefix(model: nn.Module, called: nn.Module) -> str:

@@ -3,9 +3,9 @@
 Entry point: `require_repeatable`, and `require_same_again` for one more look.
 
 1. An operation that draws numbers and that the logits depend on is found in the graph, with its line.
-2. A buffer that a call changes and that the logits of the next call depend on is found in the graph too, and
-   so is a tensor that the module holds in an attribute, a dict, a list or another object.  A write that the
-   logits do not read is fine, and so is a buffer that is overwritten before it is read.
+2. A buffer or parameter that a call changes and that the logits of the next call depend on is found in the
+   graph too, and so is a tensor that the module holds in an attribute, a dict, a list or another object.  A
+   write that the logits do not read is fine, and so is a buffer that is overwritten before it is read.
 3. What no graph shows, such as a counter in Python, is found by calling the module several times.
 
 A graph has what the first call computes, so a change that begins later would be lost silently.
@@ -29,6 +29,7 @@ _REPEATS = 4
 _HINT = "in evaluation mode nothing may be random, and nothing may depend on earlier calls"
 # An operation with one of these draws nothing if the value is 0 or False.
 _SWITCHES = ("p", "dropout_p", "train", "training")
+_MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
 # What a buffer may hold after many calls.  No sum hides NaN, and no comparison with a count a large number.
 _WHOLE = (2**30, -(2**30), 1000, 0)
 _REAL = (float("nan"), 1e4, -1e4)
@@ -39,8 +40,9 @@ def written_tensors(
 ) -> dict[str, str]:
     """Return the tensors that a call writes: path in the graph -> path in the module.
 
-    Written are the buffers of which the export says so, and what a call is seen to change.  An assignment
-    does not count as a write in an exported graph, which reads a tensor elsewhere under a name of its own.
+    Written are the buffers and parameters of which the export says so, and what a call is seen to change.
+    An assignment does not count as a write in an exported graph.  A tensor that is no buffer has another name
+    there, and is found by its memory.
 
     Args:
         exported: made straight by `dispfx.capturing.unlifting.straight_line`.
@@ -48,18 +50,18 @@ def written_tensors(
         run: calls the module, which has already made what it makes on first use.
     """
     constants = {path.removeprefix(prefix): tensor for path, tensor in exported.constants.items()}
-    found = {path: path for path in _written_buffers(exported, prefix)}
+    found = {path: path for path in _said_to_be_written(exported, prefix)}
     for path, tensor in _changed_tensors(model, run).items():
         alike = [name for name, constant in constants.items() if _is_same(constant, tensor)]
         found |= dict.fromkeys((path, *alike), path)
     return found
 
 
-def _written_buffers(exported: ExportedProgram, prefix: str) -> set[str]:
+def _said_to_be_written(exported: ExportedProgram, prefix: str) -> set[str]:
     return {
         spec.target.removeprefix(prefix)
         for spec in exported.graph_signature.output_specs
-        if spec.kind == OutputKind.BUFFER_MUTATION and spec.target is not None
+        if spec.kind in _MUTATIONS and spec.target is not None
     }
 
 
@@ -132,8 +134,9 @@ def _require_nothing_kept(program: Program, written: Mapping[str, str], ids: Ten
     read = [str(node.target) for node in _read_by_logits(program.graph_module.graph) if node.op == "get_attr"]
     for path in sorted({*read} & written.keys()):
         if _matters(program.graph_module, path, ids):
+            kind = "parameter" if path in program.parameters else "buffer"
             raise CaptureError(
-                "the logits depend on a buffer that each call changes, so they depend on earlier calls",
+                f"the logits depend on a {kind} that each call changes, so they depend on earlier calls",
                 where=written[path],
                 hint=_HINT,
             )

@@ -8,14 +8,16 @@ and so are outputs; tied parameters are read under their first path.
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from dispfx.capturing.in_place import spell_in_place
+from dispfx.capturing.in_place import spell_in_place, writes
 from dispfx.capturing.inlining import casts_itself, inline_modes, maps_itself
+from dispfx.capturing.refusals import refuse_export
 from dispfx.errors import CaptureError
 from dispfx.ir.ops import operation, source_line
 from dispfx.ir.program import Program, with_tensors
@@ -63,8 +65,35 @@ def program_of(
     )
 
 
-def straight_line(exported: ExportedProgram) -> ExportedProgram:
-    """Inline gradient and autocast modes and `torch.vmap`, and make the operations in place functional."""
+def straight_line(exported: ExportedProgram, where: str, prefix: str) -> ExportedProgram:
+    """Inline gradient and autocast modes and `torch.vmap`, and make the operations in place functional.
+
+    Args:
+        where: the module's class, for errors without a line of its own.
+        prefix: what the exported module puts in front of the decoder's own paths.
+
+    Raises:
+        CaptureError: if torch cannot make them functional, as where a parameter is written.
+    """
+    try:
+        return _straight_line(exported)
+    except CaptureError:
+        raise
+    except Exception as error:
+        with suppress(Exception):  # so that a write in a region without gradients is found too
+            inline_modes(exported.graph, exported.graph_module)
+        paths = exported.graph_signature.inputs_to_parameters
+        for node, written in writes(exported.graph):
+            if written.name in paths:
+                raise CaptureError(
+                    f"{operation(node)} writes a parameter in place each time that the module runs",
+                    where=f"{paths[written.name].removeprefix(prefix)}, {source_line(node) or where}",
+                    hint="change it once, before the capture, or compute a new tensor from it",
+                ) from error
+        raise refuse_export(error, where) from error
+
+
+def _straight_line(exported: ExportedProgram) -> ExportedProgram:
     traced_again = casts_itself(exported.graph_module) or maps_itself(exported.graph_module)
     if traced_again:
         exported = exported.run_decompositions({})

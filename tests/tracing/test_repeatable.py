@@ -200,3 +200,42 @@ def test_dropout_that_is_off_draws_nothing():
         return off * nn.functional.dropout(torch.ones(()), 0.0, training=True)
 
     assert capture(Scaled(scale).eval()).identity
+
+
+class Written(Decoder):
+    """A decoder that changes a weight in place each time that it runs."""
+
+    def __init__(self, write: Callable[[Tensor], object], learned: bool):
+        torch.manual_seed(0)
+        super().__init__(FORMS["pre-norm"], layers=1)
+        self.write = write
+        self.requires_grad_(learned)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.write(self.head.weight)
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize(
+    "write", [lambda w: w.mul_(1.0), lambda w: w[:2].add_(0), lambda w: w.view(-1).clamp_(-9, 9).mul_(1)]
+)
+def test_a_parameter_that_each_call_writes_in_place_is_refused_by_name(write, learned: bool):
+    decoder = Written(write, learned).eval()
+    before = decoder.head.weight.clone()
+    with pytest.raises(CaptureError, match=r"a parameter in place each|a parameter that each call") as error:
+        capture(decoder)
+    assert str(error.value.where).startswith("head.weight") and error.value.exit_code == 2
+    assert error.value.hint and torch.equal(decoder.head.weight, before)
+
+
+def test_any_other_failure_to_make_a_graph_functional_names_its_reason(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise AssertionError("expected one thing\nand got another")
+
+    monkeypatch.setattr("torch.export.ExportedProgram.run_decompositions", fail)
+    monkeypatch.setattr("dispfx.capturing.unlifting.spell_in_place", lambda graph: False)
+    with pytest.raises(CaptureError, match="AssertionError: expected one thing") as error:
+        capture(Scaled(lambda module: 1.0).eval())
+    assert "another" not in error.value.problem and error.value.exit_code == 2
