@@ -153,7 +153,7 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
     if forms.pt2:
         exported.save_graph(opened.graph_module, opened.path)
         try:
-            require(*exported_lines(opened.path, opened.decoder, opened.vocabulary_size))
+            require(*exported_lines(opened.path, opened.decoder, opened.known_tokens))
         except VerificationError:
             target.unlink()
             raise
@@ -243,7 +243,7 @@ def _ready(settings: ModelSettings) -> _Ready:
         config = opened.config
         # A user module does not declare its context; the compile recorded it.
         measured = None if config is not None else _measured_context(opened.path)
-        context, known = measured or longest_context(config), opened.vocabulary_size
+        context, known = measured or longest_context(config), opened.text_tokens
         return _Ready(opened.decoder, opened.tokenizer, config, context, model, known)
     source = open_model(settings)
     decoder = partial(module_logits, source.model)

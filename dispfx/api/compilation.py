@@ -277,7 +277,7 @@ def run_apply(
     if text.measure is not None:
         with stages("check lengths"):
             compare_longest(source, program, window_of(source, program, None), stages.observer.note)
-    require_tokens(source, text, program.vocabulary_size)
+    require_tokens(source, text, program.text_tokens)
     task = Task(
         path=path,
         state=None,

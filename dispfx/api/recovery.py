@@ -114,7 +114,7 @@ def _job(settings: RecoverSettings, state: Path, stages: Stages, ranks: Ranks) -
     text.require_learnable()
     text.require_measurable()
     program = only_planned(analysed(source, stages, (), plan.select), plan)
-    require_tokens(source, text, program.vocabulary_size)
+    require_tokens(source, text, program.text_tokens)
     return Recovery(
         folder=folder,
         path=settings.output.path,

@@ -166,7 +166,7 @@ def step_inputs(program: Program, shape: CachedShape, length: int) -> list[Tenso
     """Return the inputs of a static program: random tokens, and random keys and values in the caches."""
     batch, tokens, past = shape
     device = program.device
-    ids = torch.randint(program.vocabulary_size, (batch, tokens), device=device)
+    ids = torch.randint(program.known_tokens, (batch, tokens), device=device)
     mask = torch.ones(batch, length, dtype=torch.int64, device=device)
     positions = (torch.arange(tokens, device=device) + past).expand(batch, tokens).contiguous()
     start = torch.full((), past, dtype=torch.int64, device=device)

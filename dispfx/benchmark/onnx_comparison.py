@@ -50,7 +50,9 @@ def _row(
     device: torch.device,
 ) -> SpeedRow:
     costs = [step_cost(side[0].reference, shape, last_logits=False) for side in (dense, pruned)]
-    timings = compare_times([bound_run(side[1], shape).run for side in (dense, pruned)], device)
+    timings = compare_times(
+        [bound_run(side[1], shape, side[0].fast.known_tokens).run for side in (dense, pruned)], device
+    )
     whole, smaller = (
         Side(timing.median_seconds, timing.least_seconds, None, side[2])
         for timing, side in zip(timings, (dense, pruned), strict=True)
@@ -69,9 +71,13 @@ def _session(side: Contender, device: torch.device) -> Iterator[tuple[CachedSess
         yield CachedSession(path, SessionOptions(device.type)), time.perf_counter() - start
 
 
-def bound_run(session: CachedSession, shape: CachedShape) -> BoundRun:
-    """Return a run at a shape on random tokens and caches, nothing of it padding."""
-    inputs = sample_inputs(session.caches, shape, session.vocabulary_size, session.device)
+def bound_run(session: CachedSession, shape: CachedShape, known_tokens: int | None = None) -> BoundRun:
+    """Return a run at a shape on random tokens and caches, nothing of it padding.
+
+    Args:
+        known_tokens: tokens are drawn below it; the width of the logits by default.
+    """
+    inputs = sample_inputs(session.caches, shape, known_tokens or session.vocabulary_size, session.device)
     inputs[1].fill_(1)
     positions = torch.arange(shape.past, shape.past + shape.tokens, device=session.device)
     placed: list[Tensor] = [*inputs[:2], positions.expand(shape.batch, -1).contiguous(), *inputs[3:]]

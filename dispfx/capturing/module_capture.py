@@ -161,7 +161,7 @@ def compare_at(model: nn.Module, program: Program, tokens: int) -> None:
     """
     with evaluation(model), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ids = token_ids(model, program.vocabulary_size, (1, tokens))
+        ids = token_ids(model, program.known_tokens, (1, tokens))
         found = _identity(program, model, ids, _fixed_arguments(model))
     program.identity = {**program.identity, (1, tokens): found}
 
@@ -513,7 +513,7 @@ def _refuse_fixed_length(
     program: Program, model: nn.Module, ids: Tensor, error: Any, fit: Shapes
 ) -> CaptureError:
     def traced_at(tokens: int) -> ExportedProgram:
-        return _export(model, token_ids(model, program.vocabulary_size, (TRACED_SHAPE[0], tokens)))
+        return _export(model, token_ids(model, program.known_tokens, (TRACED_SHAPE[0], tokens)))
 
     name = type(model).__name__
     lengths = (fit.traced[1], OTHER_SHAPE[1])

@@ -134,7 +134,7 @@ class _Trial:
             if path.startswith(SCALE_PREFIX)
         }
         shape = (_TRIED_SHAPE[0], lowered.lengths.within(_TRIED_SHAPE[1]))
-        self._ids = torch.randint(lowered.vocabulary_size, shape, generator=generator).to(lowered.device)
+        self._ids = torch.randint(lowered.known_tokens, shape, generator=generator).to(lowered.device)
 
     def holds_alone(self, fold: Fold) -> bool:
         """Whether one site's scales can be folded so."""

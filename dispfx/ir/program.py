@@ -20,6 +20,7 @@ from dispfx.ir.lengths import Lengths, hold_to
 from dispfx.ir.outline import Outline
 from dispfx.ir.shown_tables import program_html, program_text
 from dispfx.ir.sites import Branch, Refusal, ResidualStream, Site
+from dispfx.ir.token_tables import tokens_read
 from dispfx.words.given import require_given
 
 # Kept indices of a site are the buffer `dispfx_index.<site>` of a lowered decoder.
@@ -174,6 +175,16 @@ class Program:
     def vocabulary_size(self) -> int:
         """Width of the logits."""
         return int(ops.logits_of(self.graph).meta["val"].shape[-1])
+
+    @property
+    def known_tokens(self) -> int:
+        """Number of token ids that the decoder reads: the rows of its embedding, if one is found."""
+        return tokens_read(self.graph) or self.vocabulary_size
+
+    @property
+    def text_tokens(self) -> int:
+        """Number of token ids that a text may hold: the decoder reads them, and predicts them."""
+        return min(self.known_tokens, self.vocabulary_size)
 
     @property
     def caches(self) -> dict[fx.Node, frozenset[fx.Node]]:

@@ -26,6 +26,7 @@ from dispfx.huggingface.model_loading import load_model
 from dispfx.huggingface.planning import plan_modules, site_cuts
 from dispfx.ir.lengths import Lengths, hold_to
 from dispfx.ir.program import Program
+from dispfx.ir.token_tables import tokens_read
 from dispfx.plan.plan import Plan
 from dispfx.report import load_report
 from dispfx.source import load_folder_tokenizer
@@ -123,6 +124,19 @@ class Opened:
             shape = (2, min(VERIFIED_LENGTHS))
             output = self.decoder(torch.zeros(shape, dtype=torch.int64, device=self.device))
         return getattr(output, "logits", output).shape[-1]
+
+    @cached_property
+    def known_tokens(self) -> int:
+        """Number of token ids that the decoder reads."""
+        if isinstance(self.decoder, torch.fx.GraphModule):
+            return tokens_read(self.decoder.graph) or self.vocabulary_size
+        embedding: Any = self.decoder.get_input_embeddings()  # type: ignore[operator]
+        return getattr(embedding, "num_embeddings", self.vocabulary_size)
+
+    @property
+    def text_tokens(self) -> int:
+        """Number of token ids that a text may hold."""
+        return min(self.known_tokens, self.vocabulary_size)
 
     @property
     def _lengths(self) -> Lengths | None:

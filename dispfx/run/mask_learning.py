@@ -86,7 +86,7 @@ def learn(
     if hasattr(data, "held_out_batches"):  # already cut
         chosen, text = settings_for(program, whole, watch.note), cast(Batches, data)
     else:
-        tokens = token_vector(data, program.vocabulary_size)
+        tokens = token_vector(data, program.text_tokens)
         chosen = fitted_settings(whole, program=program, note=watch.note)
         text = batches_of(tokens, chosen)
     budget = Budget(ratio, asked.ratio_of, asked.align or 1, latency_table(asked.costs))

@@ -111,7 +111,7 @@ def write_onnx(
             return cached_model(_spelled(program, write), opset=opset, flavor=flavor)
         lowered = (plain or opened.fast)()
         shape = (2, held_to(lowered).within(9))
-        sample = random_token_ids(opened.vocabulary_size, shape, device=opened.device)
+        sample = random_token_ids(opened.known_tokens, shape, device=opened.device)
         return full_sequence_model(lowered, sample, opset=opset)
 
     with new_folder(opened.path / FOLDER) as partial:
@@ -251,4 +251,4 @@ def _reference(opened: Opened) -> Reference:
     def graph() -> fx.GraphModule:
         return decoder if isinstance(decoder, fx.GraphModule) else opened.graph_module
 
-    return Reference(decoder, graph, opened.vocabulary_size, dtype, device)
+    return Reference(decoder, graph, opened.known_tokens, dtype, device)

@@ -116,7 +116,7 @@ def _to_check(opened: Opened, scheme: str, path: Path) -> QuantizedModel:
         quantized_folder(scheme),
         path,
         original if original.is_file() else None,
-        opened.vocabulary_size,
+        opened.known_tokens,
         named_context(opened.config),
     )
 

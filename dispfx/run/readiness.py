@@ -98,7 +98,7 @@ def ready_to_learn(
     if asked.select == "before-norm" and export == "dense":
         with stages("verify"):
             require_ordinary(source, program, budget)
-    require_tokens(source, text, program.vocabulary_size)
+    require_tokens(source, text, program.text_tokens)
     learned_on = program
     if separator is not None:
         with stages("capture documents"):

@@ -280,7 +280,7 @@ class Writer:
         if kept:
             save_adapters(self.trainable.module, place)
             merged, lines = _added(
-                load_adapters(own_model(self.opened), place), self.job.program.vocabulary_size
+                load_adapters(own_model(self.opened), place), self.job.program.known_tokens
             )
             shutil.rmtree(place)
         else:
@@ -293,7 +293,7 @@ class Writer:
     def _reread(self, trained: nn.Module, again: Opened) -> list[Verification]:
         """Compare the folder's decoder, read back, with what was trained, and with its fast spelling."""
         alike = partial(
-            compare_decoders, vocabulary_size=self.job.program.vocabulary_size, device=self.job.device
+            compare_decoders, vocabulary_size=self.job.program.known_tokens, device=self.job.device
         )
         old, new = (ModuleDecoder(one) for one in (trained, again.decoder))
         tolerance = tolerance_of(self.job.program)
@@ -314,7 +314,7 @@ class Writer:
         with self.stages(job.export):
             if job.export == "pt2":
                 exported.save_graph(batched.graph_module, again.path)
-                lines += exported_lines(again.path, again.decoder, job.program.vocabulary_size)
+                lines += exported_lines(again.path, again.decoder, job.program.known_tokens)
                 require(*lines)
                 return None
             plain = lambda: run_stage("gather", self._program(kept).clone()).graph_module  # noqa: E731

@@ -139,7 +139,7 @@ def _require_same_class(source: Source, program: Program) -> None:
     odd = [path for path, module in model.named_modules() if _is_changed(module, built.get(path))]
     shapes = list(compared_shapes(program) if odd else short_shapes(program))
     with module_kept(model), suppress(CaptureError):  # Not every decoder reads a single token.
-        module_logits(model, random_token_ids(program.vocabulary_size, (1, 1), device=program.device))
+        module_logits(model, random_token_ids(program.known_tokens, (1, 1), device=program.device))
         shapes.append((1, 1))
     if not _agree(program, model, twin, 0.0, shapes):
         raise DataError(
@@ -159,7 +159,7 @@ def _agree(
             ModuleDecoder(model),
             ModuleDecoder(twin),
             tolerance,
-            vocabulary_size=program.vocabulary_size,
+            vocabulary_size=program.known_tokens,
             shapes=shapes,
             device=program.device,
         )
@@ -206,7 +206,7 @@ def _compared(program: Program, plan: Plan) -> tuple[torch.fx.GraphModule, torch
                 hard,
                 form,
                 tolerance_of(program),
-                vocabulary_size=program.vocabulary_size,
+                vocabulary_size=program.known_tokens,
                 shapes=SHAPES_BT[:1],
                 device=program.device,
             )
@@ -221,7 +221,7 @@ def _translated(source: Source, program: Program, plan: Plan, fast: torch.fx.Gra
     other = exportable(source.model, program, plan)
     if other is not program:
         fast = lower_program(_without_weights(other), plan, write="gather-add").graph_module
-    ids = random_token_ids(program.vocabulary_size, (2, program.lengths.within(9)), device=program.device)
+    ids = random_token_ids(program.known_tokens, (2, program.lengths.within(9)), device=program.device)
     try:
         require_translations(fast, ids)
     except UnsupportedGraphError:
@@ -246,7 +246,7 @@ def _exported(program: Program, lowered: torch.fx.GraphModule) -> None:
         with tempfile.TemporaryDirectory() as folder:
             save_graph(lowered, Path(folder))
     else:
-        export_program(lowered, random_token_ids(program.vocabulary_size, (2, 8), device=program.device))
+        export_program(lowered, random_token_ids(program.known_tokens, (2, 8), device=program.device))
 
 
 def _has_values(program: Program) -> bool:

@@ -74,7 +74,7 @@ class Form:
 
     def ids(self, batch: int = 2, tokens: int = 8) -> Tensor:
         """Return token ids (B, T) for tracing or exporting the decoder."""
-        return random_token_ids(self.program.vocabulary_size, (batch, tokens), device=self.program.device)
+        return random_token_ids(self.program.known_tokens, (batch, tokens), device=self.program.device)
 
     def compare(
         self, read_back: Callable[[Tensor], Any], *, tolerance: float | None = None
@@ -90,7 +90,7 @@ class Form:
             self.decoder,
             read_back,
             tolerance_of(self.program) if tolerance is None else tolerance,
-            vocabulary_size=self.program.vocabulary_size,
+            vocabulary_size=self.program.known_tokens,
             shapes=compared_shapes(self.program),
             device=self.program.device,
         )
@@ -187,7 +187,7 @@ def _graph(form: Form) -> Written:
     folder, program = form.opened.path, form.program
     save_graph(form.source, program, form.plan, form.decoder, folder)
     shapes = compared_shapes(program)
-    return Written(exported_lines(folder, form.opened.decoder, program.vocabulary_size, shapes))
+    return Written(exported_lines(folder, form.opened.decoder, program.known_tokens, shapes))
 
 
 def _dense(form: Form) -> Written:

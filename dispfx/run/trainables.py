@@ -163,7 +163,7 @@ def try_recovery(program: Program, plan: Plan, settings: RecoverySettings) -> No
     settings = replace(settings, seq_len=tokens)
     try:
         made = graph_trainable(lowered, plan, settings)
-        ids_BT = random_token_ids(program.vocabulary_size, (2, tokens), device=program.device)
+        ids_BT = random_token_ids(program.known_tokens, (2, tokens), device=program.device)
         teacher = graph_predictions(program, with_stream=bool(settings.stream_weight))
         trained = made.student.trained
         step = RecoveryPass(
@@ -217,7 +217,7 @@ def _scales(program: Program, plan: Plan, settings: RecoverySettings) -> Trainab
             graph,
             folded,
             tolerance,
-            vocabulary_size=program.vocabulary_size,
+            vocabulary_size=program.known_tokens,
             shapes=shapes,
             device=program.device,
         )

@@ -58,12 +58,12 @@ def _form_lines(
 ) -> list[Verification]:
     """Compare every form in a folder with the checkpoint."""
     lines: list[Verification] = []
-    compared = partial(compare_decoders, vocabulary_size=opened.vocabulary_size, shapes=shapes)
+    compared = partial(compare_decoders, vocabulary_size=opened.known_tokens, shapes=shapes)
     if opened.program is not None:
         tolerance = tolerance_of(opened.program)
         lines += compared("gather-add = checkpoint", opened.decoder, opened.fast(), tolerance)
         if (opened.path / exported.PROGRAM_FILE).is_file():
-            lines += exported_lines(opened.path, opened.decoder, opened.vocabulary_size, shapes)
+            lines += exported_lines(opened.path, opened.decoder, opened.known_tokens, shapes)
         if (opened.path / DENSE_FOLDER).is_dir():
             ordinary = load_model(opened.path / DENSE_FOLDER, trust_remote_code=trust_remote_code)
             own, dense = ModuleDecoder(opened.decoder), ModuleDecoder(ordinary)

@@ -195,6 +195,7 @@ def compare_decoders(
     Args:
         expected: token ids (B, T) to logits (B, T, V) or an output with `.logits`, the reference.
         actual: the same, the form under test; it may be on another device.
+        vocabulary_size: the ids are drawn below it.
         device: of the ids.
 
     Raises:

@@ -257,7 +257,7 @@ def _compare(
         expected,
         actual,
         tolerance,
-        vocabulary_size=program.vocabulary_size,
+        vocabulary_size=program.known_tokens,
         shapes=shapes or short_shapes(program),
         device=program.device,
     )

@@ -48,7 +48,7 @@ class Reference:
     Args:
         whole: token ids (B, T) to logits (B, T, V), or to an output with `.logits`, without a cache.
         graph: returns the same as a graph.
-        vocabulary_size: width of the logits.
+        vocabulary_size: token ids are drawn below it.
         dtype: of the weights.
         device: of `whole`.
     """
@@ -122,7 +122,7 @@ def with_cached_answers(answers: Answers, program: Program, *, padding: bool = T
     if answers.dtype == torch.bfloat16:
         module = retyped(module, torch.bfloat16, torch.float32)
     questions = cached_questions(
-        cache_tensors(module.graph), program.vocabulary_size, context=program.context, padding=padding
+        cache_tensors(module.graph), program.known_tokens, context=program.context, padding=padding
     )
     return replace(answers, cached=_asked(questions, lambda inputs: module(*inputs)))
 
@@ -179,7 +179,7 @@ class ModelPair:
     Args:
         name: which two forms are compared.
         expected, actual: their files.
-        vocabulary_size: width of the logits.
+        vocabulary_size: token ids are drawn below it.
         shapes: (batch, tokens) of whole texts.
         context: most tokens that the decoder takes, or None.
         tolerance: largest allowed relative error.

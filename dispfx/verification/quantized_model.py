@@ -36,7 +36,7 @@ class QuantizedModel:
         name: of the model's folder.
         path: of the model.
         original: path of the float model, or None if it is not there any more.
-        vocabulary_size: width of the logits.
+        vocabulary_size: token ids are drawn below it.
         context: most tokens that the decoder takes, or None.
         shapes: (batch, tokens) of whole texts.
     """
