@@ -69,7 +69,8 @@ def test_a_head_wider_or_narrower_than_the_embedding_compiles_and_recovers(
     read: int, predicted: int, tmp_path: Path
 ):
     tokens = torch.randint(READ, (800,), generator=torch.Generator().manual_seed(0))
-    model, few = decoder_of(read, predicted), {"seq_len": 16, "steps": 1, "batch_size": 2}
+    few: dict[str, Any] = {"seq_len": 16, "steps": 1, "batch_size": 2}
+    model = decoder_of(read, predicted)
     program = dispfx.capture(model)
     assert (program.known_tokens, program.vocabulary_size) == (read, predicted)
     report = api.compile(model, 0.3, data=tokens, out=tmp_path / "out", recover="scales", align=1, **few)
