@@ -1,7 +1,7 @@
 """`--config FILE`: the settings of an earlier run, overridden by the command line.
 
-1. FILE is a report.json, whose `settings` hold every setting of that run, or a JSON file with only these
-   sections.  A setting of the file wins over the current default.
+1. FILE is a report.json, whose `settings` hold every setting of that run, or a JSON file with such sections
+   and the settings that somebody chose.  A setting of the file wins over the current default.
 2. What is given on the command line wins.
 3. Settings of where and how a run executes (`Setting.per_run`) are not taken from the file.
 4. The file is untrusted data.  It cannot choose the output path, and it cannot permit code to run: neither
@@ -37,11 +37,14 @@ def configured(given: Mapping[str, Any]) -> RunSettings:
         return RunSettings.of(**chosen)
     # Before the file is read: it never sets the output path.
     _require_named(chosen, " with --config", ("out",))
-    path = Path(given["config"]).expanduser()
-    stored = _stored(path)
+    stored, of_a_run = _stored(Path(given["config"]).expanduser())
     _require_permission(stored, chosen)
     flat = _kept(stored, chosen)
     _require_named(flat | chosen, " with this --config")
+    if not of_a_run:
+        named = RunSettings.settings()
+        learning = {name: _tuple(one) for name, one in stored["learning"].items() if name in named}
+        return RunSettings.of(**(flat | learning | chosen))
     needed = {name: chosen[name] for name in _NEEDED if name in chosen}
     learning = LearnSettings(**{name: _tuple(value) for name, value in stored["learning"].items()})
     return RunSettings.of(**needed, **flat).fitted(learning).changed(**chosen)
@@ -65,18 +68,25 @@ def _kept(stored: Mapping[str, dict[str, Any]], chosen: Mapping[str, Any]) -> di
     return kept
 
 
-def _stored(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the sections of a file of settings."""
+def _stored(path: Path) -> tuple[dict[str, dict[str, Any]], bool]:
+    """Return the sections of a file of settings, and whether they are all settings of a run."""
     try:
         plain = read_json(path)
     except (OSError, ValueError) as error:
         raise DataError(f"the settings cannot be read: {error}", where=str(path)) from error
-    found = plain.get("settings", plain) if isinstance(plain, dict) else None
+    of_a_run = isinstance(plain, dict) and "settings" in plain
+    found = plain["settings"] if of_a_run else plain
     try:
-        return stored_sections(found, strict=True)
+        sections = stored_sections(found, strict=True)
     except ValueError as error:
         hint = "pass the report.json of a run that learned"
         raise DataError(f"this is not a settings file: {error}", where=str(path), hint=hint) from error
+    if of_a_run:
+        return sections, True
+    # What the file does not name is left to the recipe, as on the command line.
+    return {
+        name: {one: section[one] for one in found.get(name, {})} for name, section in sections.items()
+    }, False
 
 
 def _require_named(given: Mapping[str, Any], where: str, names: Iterable[str] = tuple(_NEEDED)) -> None:

@@ -163,6 +163,8 @@ class Pipeline:
             raise
         except Exception as error:
             raise self._broken(step, f"{type(error).__name__}: {error}") from error
+        if not isinstance(result, PassResult):
+            raise self._broken(step, f"it must return a PassResult, and returned {type(result).__name__}")
         program.stage = step.ensures
         self.ran.append(Ran(step.name, result))
         if result.note:

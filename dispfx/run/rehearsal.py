@@ -26,13 +26,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dispfx.analysis.links import is_registered
 from dispfx.capturing.module_capture import module_logits
 from dispfx.capturing.module_state import module_kept
 from dispfx.compiler.cached_programs import capture_cached
 from dispfx.compiler.programs import exportable, gated, lower_program, only_planned
 from dispfx.deploy.checkpoint import rebuilt, underived_buffers
 from dispfx.deploy.exported import export_program, save_graph
-from dispfx.errors import CaptureError, DataError, UnsupportedGraphError
+from dispfx.errors import CaptureError, DataError, UnsupportedGraphError, VerificationError
+from dispfx.ir import ops
 from dispfx.ir.pipeline import printing_after
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
@@ -54,6 +56,7 @@ from dispfx.verification.graphs import compared_shapes, short_shapes, tolerance_
 from dispfx.words.option_names import option
 
 _COMPARED_BYTES, _WRITTEN_BYTES = 2**32, 2**28
+_PLANS_OF_RULES = 3
 
 
 def rehearse(
@@ -89,7 +92,7 @@ def rehearse(
             if export == "onnx":
                 _translated(source, program, plan, fast)
             return
-        fast, lowered = _compared(program, plan)
+        fast, lowered = _compared(program, plan, budget.ratio)
         if tolerance_of(program) > TOLERANCES[torch.float32]:
             # How far half precision moves a module's own code is not known before.
             require(*zeroed_lines(program, plan, lowered, source.model, SHAPES_BT[:1]))
@@ -193,8 +196,32 @@ def _random_indices(site: Site, keep: float, generator: torch.Generator) -> Tens
     return (drawn + site.each * torch.arange(site.experts).unsqueeze(1)).flatten()
 
 
-def _compared(program: Program, plan: Plan) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """Return the lowered decoder in both spellings, gather-add first, compared with the gated one."""
+def _compared(
+    program: Program, plan: Plan, ratio: float
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """Return the lowered decoder in both spellings, gather-add first, compared with the gated one.
+
+    A wrong rule of the user's may suit a plan by chance, so more plans of the ratio are compared where there
+    is one.
+
+    Raises:
+        VerificationError: if they differ, naming the operations with such rules.
+    """
+    own = sorted({str(ops.packet(node)) for node in program.graph.nodes if is_registered(node)})
+    try:
+        for seed in range(1, _PLANS_OF_RULES + 1) if own else ():
+            _both_forms(program, random_plan(program, ratio, seed))
+        return _both_forms(program, plan)
+    except VerificationError as error:
+        if own:
+            error.hint = (
+                f"the link rule of {', '.join(own)} may be wrong: on the features that are kept the "
+                "operation must do what it does on all of them"
+            )
+        raise
+
+
+def _both_forms(program: Program, plan: Plan) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     hard = gated(program, plan)
     fast, lowered = (
         lower_program(program, plan, write=write).graph_module for write in ("gather-add", "index-add")

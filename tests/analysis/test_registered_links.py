@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 import dispfx
 from dispfx.analysis import links
 from dispfx.deploy.exported import load_program, save_graph
-from dispfx.errors import DataError, DispfxError
+from dispfx.errors import DataError, DispfxError, VerificationError
+from dispfx.plan.budget import Budget
+from dispfx.run.rehearsal import rehearse
+from dispfx.source import Source
 from tests.programs import relative_error
 
 
@@ -30,9 +34,15 @@ def reversed_(x: Tensor) -> Tensor:
     return x.flip(-1)
 
 
+@torch.library.custom_op("dispfx_tests::swapped", mutates_args=())
+def swapped(x: Tensor) -> Tensor:
+    return torch.cat(x.chunk(2, -1)[::-1], -1)
+
+
 squash.register_fake(lambda x, scale: torch.empty_like(x))
 shifted.register_fake(lambda x: torch.empty_like(x))
 reversed_.register_fake(lambda x: torch.empty_like(x))
+swapped.register_fake(lambda x: torch.empty_like(x))
 OWN: Any = torch.ops.dispfx_tests
 
 
@@ -93,6 +103,22 @@ def test_a_rule_of_three_lines_moves_features():
     check_pruned(program)
 
 
+def test_a_rule_that_holds_for_some_plans_only_is_named_before_learning():
+    """Halves can be swapped among the kept features only where both keep equally many."""
+
+    def rule(node: Any) -> list[links.Connection]:
+        x, places = node.args[0], np.arange(24)
+        rows: list[links.Connection] = [links.Link((x, dim), (node, dim)) for dim in range(2)]
+        return [*rows, links.Link((x, 2), (node, 2), places, (places + 12) % 24)]
+
+    links.register(OWN.swapped, rule)
+    model: Any = Decoder(OWN.swapped).eval()
+    source = Source(model, None, None, "decoder", "function")
+    with pytest.raises(VerificationError) as raised:
+        rehearse(source, dispfx.capture(model), Budget(0.5))
+    assert "the link rule of dispfx_tests.swapped may be wrong" in str(raised.value.hint)
+
+
 def test_an_operation_that_makes_something_of_zero_is_refused_where_a_branch_writes():
     links.register(OWN.shifted, links.pointwise)
     program = dispfx.capture(Decoder(torch.relu, OWN.shifted))
@@ -119,7 +145,13 @@ def test_a_rule_of_dispfx_cannot_be_replaced():
     [
         (lambda node: [links.Link((node.args[0], 3), (node, 3))], "does not exist: linear, 3"),
         (lambda node: [links.Mixing((node.args[7], 0))], "raised IndexError"),
-        (lambda node: "pointwise", "raised"),
+        (lambda node: "pointwise", "raised TypeError: 'p' is no connection"),
+        (lambda node: [("x", 0)], "is no connection, such as links.Link"),
+        (lambda node: [links.Link((node.args[0], 2), (node, 2), (0, 1), (1, 0))], "two arrays of integers"),
+        (
+            lambda node: [links.Link((node.args[0], 2), (node, 2), np.arange(3), np.arange(2))],
+            "pairs 3 positions",
+        ),
     ],
 )
 def test_a_wrong_rule_is_named(rule: Any, message: str):

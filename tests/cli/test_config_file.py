@@ -106,6 +106,23 @@ def test_a_file_with_sections_alone_is_taken_too(dispfx, replaced, report, tmp_p
     assert compile_.call_args.args[0].learning == ODD
 
 
+@pytest.mark.parametrize("learning", [{}, {"steps": 60}])
+def test_what_a_file_of_chosen_settings_leaves_out_is_as_on_the_command_line(
+    dispfx, replaced, report, tmp_path: Path, learning: dict[str, Any]
+):
+    compile_ = replaced("run_compile", report)
+    path, out = tmp_path / "settings.json", tmp_path / "second"
+    chosen = {"model": {"model": "demo"}, "budget": {"ratio": 0.4}, "learning": learning}
+    path.write_text(json.dumps(chosen), encoding="utf-8")
+    assert dispfx("compile", "--config", path, "--out", out).exit_code == 0
+    found = asked(compile_)
+    words = [word for name, value in learning.items() for word in (f"--{name}", value)]
+    assert dispfx("compile", "demo", "--ratio", 0.4, *words, "--out", out).exit_code == 0
+    assert found == asked(compile_) and found["objective"] == "kl"
+    assert dispfx("compile", "--config", path, "--recipe", "paper", "--out", out).exit_code == 0
+    assert asked(compile_)["objective"] == "ce"
+
+
 def test_a_file_never_says_where_to_write(dispfx, replaced, report, written):
     compile_ = replaced("run_compile", report)
     result = dispfx("compile", "--config", written())

@@ -80,6 +80,15 @@ def test_a_fault_names_the_passes_that_ran_before(captured: Program):
     assert first.value.where == "passes that ran before: none"
 
 
+def test_a_pass_that_returns_nothing_is_named(captured: Program):
+    class Silent(Step):
+        def run(self, program: Program) -> PassResult:
+            return None  # type: ignore[return-value]
+
+    with pytest.raises(PassError, match="pass step: it must return a PassResult, and returned NoneType"):
+        Pipeline([Silent()]).run(captured.clone())
+
+
 LIES = {
     "says it changed something": Step(changed=True),
     "hides a changed graph": Step(rename_relu),

@@ -19,6 +19,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -127,6 +128,8 @@ def _checked(node: fx.Node, rule: Rule) -> list[Connection] | None:
     """
     try:
         found = rule(node)
+        for connection in found or ():
+            _require_connection(connection)
         own = {value: ops.rank(value) for value in (node, *ops.operands(node)) if ops.is_tensor(value)}
         dimensions = [dimension for connection in found or () for dimension in ends(connection)]
         strange = [f"{value}, {dim}" for value, dim in dimensions if not 0 <= dim < own.get(value, 0)]
@@ -140,6 +143,21 @@ def _checked(node: fx.Node, rule: Rule) -> list[Connection] | None:
             where=str(node),
         )
     return found
+
+
+def _require_connection(found: object) -> None:
+    """Raise TypeError unless this is a connection whose positions are arrays of integers."""
+    if not isinstance(found, Connection):
+        raise TypeError(f"{found!r} is no connection, such as links.Link")
+    parts = (found, *(found.factors if isinstance(found, Alternatives) else ()))
+    for link in [part for part in parts if isinstance(part, Link)]:
+        given = [one for one in (link.a_positions, link.b_positions) if one is not None]
+        if len(given) == 1 or not all(
+            isinstance(one, np.ndarray) and one.ndim == 1 and one.dtype.kind in "iu" for one in given
+        ):
+            raise TypeError("positions of a Link must be two arrays of integers, or None")
+        if given and len(given[0]) != len(given[1]):
+            raise TypeError(f"a Link pairs {len(given[0])} positions with {len(given[1])}")
 
 
 _REGISTERED: dict[Any, Rule] = {}

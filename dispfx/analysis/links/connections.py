@@ -15,7 +15,13 @@ Positions: TypeAlias = np.ndarray | None
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """Two dimensions that share features; positions are None where position i matches position i."""
+    """Two dimensions that share features.
+
+    Args:
+        a, b: (node, number of the dimension, from 0).
+        a_positions, b_positions: integer arrays (n,): position a_positions[i] of `a` is position
+            b_positions[i] of `b`.  Both are None where position i matches position i.
+    """
 
     a: Dimension
     b: Dimension
