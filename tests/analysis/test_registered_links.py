@@ -147,7 +147,10 @@ def test_a_rule_of_dispfx_cannot_be_replaced():
         (lambda node: [links.Mixing((node.args[7], 0))], "raised IndexError"),
         (lambda node: "pointwise", "raised TypeError: 'p' is no connection"),
         (lambda node: [("x", 0)], "is no connection, such as links.Link"),
-        (lambda node: [links.Link((node.args[0], 2), (node, 2), (0, 1), (1, 0))], "two arrays of integers"),
+        (
+            lambda node: [links.Link((node.args[0], 2), (node, 2), *([[0, 1]] * 2))],  # type: ignore[arg-type]
+            "two arrays of integers",
+        ),
         (
             lambda node: [links.Link((node.args[0], 2), (node, 2), np.arange(3), np.arange(2))],
             "pairs 3 positions",
