@@ -1,19 +1,19 @@
 """The compiler from top to bottom: its stages, each a tuple of passes.
 
-    module → capture → analyse → gate → learn masks → plan
+    module → capture → analyse → gate → train → learn masks → plan
                      → lower → gather                        a graph on sliced weights, as ONNX gets it
-                     → scale                                 the same with a number per kept feature, to train
+                     → scale, recover                        the same with a number per kept feature, to train
                      → fuse → prefill, decode, outline       the fast path with a static cache
 
 A pass's options are its dataclass fields; `run_stage` gives each pass those that it has.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from dispfx.errors import DispfxError
-from dispfx.ir.pipeline import Pass, Pipeline
+from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.align_groups import AlignGroups
 from dispfx.passes.canonicalize import Canonicalize
@@ -51,13 +51,10 @@ KINDS = tuple(dict.fromkeys(kind for kinds in STAGES.values() for kind in kinds)
 PASSES = tuple(kind.name for kind in KINDS)
 
 
-def run_stage(
-    name: str, program: Program, *, more: Sequence[Pass] = (), verify: bool = True, **options: Any
-) -> Program:
+def run_stage(name: str, program: Program, *, verify: bool = True, **options: Any) -> Program:
     """Run the passes of a stage on a program, and return it.
 
     Args:
-        more: further passes, which run after those of the stage.
         verify: check the graph, and what each pass claims, after each pass.
         options: of the passes, by the names of their fields.
 
@@ -74,7 +71,7 @@ def run_stage(
         kind(**{option: value for option, value in options.items() if option in known[kind]})
         for kind in kinds
     ]
-    return Pipeline([*passes, *more], verify=verify).run(program)
+    return Pipeline(passes, verify=verify).run(program)
 
 
 def names_of(*stages: str) -> list[str]:

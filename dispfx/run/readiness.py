@@ -44,7 +44,7 @@ def budget_of(settings: RunSettings, program: Program, costs: CostTable | None) 
     """Return the budget of a run, whose widths suit the device that the result will run on."""
     asked = settings.budget
     align = asked.align or ALIGNMENT[asked.target or device_of_learning(program, settings.compute).type]
-    return Budget(asked.ratio, asked.ratio_of, align, costs)
+    return Budget(ratio=asked.ratio, of=asked.ratio_of, align=align, costs=costs)
 
 
 @dataclass(frozen=True, eq=False)
