@@ -72,7 +72,8 @@ def _replayed(task: RecoveryTask, plain: RecoveryPass, ids_BT: Tensor) -> Pass:
     made = Replayed(task.device, plain, ids_BT)
     torch.cuda.empty_cache()
     # A gradient and AdamW's two moments in float32, and a float32 copy where the weights have fewer digits.
-    needed = sum(one.numel() * (16 if one.itemsize < 4 else 12) for one in plain.trained)
+    # The gradients that this is compared with are gone by then.
+    needed = sum(one.numel() * ((16 if one.itemsize < 4 else 12) - one.itemsize) for one in plain.trained)
     if torch.cuda.mem_get_info(task.device)[0] < needed:
         raise DispfxError("it leaves too little memory for the optimizer")
     return made
