@@ -73,6 +73,7 @@ NOT_RUN = {
     "--enforce-eager": "needs vLLM; tests/serving serves the same folders without the server",
     "python tools/bench_vllm.py DIR --dense MODEL": "needs a Python with vLLM",
     "python tools/openvino_genai.py DIR/onnx OUT": "needs a Python with openvino-genai",
+    "python tools/executorch_program.py DIR OUT.pte": "needs a Python with executorch",
     "DISPFX_VLLM=ENV/bin/python tools/test tests/serving": "needs a Python with vLLM",
     "pip install 'dispfx[data]'": _PACKAGES,
     "pip install pip-audit && pip-audit": "asks a database on the network",
