@@ -100,7 +100,7 @@ def recover_folder(job: Recovery, stages: Stages) -> Tuning:
         run = recover(task, Keeping(job.state, job.resume, _watch(job.settings, stages)))
     trained = sum(one.numel() for one in task.student.trained.values())
     writer = Writer(job, opened, lowered, trainable, stages)
-    return writer.write(replace(_told(job, run, trained, before), kl_text=second.about.name), run)
+    return writer.write(_told(job, second.about.name, run, trained, before), run)
 
 
 def _watch(settings: RecoverySettings, stages: Stages) -> Callable[[RecoveryStep], None]:
@@ -132,7 +132,7 @@ def _known(report: Report | None) -> Before | None:
     return Before(first.pruned, first.protocol, second.kl, second.tokens)
 
 
-def _told(job: Recovery, run: Recovered, trained: int, before: Before) -> Tuning:
+def _told(job: Recovery, second: str, run: Recovered, trained: int, before: Before) -> Tuning:
     """Return the record of a run; what was reached is still what was before."""
     chosen = ("train", "rank", "alpha", "lr", "steps", "batch_size", "seq_len", "seed", "stream_weight")
     return Tuning(
@@ -145,7 +145,7 @@ def _told(job: Recovery, run: Recovered, trained: int, before: Before) -> Tuning
         protocol=before.protocol,
         kl_before=before.kl,
         kl_after=before.kl,
-        kl_text=job.second_text.about.name,
+        kl_text=second,
         kl_tokens=before.tokens,
         kept=True,
         held_out=run.held_out,
