@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from dispfx.capturing.module_capture import module_logits
+from dispfx.capturing.unlifting import fingerprint
 from dispfx.deploy import exported
+from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.deploy.generate import generate as continue_ids
 from dispfx.deploy.onnx.exporting import OPSET
 from dispfx.deploy.onnx.legalize import Flavor
-from dispfx.errors import DataError, DispfxError, VerificationError
+from dispfx.errors import DataError, DispfxError, PlanMismatchError, VerificationError
+from dispfx.plan.plan import Plan
 from dispfx.quality.agreement import Agreement, compare_on_text
 from dispfx.quality.perplexity import Perplexity, TextFacts, measure
 from dispfx.report import NullObserver, Observer, load_report
@@ -24,7 +27,7 @@ from dispfx.run.folders import Opened, is_output, open_folder, require_unchanged
 from dispfx.run.onnx_folder import FOLDER, folder_onnx_lines, has_onnx, onnx_runner, write_onnx
 from dispfx.run.opening import open_model
 from dispfx.run.quantized_folder import quantized_folder, write_quantized
-from dispfx.run.run_text import TextChoice, require_known, vocabulary_of
+from dispfx.run.run_text import TextChoice, require_known, require_one_tokenizer, vocabulary_of
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import ModelSettings, TextSettings
 from dispfx.settings.trees import EvalSettings, ExportSettings, GenerateSettings
@@ -39,7 +42,12 @@ from dispfx.words.option_names import option
 
 @dataclass(frozen=True, eq=False)
 class _Ready:
-    """A decoder ready for use: dense from MODEL, or pruned from an output folder."""
+    """A decoder ready for use: dense from MODEL, or pruned from an output folder.
+
+    Args:
+        compiled_from: fingerprint of the dense decoder, of an output folder.
+        fingerprints: of MODEL, as stored in each dtype that a folder of it may have.
+    """
 
     decoder: Callable[[Tensor], Any]
     tokenizer: Any | None
@@ -47,6 +55,8 @@ class _Ready:
     context: int
     name: str
     vocabulary_size: int | None
+    compiled_from: str | None = None
+    fingerprints: frozenset[str] = frozenset()
 
 
 def evaluate(model: Any, *, observer: Observer | None = None, **changes: Any) -> Perplexity:
@@ -106,13 +116,21 @@ def agree(folder: Any, **changes: Any) -> Agreement:
 
     Raises:
         UnknownSettingError: if one of `changes` is no setting.
-        DataError: if there is no text, it is too short, or the decoders have other vocabularies.
+        DataError: if there is no text, it is too short, or vocabularies or tokenizers differ.
+        PlanMismatchError: if the folder was compiled from a decoder with other weights.
     """
     settings = EvalSettings.given(folder, changes)
     model = settings.model
     chosen = _measured_text(settings.text)
     before = _ready(replace(model, model=settings.evaluation.dense))
     after = _ready(replace(model, model=str(model.model), revision=None, dtype=None))
+    require_one_tokenizer(after.tokenizer, before.tokenizer, ours_of=after.name, theirs_of=before.name)
+    if after.compiled_from is not None and after.compiled_from not in before.fingerprints:
+        raise PlanMismatchError(
+            f"{after.name} was compiled from a decoder with other weights",
+            where=before.name,
+            hint=f"name the decoder that it was compiled from with {option('dense')}",
+        )
     text, begins = _known_text(chosen, before)
     return compare_on_text(
         before.decoder,
@@ -244,11 +262,22 @@ def _ready(settings: ModelSettings) -> _Ready:
         # A user module does not declare its context; the compile recorded it.
         measured = None if config is not None else _measured_context(opened.path)
         context, known = measured or longest_context(config), opened.text_tokens
-        return _Ready(opened.decoder, opened.tokenizer, config, context, model, known)
+        plan = opened.path / PLAN_FILE
+        dense = Plan.load(plan).fingerprint if plan.is_file() else None
+        return _Ready(opened.decoder, opened.tokenizer, config, context, model, known, dense)
     source = open_model(settings)
     decoder = partial(module_logits, source.model)
     known = vocabulary_of(source.config) or _width_of_logits(source.model)
-    return _Ready(decoder, source.tokenizer, source.config, context_of(source), source.name, known)
+    found = frozenset(fingerprint(source.model, stored=dtype) for dtype in (None, torch.float16))
+    return _Ready(
+        decoder,
+        source.tokenizer,
+        source.config,
+        context_of(source),
+        source.name,
+        known,
+        fingerprints=found,
+    )
 
 
 def _width_of_logits(model: Any) -> int | None:

@@ -151,12 +151,11 @@ def run_compile(
     Raises:
         DispfxError, VerificationError: as `compile`.
     """
-    path, watcher = settings.output.path, observer or NullObserver()
-    if (found := complete_report(settings, watcher)) is not None:
+    path, stages = settings.output.path, Stages(observer or NullObserver())
+    if (found := complete_report(settings, stages, ranks)) is not None:
         return found
     refuse_existing(path)
     require_recoverable(settings)
-    stages = Stages(watcher)
     with held_state(path, settings.output.resume):
         # The pruned weights are in memory next to the dense ones while the folder is written.
         learned = learn_from(settings, stages, ranks=ranks, copies=2.0 - settings.budget.ratio)
@@ -237,12 +236,12 @@ def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks:
     Raises:
         DispfxError: as `compile`.
     """
-    path, watcher = settings.output.path, observer or NullObserver()
-    if (found := complete_plan(settings, watcher)) is not None:
+    path, stages = settings.output.path, Stages(observer or NullObserver())
+    if (found := complete_plan(settings, stages, ranks)) is not None:
         return found
     refuse_existing(path)
     with held_state(path, settings.output.resume):
-        learned = learn_from(settings, Stages(watcher), ranks=ranks)
+        learned = learn_from(settings, stages, ranks=ranks)
         learned.plan.save(path, overwrite=False)
         remove_state(learned.state)
     return learned.plan

@@ -20,7 +20,7 @@ from dispfx.run.plan_learning import held_state, remove_state, state_folder
 from dispfx.run.readiness import analysed
 from dispfx.run.recovered_folder import recover_folder
 from dispfx.run.recovery_job import Recovery, fitted_recovery, train_along
-from dispfx.run.run_text import TextChoice, open_text, require_tokens
+from dispfx.run.run_text import TextChoice, open_text, require_one_tokenizer, require_tokens
 from dispfx.run.timed_stages import Stages
 from dispfx.run.trainables import folder_plan, stored_dtype
 from dispfx.settings.trees import RecoverSettings
@@ -67,8 +67,8 @@ def run_recover(
     """
     path, resume = settings.output.path, settings.output.resume
     stages = Stages(observer or NullObserver())
-    if (found := complete_recovery(settings, stages.observer)) is not None:
-        return found
+    if resume and (path / RECORD_FILE).is_file():
+        return complete_recovery(settings, _job(settings, state_folder(path, resume), stages, ranks), stages)
     refuse_existing(path)
     with held_state(path, resume) as state:
         job = replace(_job(settings, state, stages, ranks), command=command)
@@ -109,6 +109,7 @@ def _job(settings: RecoverSettings, state: Path, stages: Stages, ranks: Ranks) -
         plan = folder_plan(opened)
         # In the dtype of the folder: what the plan's fingerprint was taken of.
         source = open_model(replace(model, model=settings.teacher.dense, dtype=stored_dtype(opened)))
+        require_one_tokenizer(opened.tokenizer, source.tokenizer, ours_of=str(folder), theirs_of=source.name)
         text = open_text(source, chosen)
     stages.say(text.notes)
     text.require_learnable()

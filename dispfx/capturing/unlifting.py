@@ -122,10 +122,13 @@ def user_outputs(exported: ExportedProgram) -> list[fx.Node]:
     ]
 
 
-def fingerprint(model: nn.Module) -> str:
+def fingerprint(model: nn.Module, *, stored: torch.dtype | None = None) -> str:
     """Return a digest of class, ordered parameter paths, shapes, and a sample of each tensor.
 
     Values count as bfloat16 rounds them, so that a plan learned in bfloat16 fits the same decoder in float32.
+
+    Args:
+        stored: dtype that values are rounded to before; their own by default.
     """
     digest = hashlib.sha256(type(model).__qualname__.encode())
     for path, tensor in model.named_parameters():
@@ -134,7 +137,7 @@ def fingerprint(model: nn.Module) -> str:
         step = max(1, flat.numel() // SAMPLED_VALUES)
         if not tensor.is_meta:
             sample = flat[::step][:SAMPLED_VALUES]
-            digest.update(sample.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+            digest.update(sample.to("cpu", stored).to(torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -102,6 +102,8 @@ class Plan:
         bos: beginning-of-sequence tokens of the data it was learned from, for the record.
         lengths: sequence lengths for which the graph of the plan holds; None in older plans.
         schema_version: of the file format.
+        made_from: digests of the decoder, text and settings of the run that learned it, by name; empty for a
+            plan made otherwise.
     """
 
     fingerprint: str
@@ -113,6 +115,7 @@ class Plan:
     lengths: Lengths | None = field(default=None, compare=False)
     schema_version: int = SCHEMA_VERSION
     bos: tuple[int, ...] = ()
+    made_from: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def select(self) -> Select:
@@ -331,6 +334,7 @@ class Plan:
             "achieved": self.achieved,
             "seed": self.seed,
             "versions": dict(self.versions),
+            **({"made_from": dict(self.made_from)} if self.made_from else {}),
             # The line of the user's code at which they end is not part of a plan.
             **({} if self.lengths is None else {"lengths": asdict(replace(self.lengths, where=None))}),
             "sites": [
@@ -397,7 +401,18 @@ def _plan_of_header(header: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
     budget, lengths = _checked_budget(header["budget"]), _checked_lengths(header.get("lengths"))
     bos = tuple(int(token) for token in header.get("bos", ()))
     seed = int(header["seed"])
-    return Plan(str(header["fingerprint"]), budget, selections, achieved, seed, versions, lengths, bos=bos)
+    made_from = {str(name): str(digest) for name, digest in header.get("made_from", {}).items()}
+    return Plan(
+        str(header["fingerprint"]),
+        budget,
+        selections,
+        achieved,
+        seed,
+        versions,
+        lengths,
+        bos=bos,
+        made_from=made_from,
+    )
 
 
 def _checked_lengths(entry: dict[str, Any] | None) -> Lengths | None:

@@ -155,6 +155,7 @@ class Tuning:
         steps_done: optimizer steps until held-out KL stopped falling.
         rank, alpha, lr, steps, batch_size, seq_len, seed, stream_weight: as in
             `dispfx.settings.recovery_settings.RecoverySettings`.
+        made_from: digests of the two decoders, the text and the settings, by name.
     """
 
     base: str
@@ -180,6 +181,7 @@ class Tuning:
     seq_len: int
     seed: int
     stream_weight: float = 0.0
+    made_from: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)

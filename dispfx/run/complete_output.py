@@ -1,15 +1,26 @@
-"""What a resumed run finds complete: the output of an earlier run with the same settings."""
+"""What a resumed run finds complete: the output of an earlier run with the same settings, made from the same.
+
+Names are compared first, because a message can say how they differ, and then the content behind them.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dispfx.deploy.checkpoint import PLAN_FILE
+from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import OutputError
 from dispfx.files.disk import remove_abandoned
 from dispfx.plan.plan import Plan
 from dispfx.report import Observer, Report, Tuning, load_report
-from dispfx.report.tuning_record import RECORD_FILE, read_record
+from dispfx.report.tuning_record import read_record
+from dispfx.run.folders import require_unchanged
+from dispfx.run.made_from import made_by, made_by_recovery, require_made_from
 from dispfx.run.plan_learning import remove_state, state_folder
+from dispfx.run.readiness import ready_to_learn
+from dispfx.run.recovery_job import Recovery
+from dispfx.run.targets import export_of
+from dispfx.run.timed_stages import Stages
 from dispfx.settings import RunSettings
 from dispfx.settings.tree import plain_section
 from dispfx.settings.trees import RecoverSettings
@@ -21,11 +32,12 @@ _DECIDING = ("model", "text", "budget", "learning", "afterwards")
 _ADAPTED = ("device", "align")
 
 
-def complete_report(settings: RunSettings, observer: Observer) -> Report | None:
+def complete_report(settings: RunSettings, stages: Stages, ranks: Ranks = ALONE) -> Report | None:
     """Return the report of a folder that a resumed run finds complete, else None.
 
     Raises:
-        OutputError: if it was made with other settings.
+        OutputError: if it was made with other settings or from something else, or has changed since.
+        DispfxError: for everything in the input that cannot be used.
     """
     path = settings.output.path
     if not (settings.output.resume and (path / "report.json").is_file()):
@@ -33,42 +45,62 @@ def complete_report(settings: RunSettings, observer: Observer) -> Report | None:
     report = load_report(path / "report.json")
     if report.settings is not None:
         _require_same(path, _deciding(report.settings), _deciding(settings.plain()))
-    _say(path, observer)
+    require_unchanged(path)
+    ready = ready_to_learn(settings, stages, ranks=ranks)
+    require_made_from(path, Plan.load(path / PLAN_FILE).made_from, made_by(settings, ready))
+    if report.settings is not None:
+        made, asked = (
+            export_of(one, ready.source)
+            for one in (report.settings["output"]["export"], settings.output.export)
+        )
+        if made != asked:
+            raise OutputError(
+                f"the output is complete and was made with {option('export', made)}, not {asked}",
+                where=str(path),
+                hint="`dispfx export` adds a form to a folder",
+            )
+    _say(path, stages.observer)
     return report
 
 
-def complete_plan(settings: RunSettings, observer: Observer) -> Plan | None:
+def complete_plan(settings: RunSettings, stages: Stages, ranks: Ranks = ALONE) -> Plan | None:
     """Return the plan that a resumed run finds complete, else None.
 
     Raises:
-        OutputError: if it removes another share.
+        OutputError: if it was made with other settings or from something else.
+        DispfxError: for everything in the input that cannot be used.
     """
     path = settings.output.path
     if not (settings.output.resume and path.is_file()):
         return None
     plan = Plan.load(path)
     _require_same(path, {"ratio": plan.budget.ratio}, {"ratio": settings.budget.ratio})
-    _say(path, observer)
+    ready = ready_to_learn(settings, stages, ranks=ranks)
+    require_made_from(path, plan.made_from, made_by(settings, ready))
+    _say(path, stages.observer)
     # A run that is killed when it has just named the plan leaves the temporary name.
     remove_abandoned(path)
     return plan
 
 
-def complete_recovery(settings: RecoverSettings, observer: Observer) -> Tuning | None:
-    """Return the record of a folder that a resumed recovery finds complete, else None.
+def complete_recovery(settings: RecoverSettings, job: Recovery, stages: Stages) -> Tuning:
+    """Return the record of the complete folder that a resumed recovery finds.
+
+    Args:
+        job: of these settings.
 
     Raises:
-        OutputError: if it was made with other settings.
+        OutputError: if it was made with other settings or from something else, or has changed since.
     """
-    path = settings.output.path
-    if not (settings.output.resume and (path / RECORD_FILE).is_file()):
-        return None
+    path = job.path
     record = read_record(path)
+    require_unchanged(path)
     chosen = {name: one for name, one in plain_section(settings.recovery).items() if one is not None}
     asked = chosen | {"model": settings.model.model, "dense": settings.teacher.dense}
     made = {name: getattr(record, name) for name in chosen if hasattr(record, name)}
     _require_same(path, made | {"model": record.base, "dense": record.dense}, asked)
-    _say(path, observer)
+    require_made_from(path, record.made_from, made_by_recovery(job))
+    _say(path, stages.observer)
     return record
 
 

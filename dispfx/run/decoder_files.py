@@ -83,7 +83,7 @@ def require_writable(export: Any, source: Source) -> None:
     with tempfile.TemporaryDirectory(prefix="dispfx-") as name, private_code(Path(name)):
         folder = Path(name)
         try:
-            _write_files(source, folder)
+            write_files(source, folder)
         except Exception as error:
             # Configs and tokenizers are foreign code that may raise anything.
             raise SourceError(
@@ -94,7 +94,12 @@ def require_writable(export: Any, source: Source) -> None:
         require_rebuilt(source.model, config)
 
 
-def _write_files(source: Source, folder: Path) -> None:
+def write_files(source: Source, folder: Path) -> None:
+    """Write the decoder's config, tokenizer and code, as far as it has them."""
+    if source.config is None:
+        if source.tokenizer is not None:
+            source.tokenizer.save_pretrained(folder)
+        return
     _model_files(source).write(folder)
     carry_code(folder, {"AutoConfig": source.config, "AutoModelForCausalLM": source.model})
 

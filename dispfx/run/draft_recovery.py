@@ -13,6 +13,7 @@ from dispfx.errors import DispfxError
 from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
 from dispfx.run.length_checks import window_of
+from dispfx.run.made_from import is_made_of_the_same
 from dispfx.run.plan_learning import DRAFT, RECOVERY
 from dispfx.run.recovery_job import Recovery, fitted_recovery
 from dispfx.run.run_text import Text
@@ -53,10 +54,10 @@ def wait_for_draft(ranks: Ranks, program: Program) -> None:
 
 
 def is_of_plan(draft: Path, plan: Plan) -> bool:
-    """Whether an earlier run has written the folder of a plan."""
+    """Whether an earlier run has written the folder of a plan, from what this run works on."""
     if not (draft / "report.json").is_file():
         return False
-    return Plan.load(draft / PLAN_FILE).digest == plan.digest
+    return is_made_of_the_same(Plan.load(draft / PLAN_FILE), plan)
 
 
 def require_recoverable(settings: RunSettings) -> None:

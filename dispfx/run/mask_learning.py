@@ -14,6 +14,7 @@ from dispfx.compiler.programs import gate, require_same_decoder
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError, PassError, UnsupportedGraphError, memory_shortage
 from dispfx.fast_decoder.decoder import TrainingDecoder
+from dispfx.ir.content_digest import program_digest
 from dispfx.ir.program import Program, is_zero, require_program
 from dispfx.learning.learner import Gated
 from dispfx.learning.records import StepRecord
@@ -218,7 +219,7 @@ def _task(
     gated = prepared_loss(program, text, settings, compute, ranks=ranks, note=note)
     device = device_of_learning(program, compute)
     task = task_of(program, gated, text, budget, settings)
-    return replace(task, device=device, ranks=ranks, fingerprint=program.fingerprint, dtype=program.dtype)
+    return replace(task, device=device, ranks=ranks, fingerprint=program_digest(program), dtype=program.dtype)
 
 
 def task_of(

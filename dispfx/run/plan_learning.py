@@ -23,6 +23,7 @@ from dispfx.learning.trainer import Watch
 from dispfx.plan.hardening import LIMIT
 from dispfx.plan.plan import Plan
 from dispfx.report import NullObserver
+from dispfx.run.made_from import made_by
 from dispfx.run.mask_learning import follow, learn_within
 from dispfx.run.readiness import Ready, ready_to_learn
 from dispfx.run.run_text import Text
@@ -74,7 +75,7 @@ def learn_from(
         plan = learn_within(
             budget, ready.learned_on, ready.batches, ready.settings, settings.compute, watch, ranks
         )
-        plan = replace(plan, bos=ready.text.bos)
+        plan = replace(plan, bos=ready.text.bos, made_from=made_by(settings, ready))
     if plan.emptied:
         stages.observer.note(
             f"{len(plan.emptied)} of {len(plan.selections)} sites keep the allowed minimum, "

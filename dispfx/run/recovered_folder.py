@@ -48,6 +48,7 @@ from dispfx.run.folder_report import (
     write_pages,
 )
 from dispfx.run.folders import Opened, open_folder
+from dispfx.run.made_from import made_by_recovery
 from dispfx.run.onnx_folder import write_onnx
 from dispfx.run.plan_learning import resumption
 from dispfx.run.recovery_job import Recovery, compared, faster, training_of
@@ -150,6 +151,7 @@ def _told(job: Recovery, second: str, run: Recovered, trained: int, before: Befo
         kept=True,
         held_out=run.held_out,
         steps_done=len(run.steps),
+        made_from=made_by_recovery(job),
         **{name: getattr(job.settings, name) for name in chosen},
     )
 

@@ -22,9 +22,11 @@ from dispfx.compiler.programs import require_same_decoder
 from dispfx.compiler.stages import for_training
 from dispfx.deploy import exported
 from dispfx.deploy.digests import digests
+from dispfx.deploy.section import CONFIG_FILE
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DataError
 from dispfx.fast_decoder.recovery_pass import fastest_pass
+from dispfx.ir.content_digest import program_digest
 from dispfx.ir.program import Program
 from dispfx.learning.distillation import Keeping, RecoveryTask, recover
 from dispfx.learning.text import Batches
@@ -34,7 +36,13 @@ from dispfx.run.folders import Opened, open_folder
 from dispfx.run.preflight import require_room_to_recover
 from dispfx.run.run_text import MeasuredText, Text, split_held_out
 from dispfx.run.students import graph_predictions, has_stream
-from dispfx.run.trainables import Trainable, folder_plan, lowered_of, trainable_of
+from dispfx.run.trainables import (
+    Trainable,
+    folder_plan,
+    lowered_of,
+    require_compiled_from,
+    trainable_of,
+)
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.source import Source
 from dispfx.source.source import context_of
@@ -152,6 +160,7 @@ def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], T
 
     trainable = trainable_of(opened, lowered, job.settings, job.dtype)
     require_finite_weights(trainable.module)
+    require_compiled_from(opened, job.dense, job.program)
     trained = trainable.student.trained.values()
     dtype = next((one.dtype for one in trained), torch.float32)
     require_room_to_recover(sum(one.numel() for one in trained), dtype, job.device)
@@ -169,7 +178,7 @@ def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], T
     task = RecoveryTask(
         student=trainable.student,
         teacher=graph_predictions(teacher, with_stream=bool(job.settings.stream_weight)),
-        decoder=_fingerprint(job, opened),
+        decoder=_fingerprint(job),
         text=text,
         held_out=held_out,
         settings=job.settings,
@@ -234,12 +243,16 @@ def _with_ends(text: Text) -> Text:
     return replace(text, learn=learn, held_out=held_out)
 
 
-def _fingerprint(job: Recovery, opened: Opened) -> str:
-    """Identify the two decoders; forms that are exported later do not count."""
-    found = digests(opened.path, "model*") | digests(opened.path, "config.json")
-    if opened.plan is None:
-        found |= digests(opened.path, exported.PROGRAM_FILE)
-    found |= {"dense": job.program.fingerprint, "dtype": str(job.dtype)}
+def decoder_files(folder: Path) -> dict[str, str]:
+    """Return the digests of a pruned decoder's files; forms that are exported later do not count."""
+    found = digests(folder, "model*") | digests(folder, CONFIG_FILE)
+    return found or digests(folder, exported.PROGRAM_FILE)
+
+
+def _fingerprint(job: Recovery) -> str:
+    """Identify the two decoders."""
+    found = decoder_files(job.folder)
+    found |= {"dense": program_digest(job.program), "dtype": str(job.dtype)}
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 

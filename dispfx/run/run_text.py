@@ -309,6 +309,24 @@ def _notes_on_bos(source: Source, read: Sequence[ReadText], begins: set[tuple[in
     return notes
 
 
+def require_one_tokenizer(ours: Any | None, theirs: Any | None, *, ours_of: str, theirs_of: str) -> None:
+    """Raise if two decoders read the project's text of many kinds as other tokens.
+
+    Raises:
+        DataError: if they do; what one predicts means something else for the other.
+    """
+    if ours is None or theirs is None:
+        return
+    text = second_text()
+    if not torch.equal(encode(text, ours), encode(text, theirs)):
+        raise DataError(
+            f"the tokenizers of {ours_of} and {theirs_of} read a text as other tokens, so their predictions "
+            "cannot be compared",
+            where=ours_of,
+            hint="use the decoder that the folder was compiled from, with its own tokenizer",
+        )
+
+
 def separator_of(source: Source) -> int:
     """Return the token that ends a document.
 

@@ -23,7 +23,7 @@ from dispfx.deploy.checkpoint import PLAN_FILE, implementations
 from dispfx.deploy.exported import load_program
 from dispfx.deploy.section import read_layout
 from dispfx.deploy.weights import read_headers
-from dispfx.errors import DispfxError, OutputError
+from dispfx.errors import DispfxError, OutputError, PlanMismatchError
 from dispfx.huggingface.adapters import with_adapters
 from dispfx.huggingface.model_loading import load_model
 from dispfx.ir.program import Program
@@ -40,7 +40,7 @@ from dispfx.verification.equivalence import (
     compare_decoders,
     random_token_ids,
 )
-from dispfx.verification.graphs import tolerance_of
+from dispfx.verification.graphs import short_shapes, tolerance_of, tolerance_of_module
 from dispfx.words.choices import choice
 from dispfx.words.option_names import option
 
@@ -78,15 +78,58 @@ def lowered_of(opened: Opened, dense: Source, program: Program) -> Program:
         return opened.program
     plan = folder_plan(opened)
     lowered = lower_program(exportable(dense.model, program, plan), plan)
-    stored = dict(load_program(opened.path).named_parameters())
-    tensors = {
-        path: nn.Parameter(stored[path].detach().to(tensor.device), requires_grad=False)
-        if path in stored
-        else tensor
-        for path, tensor in lowered.tensors()
-    }
-    lowered.rebuild(tensors)
-    return lowered
+    return _with_weights(lowered, _graph_parameters(opened))
+
+
+def require_compiled_from(opened: Opened, dense: Source, program: Program) -> None:
+    """Raise unless a folder's decoder computes what the dense one does, cut by the plan and with its weights.
+
+    The fingerprint of a plan is of weights alone: another config, code or buffer is another decoder too.
+
+    Args:
+        dense: what the folder should have been compiled from.
+        program: of `dense`.
+
+    Raises:
+        PlanMismatchError: if they differ.
+    """
+    plan = folder_plan(opened)
+    stored = opened.program.parameters if opened.program is not None else _graph_parameters(opened)
+    cut = _with_weights(lower_program(exportable(dense.model, program, plan), plan), stored)
+    lines = compare_decoders(
+        "folder = cut",
+        cut.graph_module,
+        partial(module_logits, opened.decoder),
+        max(tolerance_of(program), tolerance_of_module(opened.decoder)),
+        vocabulary_size=program.known_tokens,
+        shapes=short_shapes(program),
+        device=program.device,
+    )
+    worst = max(lines, key=lambda line: line.max_rel_error)
+    if not worst.holds:
+        raise PlanMismatchError(
+            f"{opened.path.name} was not compiled from {dense.name}: its logits differ by "
+            f"{worst.max_rel_error:.1e} from those of {dense.name}, cut by its plan and with its weights",
+            where=dense.name,
+            hint="use the same config, code and buffers as when the folder was compiled",
+        )
+
+
+def _graph_parameters(opened: Opened) -> dict[str, Tensor]:
+    return dict(load_program(opened.path).named_parameters())
+
+
+def _with_weights(program: Program, stored: Mapping[str, Tensor]) -> Program:
+    """Give a lowered program the weights of a folder, by path."""
+    program.rebuild(
+        {
+            path: nn.Parameter(stored[path].detach().to(tensor.device), requires_grad=False)
+            if path in stored
+            else tensor
+            for path, tensor in program.tensors()
+        }
+    )
+    return program
 
 
 def folder_plan(opened: Opened) -> Plan:

