@@ -10,10 +10,10 @@ from torch import Tensor, fx, nn
 import dispfx
 from dispfx.capturing.cached_capture import capture_cached as capture_prepared
 from dispfx.capturing.cached_capture import export_cached_program
-from dispfx.compiler.cached_programs import CachedDecoder, capture_cached, lower_cached
+from dispfx.compiler.cached_programs import capture_cached, lower_cached
 from dispfx.compiler.stages import run_stage
 from dispfx.errors import CaptureError, PlanMismatchError, UnsupportedGraphError
-from dispfx.ir.cached_inputs import CachedShape, cache_tensors, sample_inputs
+from dispfx.ir.cached_inputs import CachedDecoder, CachedShape, cache_tensors, sample_inputs
 from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan, site_keys
 from dispfx.source.cached_forward import cached_forward

@@ -153,7 +153,8 @@ def test_lowered_equals_hard_gated_for_decoders_of_transformers(name: str):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_plan_for_the_stream_lowers_a_capture_with_a_cache(name: str):
-    from dispfx.compiler.cached_programs import CachedDecoder, lower_cached
+    from dispfx.compiler.cached_programs import lower_cached
+    from dispfx.ir.cached_inputs import CachedDecoder
 
     model = tiny_transformer(name)
     program = dispfx.capture(model, select="before-norm")

@@ -23,9 +23,9 @@ from executorch.runtime import Runtime  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
 from dispfx.capturing.graph_export import traced
-from dispfx.compiler.cached_programs import CachedDecoder, cache_tensors, positions_of
 from dispfx.compiler.stages import run_stage
 from dispfx.errors import DispfxError
+from dispfx.ir.cached_inputs import CachedDecoder, cache_tensors, positions_of
 from dispfx.run.folders import open_folder
 
 _COMPARED = 24

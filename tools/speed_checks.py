@@ -7,7 +7,7 @@ import torch
 from static_decoder import StaticDecoder
 
 from dispfx.benchmark.static_programs import static_programs
-from dispfx.compiler.cached_programs import CachedDecoder
+from dispfx.ir.cached_inputs import CachedDecoder
 from dispfx.kernels.cached_attention import CACHED_ATTENTION, reference
 
 Check = tuple[str, float, float]

@@ -344,7 +344,8 @@ def run_cached(model: Any, row: Row, tolerance: float) -> None:
     import torch
 
     from dispfx import api
-    from dispfx.compiler.cached_programs import CachedDecoder, capture_cached, lower_cached
+    from dispfx.compiler.cached_programs import capture_cached, lower_cached
+    from dispfx.ir.cached_inputs import CachedDecoder
     from dispfx.plan.plan import Plan
 
     plain = api.capture(model, experts="batched")

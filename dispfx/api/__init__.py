@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from dispfx.api.recovery import follow_recovery, recover, run_recover
     from dispfx.api.sampling import sample
     from dispfx.api.tasks import score_tasks
-    from dispfx.compiler.cached_programs import CachedDecoder, capture_cached, lower_cached
+    from dispfx.compiler.cached_programs import capture_cached, lower_cached
     from dispfx.compiler.programs import analyse, apart, capture, gate, gated, lower
     from dispfx.compiler.stages import PASSES
     from dispfx.estimate.run_estimate import estimate
+    from dispfx.ir.cached_inputs import CachedDecoder
     from dispfx.run.fitting import settings_of
     from dispfx.run.folders import load
     from dispfx.run.mask_learning import learn
@@ -70,10 +71,10 @@ _NAMES = {
     "dispfx.api.dry_run": ("preview",),
     "dispfx.api.tasks": ("score_tasks",),
     "dispfx.compiler.cached_programs": (
-        "CachedDecoder",
         "capture_cached",
         "lower_cached",
     ),
+    "dispfx.ir.cached_inputs": ("CachedDecoder",),
     "dispfx.compiler.programs": (
         "analyse",
         "apart",

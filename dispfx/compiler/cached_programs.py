@@ -9,7 +9,7 @@ Shape legend: B batch, T new tokens, P cached tokens, V vocabulary.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from dispfx.capturing.cached_capture import capture_cached as capture_prepared
 from dispfx.compiler.programs import (
@@ -99,42 +99,3 @@ class WholeTexts(nn.Module):
             *(c.empty(len(ids), ids.device) for c in self._caches),
         )
         return self.decoder(ids, *further)[0] if masks is None else self.decoder(ids, masks, *further)[0]
-
-
-class CachedDecoder:
-    """Runs a graph with a cache on consecutive pieces of text, and keeps the cache between calls.
-
-        decoder = CachedDecoder(program.graph_module)
-        logits = decoder(prompt_ids, attention_mask)     # prefill, (B, T, V)
-        logits = decoder(next_ids)                       # decode, (B, 1, V)
-
-    Args:
-        graph: of a cached program, lowered or not.
-    """
-
-    def __init__(self, graph: fx.GraphModule):
-        self._graph = graph
-        self._caches = cache_tensors(graph.graph)
-        self._mask: Tensor | None = None
-        self._past: tuple[Tensor, ...] = ()
-
-    def reset(self) -> None:
-        """Clear the cache."""
-        self._mask, self._past = None, ()
-
-    @torch.no_grad()
-    def __call__(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the logits (B, T, V) of T new tokens.
-
-        Args:
-            ids: (B, T) int64.
-            attention_mask: (B, T), 0 at padding, which must be on the left; all ones by default.
-        """
-        new = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids)
-        if self._mask is None:
-            self._past = tuple(cache.empty(len(ids), ids.device) for cache in self._caches)
-        self._mask = new if self._mask is None else torch.cat([self._mask, new], dim=1)
-        positions = positions_of(self._mask, ids.shape[1])
-        logits, *past = self._graph(ids, self._mask, positions, *self._past)
-        self._past = tuple(past)
-        return logits

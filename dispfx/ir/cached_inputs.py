@@ -7,7 +7,7 @@ The names are those that clients of ONNX decoders expect.
 Shape legend: B batch, T new tokens, P cached tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,3 +97,45 @@ def sample_inputs(
         for cache in caches
     ]
     return (ids, mask, positions_of(mask, shape.tokens), *past)
+
+
+class CachedDecoder:
+    """Runs a graph with a cache on consecutive pieces of text, and keeps the cache between calls.
+
+        decoder = CachedDecoder(program.graph_module)
+        logits = decoder(prompt_ids, attention_mask)     # prefill, (B, T, V)
+        logits = decoder(next_ids)                       # decode, (B, 1, V)
+
+    Args:
+        graph: of a cached program, lowered or not; or a function with the same inputs and outputs.
+        caches: that such a function takes; a graph describes its own.
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule | Callable[..., Iterable[Tensor]], caches: Sequence[CacheTensor] = ()
+    ):
+        self._graph = graph
+        self._caches = cache_tensors(graph.graph) if isinstance(graph, fx.GraphModule) else caches
+        self.reset()
+
+    def reset(self) -> None:
+        """Clear the cache."""
+        self._mask: Tensor | None = None
+        self._past: tuple[Tensor, ...] = ()
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the logits (B, T, V) of T new tokens.
+
+        Args:
+            ids: (B, T) int64.
+            attention_mask: (B, T), 0 at padding, which must be on the left; all ones by default.
+        """
+        new = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids)
+        if self._mask is None:
+            self._past = tuple(cache.empty(len(ids), ids.device) for cache in self._caches)
+        self._mask = new if self._mask is None else torch.cat([self._mask, new], dim=1)
+        positions = positions_of(self._mask, ids.shape[1])
+        logits, *past = self._graph(ids, self._mask, positions, *self._past)
+        self._past = tuple(past)
+        return logits

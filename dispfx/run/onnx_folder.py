@@ -17,11 +17,7 @@ from dispfx.deploy.genai import write_genai_config
 from dispfx.deploy.onnx.exporting import OPSET, cached_model, full_sequence_model
 from dispfx.deploy.onnx.files import MODEL_FILE, save_model, takes_cache, takes_padding
 from dispfx.deploy.onnx.legalize import PLAIN, Flavor
-from dispfx.deploy.onnx.session import (
-    CachedSession,
-    OnnxCachedDecoder,
-    OnnxDecoder,
-)
+from dispfx.deploy.onnx.session import CachedSession, OnnxDecoder
 from dispfx.deploy.section import ModelFiles
 from dispfx.errors import (
     CaptureError,
@@ -31,7 +27,7 @@ from dispfx.errors import (
     first_line,
     memory_shortage,
 )
-from dispfx.ir.cached_inputs import cache_tensors
+from dispfx.ir.cached_inputs import CachedDecoder, cache_tensors
 from dispfx.ir.lengths import held_to
 from dispfx.ir.program import Program
 from dispfx.run.folders import Opened
@@ -184,13 +180,13 @@ def onnx_runner(folder: Path) -> Callable[[Tensor], Tensor]:
     path = folder / FOLDER / MODEL_FILE
     if not takes_cache(path):
         return OnnxDecoder(path)
-    return _Growing(OnnxCachedDecoder(CachedSession(path)))
+    return _Growing(CachedSession(path).decoder())
 
 
 class _Growing:
     """Passes only new tokens to a decoder with a cache."""
 
-    def __init__(self, decoder: OnnxCachedDecoder):
+    def __init__(self, decoder: CachedDecoder):
         self._decoder = decoder
         self._seen = 0
 

@@ -17,7 +17,7 @@ from dispfx.deploy.digests import digests
 from dispfx.deploy.folder import new_folder
 from dispfx.deploy.onnx.files import MODEL_FILE, load_model, save_model, takes_cache
 from dispfx.deploy.onnx.quantize import left_float, quantized
-from dispfx.deploy.onnx.session import CachedSession, OnnxCachedDecoder, OnnxDecoder
+from dispfx.deploy.onnx.session import CachedSession, OnnxDecoder
 from dispfx.files.disk import replacing
 from dispfx.quality.agreement import compare_on_text
 from dispfx.report import Protocol, Quantized, QuantizedQuality, Report, load_report, save_report
@@ -170,7 +170,7 @@ def _whole(path: Path) -> Callable[[Tensor], Tensor]:
     if not takes_cache(path):
         return OnnxDecoder(path)
     session = CachedSession(path)
-    return lambda ids: OnnxCachedDecoder(session)(ids)
+    return lambda ids: session.decoder()(ids)
 
 
 def _record(folder: Path, found: Quantized) -> None:

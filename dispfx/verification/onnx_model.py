@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from dispfx.deploy.onnx.files import load_model, save_model, takes_cache, takes_padding
-from dispfx.deploy.onnx.session import CachedSession, OnnxCachedDecoder, OnnxDecoder
+from dispfx.deploy.onnx.session import CachedSession, OnnxDecoder
 from dispfx.deploy.onnx.twin import differences_beyond_types, float32_twin
 from dispfx.errors import VerificationError
 from dispfx.ir.cached_inputs import CachedShape, CacheTensor, cache_tensors, positions_of, sample_inputs
@@ -233,7 +233,7 @@ def _named(pair: ModelPair, lines: Sequence[Verification]) -> list[Verification]
 
 def _in_two_runs(session: CachedSession, ids: Tensor) -> Tensor:
     """Return the logits of a text whose last token runs with all earlier tokens cached."""
-    decoder = OnnxCachedDecoder(session)
+    decoder = session.decoder()
     return torch.cat([decoder(ids[:, :-1]), decoder(ids[:, -1:])], dim=1)
 
 

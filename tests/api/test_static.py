@@ -14,10 +14,9 @@ from torch import Tensor
 import dispfx
 from dispfx.benchmark.decoder_speed import step_inputs
 from dispfx.benchmark.static_programs import StaticPrograms, static_programs
-from dispfx.compiler.cached_programs import CachedDecoder
 from dispfx.errors import DataError, UnsupportedGraphError
 from dispfx.fast_decoder.layered import LayeredDecoder
-from dispfx.ir.cached_inputs import CachedShape
+from dispfx.ir.cached_inputs import CachedDecoder, CachedShape
 from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.outline_layers import OutlineLayers

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dispfx
-from dispfx.compiler.cached_programs import CachedDecoder
+from dispfx.ir.cached_inputs import CachedDecoder
 from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.fuse_projections import FuseProjections

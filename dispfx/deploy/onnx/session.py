@@ -5,7 +5,7 @@
 Shape legend: B batch, T new tokens, P cached tokens, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dispfx.deploy.onnx.files import check_external_data
 from dispfx.errors import DataError, DispfxError
-from dispfx.ir.cached_inputs import CACHED_INPUTS, CachedShape, CacheTensor, positions_of
+from dispfx.ir.cached_inputs import CACHED_INPUTS, CachedDecoder, CachedShape, CacheTensor
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # Numbers of onnx.TensorProto; ONNX Runtime takes them for types that numpy lacks.
@@ -117,9 +117,9 @@ class CachedSession:
     def __init__(self, path: Path, options: SessionOptions = SessionOptions()):
         self.session = options.open(path)
         self.device = torch.device(options.device)
-        if not has_cache(self.session):
-            raise DataError("a model with a cache of keys and values was expected", where=str(path))
         self.caches = tuple(_caches(self.session))
+        if not self.caches:
+            raise DataError("a model with a cache of keys and values was expected", where=str(path))
         logits = self.session.get_outputs()[0]
         self.vocabulary_size, self.logits_dtype = int(logits.shape[-1]), _DTYPES[logits.type]
         self.inputs = tuple(value.name for value in self.session.get_inputs())
@@ -160,6 +160,14 @@ class CachedSession:
         self.bind(inputs, outputs).run()
         return outputs
 
+    def decoder(self) -> CachedDecoder:
+        """Return the model as one that keeps its cache between calls, on the session's device."""
+
+        def step(*inputs: Tensor) -> Iterable[Tensor]:
+            return self([one.to(self.device).contiguous() for one in inputs]).values()
+
+        return CachedDecoder(step, self.caches)
+
 
 @dataclass(frozen=True, eq=False)
 class BoundRun:
@@ -172,52 +180,6 @@ class BoundRun:
     def run(self) -> None:
         """Compute the outputs; they are there when this returns."""
         self.session.run_with_iobinding(self.binding)
-
-    def enqueue(self) -> None:
-        """Start computing on the session's CUDA stream, and return at once."""
-        options = onnxruntime.RunOptions()
-        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        self.session.run_with_iobinding(self.binding, options)
-
-
-class OnnxCachedDecoder:
-    """Runs a model with a cache on one piece of text after another and keeps the cache between.
-
-    decoder = OnnxCachedDecoder(session)
-    logits = decoder(prompt_ids, attention_mask)     # prefill, (B, T, V)
-    logits = decoder(next_ids)                       # decode, (B, 1, V)
-    """
-
-    def __init__(self, session: CachedSession):
-        self._session = session
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the text so far."""
-        self._mask: Tensor | None = None
-        self._past: tuple[Tensor, ...] = ()
-
-    def __call__(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the logits (B, T, V) of T new tokens.
-
-        Args:
-            ids: (B, T) int64.
-            attention_mask: (B, T), 0 at padding, which must stand on the left; all ones by default.
-        """
-        ids = ids.to(self._session.device)
-        new = torch.ones_like(ids) if attention_mask is None else attention_mask.to(ids)
-        if self._mask is None:
-            self._past = tuple(cache.empty(len(ids), ids.device) for cache in self._session.caches)
-        self._mask = new if self._mask is None else torch.cat([self._mask, new], dim=1)
-        positions = positions_of(self._mask, ids.shape[1])
-        found = self._session((ids.contiguous(), self._mask, positions, *self._past))
-        self._past = tuple(found[cache.present] for cache in self._session.caches)
-        return found["logits"]
-
-
-def has_cache(session: onnxruntime.InferenceSession) -> bool:
-    """Whether a model takes a cache."""
-    return any(value.name.startswith("past_key_values.") for value in session.get_inputs())
 
 
 def _caches(session: onnxruntime.InferenceSession) -> list[CacheTensor]:
