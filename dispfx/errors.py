@@ -11,7 +11,6 @@ import errno
 import re
 from typing import Any
 
-EXIT_DONE = 0
 EXIT_OUR_FAULT = 1
 EXIT_INPUT_FAULT = 2
 EXIT_INTERRUPTED = 130

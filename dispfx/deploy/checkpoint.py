@@ -21,7 +21,7 @@ from dispfx.deploy.section import CONFIG_FILE, OUR_ENTRIES, ModelFiles, add_sect
 from dispfx.deploy.weights import INDEX_BUFFERS, MAX_SHARD_BYTES, read_headers, read_tensors, write_tensors
 from dispfx.errors import DataError
 from dispfx.huggingface.layout import Layout
-from dispfx.ir.program import DENSE_PREFIX
+from dispfx.ir.program import DENSE_PREFIX, main_dtype
 from dispfx.ir.sites import Site
 from dispfx.plan.plan import Plan
 from dispfx.source.transformers_classes import require_known_class
@@ -205,14 +205,6 @@ def _same_bits(buffer: Tensor, other: Tensor | None) -> bool:
     if other is None or (buffer.shape, buffer.dtype) != (other.shape, other.dtype):
         return False
     return torch.equal(buffer.cpu(), other)
-
-
-def main_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
-    """Return the dtype of most parameters, which transformers casts a decoder to when it loads one."""
-    sizes: dict[torch.dtype, int] = {}
-    for tensor in parameters.values():
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
-    return max(sizes, key=lambda dtype: sizes[dtype])
 
 
 def own_config(folder: Path, trust_remote_code: bool = False) -> Any:

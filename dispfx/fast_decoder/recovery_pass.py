@@ -16,7 +16,13 @@ from dispfx.errors import DispfxError, first_line
 from dispfx.fast_decoder.comparison import Outcome, difference
 from dispfx.fast_decoder.decoder import compiled_function
 from dispfx.kernels.recording import Replayed
-from dispfx.learning.distillation import Gradients, Predicting, RecoveryPass, RecoveryTask
+from dispfx.learning.distillation import (
+    Gradients,
+    Predicting,
+    RecoveryPass,
+    RecoveryTask,
+    bytes_in_float32,
+)
 from dispfx.learning.divergence import Predictions
 
 Pass = Callable[[Tensor], tuple[Tensor, Gradients]]
@@ -71,9 +77,8 @@ def _replayed(task: RecoveryTask, plain: RecoveryPass, ids_BT: Tensor) -> Pass:
     """
     made = Replayed(task.device, plain, ids_BT)
     torch.cuda.empty_cache()
-    # A gradient and AdamW's two moments in float32, and a float32 copy where the weights have fewer digits.
     # The gradients that this is compared with are gone by then.
-    needed = sum(one.numel() * ((16 if one.itemsize < 4 else 12) - one.itemsize) for one in plain.trained)
+    needed = sum(one.numel() * (bytes_in_float32(one.dtype) - one.itemsize) for one in plain.trained)
     if torch.cuda.mem_get_info(task.device)[0] < needed:
         raise DispfxError("it leaves too little memory for the optimizer")
     return made

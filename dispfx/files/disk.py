@@ -11,7 +11,7 @@ import platform
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -77,17 +77,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial{target.suffix}")
-    try:
-        with writing(target):
-            # A symbolic link of this name in an untrusted folder could redirect the output.
-            partial.unlink(missing_ok=True)
-            yield partial
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-            share(partial)
-            os.replace(partial, target)
-    finally:
+    with _published(partial, target, os.replace):
+        # A symbolic link of this name in an untrusted folder could redirect the output.
         partial.unlink(missing_ok=True)
+        yield partial
 
 
 @contextmanager
@@ -103,19 +96,26 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     target = Path(path)
     make_parents(target)
     partial = partial_beside(target)
+    with _published(partial, target, _add_new):
+        remove_abandoned(target)
+        yield partial
+
+
+@contextmanager
+def _published(partial: Path, target: Path, publish: Callable[[Path, Path], None]) -> Iterator[None]:
+    """Give the file that a block writes to `partial` its final name, or remove it."""
     try:
         with writing(target):
-            remove_abandoned(target)
-            yield partial
+            yield
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
             share(partial)
-            _publish(partial, target)
+            publish(partial, target)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _publish(partial: Path, target: Path) -> None:
+def _add_new(partial: Path, target: Path) -> None:
     if _named(partial, target):
         return
     number = 2

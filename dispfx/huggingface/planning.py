@@ -58,12 +58,8 @@ class Planned:
         Args:
             stays: positions of the dense decoder that the graph keeps, by axis; from `site_cuts`.
         """
-        for axis in range(tensor.dim()):
-            if (path, axis) in stays:
-                wanted = places(stays[path, axis])
-                held = self.kept.get((path, axis), places(np.ones_like(stays[path, axis])))
-                if held.shape[-1] > wanted.shape[-1]:
-                    tensor = taken(tensor, axis, _places_within(held, wanted))
+        for axis, positions in self._within(path, tensor.dim(), stays).items():
+            tensor = taken(tensor, axis, positions)
         return tensor
 
     def raised(self, path: str, tensor: Tensor, value: Tensor, stays: Mapping[Axis, np.ndarray]) -> Tensor:
@@ -75,14 +71,18 @@ class Planned:
             value: of the lowered graph.
             stays: as for `lowered`.
         """
-        positions = {}
-        for axis in range(tensor.dim()):
-            if (path, axis) in stays:
-                wanted = places(stays[path, axis])
-                held = self.kept.get((path, axis), places(np.ones_like(stays[path, axis])))
-                if held.shape[-1] > wanted.shape[-1]:
-                    positions[axis] = _places_within(held, wanted)
+        positions = self._within(path, tensor.dim(), stays)
         return _put(tensor, value, positions) if positions else value
+
+    def _within(self, path: str, dimensions: int, stays: Mapping[Axis, np.ndarray]) -> dict[int, np.ndarray]:
+        """Return by axis where the graph's positions are in a tensor, if the modules hold further ones."""
+        found = {}
+        for axis in range(dimensions):
+            if (mask := stays.get((path, axis))) is not None:
+                held, wanted = self.kept.get((path, axis), places(np.ones_like(mask))), places(mask)
+                if held.shape[-1] > wanted.shape[-1]:
+                    found[axis] = _places_within(held, wanted)
+        return found
 
     def values(self, tensors: Mapping[str, Tensor], lowered: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the cut parameters of a dense decoder and the index buffers, by path.

@@ -166,10 +166,7 @@ class Program:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of most parameters."""
-        counts: dict[torch.dtype, int] = {}
-        for tensor in self.parameters.values():
-            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
-        return max(counts, key=lambda dtype: counts[dtype])
+        return main_dtype(self.parameters)
 
     @property
     def vocabulary_size(self) -> int:
@@ -246,6 +243,14 @@ class Program:
         self.lengths = lengths
         whole = "attention_mask"  # of cached and new tokens
         hold_to(self.graph_module, lengths, self.inputs.index(whole) if whole in self.inputs else 0)
+
+
+def main_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
+    """Return the dtype of most parameters, which transformers casts a decoder to when it loads one."""
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in parameters.values():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype])
 
 
 def require_program(program: Any) -> None:

@@ -248,6 +248,15 @@ def held_out_divergence(task: RecoveryTask) -> float:
     return divergence / count
 
 
+def bytes_in_float32(dtype: torch.dtype) -> int:
+    """Return the bytes per trained weight of its gradient, AdamW's two moments, and a copy in float32.
+
+    Args:
+        dtype: of the weights; those in float32 need no copy.
+    """
+    return 12 if dtype.itemsize >= 4 else 16
+
+
 @dataclass(eq=False)
 class _Run:
     """What changes while a student learns."""

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import DataError
+from dispfx.quality.agreement import require_one_vocabulary
 
 # Logits of a chunk of each decoder: 32 Mi numbers are 128 MiB in float32.
 LARGEST_CHUNK = 32 * 2**20
@@ -183,7 +184,7 @@ class _Work:
             teacher_RV = self.teacher.head(teacher_RD.unsqueeze(0)).squeeze(0)
         with torch.set_grad_enabled(bool(wanted)):
             student_1RV = self.student.head(x_1RD)
-        _require_one_vocabulary(teacher_RV, student_1RV)
+        require_one_vocabulary(teacher_RV, student_1RV)
         divergence, slope_RV = self.chunk(teacher_RV, student_1RV.detach().squeeze(0), scale_R1)
         if wanted:
             found = torch.autograd.grad(student_1RV, wanted, slope_RV.unsqueeze(0), materialize_grads=True)
@@ -209,14 +210,6 @@ def even_rows(count: int, most: int) -> int:
     fewest = -(-count // most)
     even = next((chunks for chunks in range(fewest, 2 * fewest) if count % chunks == 0), fewest)
     return -(-count // even)
-
-
-def _require_one_vocabulary(teacher_RV: Tensor, student_1RV: Tensor) -> None:
-    if teacher_RV.shape[-1] != student_1RV.shape[-1]:
-        raise DataError(
-            f"the decoders have vocabularies of {teacher_RV.shape[-1]} and {student_1RV.shape[-1]} tokens",
-            hint="the dense decoder must be the one that the folder was compiled from",
-        )
 
 
 class _Divergence(torch.autograd.Function):

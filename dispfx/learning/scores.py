@@ -36,7 +36,7 @@ from dispfx.learning.learner import Problem
 from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import Groups, hard_masks, harden
 from dispfx.plan.plan_making import site_scores
-from dispfx.settings.learning_settings import METHOD_ALIASES, Method, seed_for
+from dispfx.settings.learning_settings import Method, seed_for
 from dispfx.words.option_names import option
 from dispfx.words.own_function import OwnFunction, own_or_choice, shown
 
@@ -76,7 +76,7 @@ def score(
     Raises:
         DispfxError: if the score is unknown.
     """
-    found = own_or_choice(SCORES, METHOD_ALIASES.get(str(method), method), "method")
+    found = own_or_choice(SCORES, method, "method")
     if isinstance(found, OwnFunction):
         return _by_own(found, Scored(problem, graph_module, sequences))
     return found(problem, graph_module, sequences)

@@ -91,7 +91,7 @@ def compare_on_text(
             ways = ways or [by_rows(decoder, ids_BT) for decoder in (dense, pruned)]
             chunks = (way.chunks(ids_BT, _DOUBLE_BYTES) for way in ways)
             for pair in zip(*chunks, strict=False):
-                _require_one_vocabulary(*pair)
+                require_one_vocabulary(*pair)
                 for index, logits_BRV in enumerate(pair):
                     likelihoods[index] += negative_log_likelihood(logits_BRV, ids_BT, place, first)
                 rows = slice(max(0, first - place), max(0, ids_BT.shape[1] - place))
@@ -107,7 +107,8 @@ def compare_on_text(
     return Comparison(of_dense, of_pruned, Agreement(divergence / count, same / count, count))
 
 
-def _require_one_vocabulary(p_BRV: Tensor, q_BRV: Tensor) -> None:
+def require_one_vocabulary(p_BRV: Tensor, q_BRV: Tensor) -> None:
+    """Raise DataError if the logits of a dense and a pruned decoder differ in size."""
     if p_BRV.shape[-1] != q_BRV.shape[-1]:
         raise DataError(
             f"the decoders have vocabularies of {p_BRV.shape[-1]} and {q_BRV.shape[-1]} tokens",

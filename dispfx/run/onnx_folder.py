@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from dispfx.analysis.label_map import Mismatch
 from dispfx.compiler.stages import run_stage
-from dispfx.deploy.checkpoint import main_dtype, own_generation_config
+from dispfx.deploy.checkpoint import own_generation_config
 from dispfx.deploy.folder import new_folder
 from dispfx.deploy.genai import write_genai_config
 from dispfx.deploy.onnx.exporting import OPSET, cached_model, full_sequence_model
@@ -29,7 +29,7 @@ from dispfx.errors import (
 )
 from dispfx.ir.cached_inputs import CachedDecoder, cache_tensors
 from dispfx.ir.lengths import held_to
-from dispfx.ir.program import Program
+from dispfx.ir.program import Program, main_dtype
 from dispfx.run.folders import Opened
 from dispfx.run.length_checks import require_onnx_lengths
 from dispfx.settings.verb_settings import WriteSpelling

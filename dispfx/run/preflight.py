@@ -15,6 +15,7 @@ from dispfx.errors import DispfxError
 from dispfx.estimate.free_memory import free_bytes
 from dispfx.estimate.run_estimate import estimate
 from dispfx.ir.program import Program
+from dispfx.learning.distillation import bytes_in_float32
 from dispfx.report.numbers import shown_bytes
 from dispfx.run.learning_setup import own_part
 from dispfx.settings import ComputeSettings, LearnSettings, ModelSettings
@@ -86,8 +87,7 @@ def require_room_to_learn(
 def require_room_to_recover(parameters: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise if training so many weights does not fit next to the loaded decoders.
 
-    A weight has a gradient, AdamW's two moments and its best value so far in float32, and if it is stored in
-    half precision also a float32 copy with a gradient.
+    To what AdamW holds comes a weight's best value so far, and its own gradient in half precision.
 
     Args:
         parameters: that are trained.
@@ -96,7 +96,7 @@ def require_room_to_recover(parameters: int, dtype: torch.dtype, device: torch.d
     Raises:
         DispfxError: saying how much is missing and what would help.
     """
-    each = dtype.itemsize + 12 + (8 if dtype.itemsize < 4 else 0)
+    each = bytes_in_float32(dtype) + 4 + (dtype.itemsize if dtype.itemsize < 4 else 0)
     needed, free = each * parameters, free_bytes(device)
     if free is not None and _SURE * needed > free:
         raise _missing(
