@@ -21,7 +21,6 @@ from dispfx.passes.static_cache import StaticCache
 from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan
 from dispfx.run.mask_learning import learn
-from dispfx.run.readiness import ALIGNMENT
 from dispfx.settings import BudgetSettings, ComputeSettings, RunSettings
 from dispfx.settings.learning_settings import (
     RECIPES,
@@ -32,7 +31,7 @@ from dispfx.settings.learning_settings import (
     ObjectiveName,
     RecipeName,
 )
-from dispfx.settings.sections import RatioOf, Select
+from dispfx.settings.sections import ALIGNMENT, RatioOf, Select
 from dispfx.settings.verb_settings import WriteSpelling
 from dispfx.words.choices import check_choices, choice
 from dispfx.words.text_origin import Bos

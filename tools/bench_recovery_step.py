@@ -38,12 +38,12 @@ from dispfx.plan.plan import Plan
 from dispfx.run.folder_report import device_name, versions
 from dispfx.run.learning_setup import prepared_loss
 from dispfx.run.mask_learning import batches_of, task_of
-from dispfx.run.readiness import ALIGNMENT
 from dispfx.run.students import graph_predictions
 from dispfx.run.trainables import graph_trainable
 from dispfx.settings import ComputeSettings
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.settings.recovery_settings import RecoverySettings
+from dispfx.settings.sections import ALIGNMENT
 
 KINDS = ("learn", "scales", "weights")
 _WARM = 3

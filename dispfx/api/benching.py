@@ -31,13 +31,12 @@ from dispfx.run.folders import Opened, open_folder
 from dispfx.run.opening import open_model
 from dispfx.settings import ModelSettings
 from dispfx.settings.trees import BenchSettings
-from dispfx.settings.verb_settings import TimingSettings
+from dispfx.settings.verb_settings import TIMED_BATCHES, TimingSettings
 from dispfx.source.experts import Experts, has_choice_of_experts
 from dispfx.source.loading import moved
 from dispfx.source.source import longest_context
 from dispfx.words.chosen_device import chosen_device
 
-BATCHES = (1, 8, 32, 128)
 MODES: dict[str, tuple[Mode, ...]] = {
     "eager": ("eager",),
     "compiled": ("compiled",),
@@ -220,7 +219,7 @@ def _steps(opened: Opened, device: torch.device, timing: TimingSettings) -> Step
             raise DataError(f"{tokens} tokens were requested, but the decoder reads 1 to {limit}")
     usual = tuple(length for length in LENGTHS[device.type] if length < limit) or (limit - 1,)
     return Steps(
-        tuple(timing.batch) or BATCHES,
+        tuple(timing.batch) or TIMED_BATCHES,
         tuple(timing.prompt) or usual,
         tuple(timing.past) or usual,
         MODES[timing.mode],

@@ -15,8 +15,6 @@ from dispfx.deploy import exported
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.deploy.generate import generate as continue_ids
-from dispfx.deploy.onnx.exporting import OPSET
-from dispfx.deploy.onnx.legalize import Flavor
 from dispfx.errors import DataError, DispfxError, PlanMismatchError, VerificationError
 from dispfx.plan.plan import Plan
 from dispfx.quality.agreement import Agreement, compare_on_text
@@ -202,8 +200,7 @@ def _written_onnx(opened: Opened, forms: FormSettings, observer: Observer) -> li
     if has_onnx(opened.path):
         require(*folder_onnx_lines(opened))
         return []
-    flavor = Flavor(not forms.no_padding, forms.ort_fusions)
-    model = write_onnx(opened, opset=forms.opset or OPSET, write=forms.write, flavor=flavor)
+    model = write_onnx(opened, forms=forms)
     if model.note is not None:
         observer.note(model.note)
     return [opened.path / FOLDER]

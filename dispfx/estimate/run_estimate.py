@@ -28,7 +28,7 @@ from dispfx.fast_decoder.decoder import head_takes_stream_alone
 from dispfx.ir.program import Program
 from dispfx.learning.hypernetwork import hypernetwork_parameters
 from dispfx.plan.hardening import Groups, ParameterCount
-from dispfx.settings.learning_settings import DEFAULT_RECIPE, LearnSettings, recipe_settings
+from dispfx.settings.learning_settings import LearnSettings, learn_settings
 from dispfx.settings.sections import RatioOf
 
 _BYTES_PER_LEARNED = 16
@@ -144,7 +144,7 @@ def estimate(
         device: to learn on; where the program is by default.
     """
     device = device or program.device
-    settings = settings or LearnSettings(**recipe_settings(DEFAULT_RECIPE))
+    settings = settings or learn_settings()
     gated = run_stage("gate", program.clone(), verify=False)
     sizes = Sizes(gated.graph, settings.batch_size, settings.seq_len)
     groups = Groups.of_run(program.sites, constrained=settings.constrained)

@@ -14,6 +14,9 @@ import math
 import torch
 from torch import Tensor
 
+from dispfx.errors import DataError
+from dispfx.words.option_names import option
+
 # Masked logits are below this, and so many times as large as all other ones.
 _MASKED_BELOW, _GAP = -100.0, 10.0
 
@@ -53,3 +56,12 @@ def largest_of(values: Tensor) -> float:
     """Return the largest absolute value."""
     least, most = values.aminmax()
     return max(abs(float(least)), abs(float(most)))
+
+
+def require_one_vocabulary(p_BRV: Tensor, q_BRV: Tensor) -> None:
+    """Raise DataError if the logits of a dense and a pruned decoder differ in size."""
+    if p_BRV.shape[-1] != q_BRV.shape[-1]:
+        raise DataError(
+            f"the decoders have vocabularies of {p_BRV.shape[-1]} and {q_BRV.shape[-1]} tokens",
+            hint=f"{option('dense')} is the MODEL that the folder was compiled from",
+        )

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import DataError
-from dispfx.quality.agreement import require_one_vocabulary
+from dispfx.ir.logit_errors import require_one_vocabulary
 
 # Logits of a chunk of each decoder: 32 Mi numbers are 128 MiB in float32.
 LARGEST_CHUNK = 32 * 2**20

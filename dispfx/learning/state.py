@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from dispfx.errors import DataError, PlanMismatchError
 from dispfx.files.disk import replacing
 from dispfx.files.json_text import parse_json
+from dispfx.settings.field import section_fields
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.words.option_names import option
 from dispfx.words.own_function import identity_of
 
 STATE_FILE = "learning.safetensors"
 STATE_VERSION = 1
-# Settings that change what a run writes or when it stops, not what it learns.
-_FREE_SETTINGS = {"save_every", "log_every", "max_bad_steps", "held_out_every", "adaptable"}
 
 Identity = Mapping[str, Any]
 
@@ -50,8 +49,11 @@ def settings_identity(settings: LearnSettings) -> dict[str, Any]:
 
     The number of steps is not included if no step depends on it, so that a run can be extended.
     """
-    free = _FREE_SETTINGS | (set() if settings.depends_on_steps else {"steps"})
-    return {name: identity_of(value) for name, value in asdict(settings).items() if name not in free}
+    return {
+        one.name: identity_of(getattr(settings, one.name))
+        for one in section_fields(LearnSettings)
+        if not one.facts.per_run and (one.name != "steps" or settings.depends_on_steps)
+    }
 
 
 def saved_step(folder: Path) -> int | None:

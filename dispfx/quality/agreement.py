@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dispfx.errors import DataError
+from dispfx.ir.logit_errors import require_one_vocabulary
 from dispfx.quality.logits_by_rows import LogitsByRows, by_rows
 from dispfx.quality.perplexity import (
     Perplexity,
@@ -27,7 +27,6 @@ from dispfx.quality.perplexity import (
     running_on,
     windows_of,
 )
-from dispfx.words.option_names import option
 
 # KL is computed in float64.
 _DOUBLE_BYTES = 8
@@ -105,12 +104,3 @@ def compare_on_text(
     protocol = protocol_of(text, context, used, count)
     of_dense, of_pruned = (Perplexity.of(likelihood / count, protocol) for likelihood in likelihoods)
     return Comparison(of_dense, of_pruned, Agreement(divergence / count, same / count, count))
-
-
-def require_one_vocabulary(p_BRV: Tensor, q_BRV: Tensor) -> None:
-    """Raise DataError if the logits of a dense and a pruned decoder differ in size."""
-    if p_BRV.shape[-1] != q_BRV.shape[-1]:
-        raise DataError(
-            f"the decoders have vocabularies of {p_BRV.shape[-1]} and {q_BRV.shape[-1]} tokens",
-            hint=f"{option('dense')} is the MODEL that the folder was compiled from",
-        )

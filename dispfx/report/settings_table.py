@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-# The only settings that scores use.
-_OF_A_SCORE = (
-    "method", "seq_len", "batch_size", "seed", "constrained", "align", "select", "data_bytes", "bos",
-)  # fmt: skip
-_LEFT_OUT = ("adaptable", "log_every", "held_out_every")
-# Single settings of other sections that belong in the table.
-_ROWS = {"learning": None, "budget": ("align", "select"), "text": ("data_bytes", "bos")}
+from dispfx.settings.field import section_fields
+from dispfx.settings.learning_settings import LearnSettings
+
+# The only settings of learning that scores use.
+_OF_A_SCORE = ("method", "seq_len", "batch_size", "constrained", "seed")
+_LEARNING = [one.name for one in section_fields(LearnSettings) if one.facts.on_command_line]
+# Settings of other sections that belong in the table.
+_FURTHER = {"budget": ("align", "select"), "text": ("data_bytes", "bos")}
 
 
 def settings_rows(settings: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -20,10 +21,10 @@ def settings_rows(settings: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, 
     """
     learned = settings["learning"]["method"] == "learned"
     return [
-        (name.strip("_").replace("_", " "), _shown(value))
-        for section, names in _ROWS.items()
-        for name, value in settings[section].items()
-        if name not in _LEFT_OUT and (names is None or name in names) and (learned or name in _OF_A_SCORE)
+        (name.strip("_").replace("_", " "), _shown(settings[section][name]))
+        for section, names in {"learning": _LEARNING if learned else _OF_A_SCORE, **_FURTHER}.items()
+        for name in names
+        if name in settings[section]
     ]
 
 

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -14,9 +14,9 @@ from dispfx.compiler.stages import run_stage
 from dispfx.deploy.checkpoint import own_generation_config
 from dispfx.deploy.folder import new_folder
 from dispfx.deploy.genai import write_genai_config
-from dispfx.deploy.onnx.exporting import OPSET, cached_model, full_sequence_model
+from dispfx.deploy.onnx.exporting import cached_model, full_sequence_model
 from dispfx.deploy.onnx.files import MODEL_FILE, save_model, takes_cache, takes_padding
-from dispfx.deploy.onnx.legalize import PLAIN, Flavor
+from dispfx.deploy.onnx.legalize import Flavor
 from dispfx.deploy.onnx.session import CachedSession, OnnxDecoder
 from dispfx.deploy.section import ModelFiles
 from dispfx.errors import (
@@ -32,15 +32,15 @@ from dispfx.ir.lengths import held_to
 from dispfx.ir.program import Program, main_dtype
 from dispfx.run.folders import Opened
 from dispfx.run.length_checks import require_onnx_lengths
-from dispfx.settings.verb_settings import WriteSpelling
+from dispfx.settings.verb_settings import FormSettings, WriteSpelling
 from dispfx.source.own_code import carry_code
 from dispfx.source.source import named_context
 from dispfx.verification.equivalence import SHAPES_BT, Verification, random_token_ids, require
 from dispfx.verification.onnx_model import Answers, Reference, onnx_lines, whole_answers, with_cached_answers
-from dispfx.words.choices import require_choice
 from dispfx.words.option_names import option
 
 FOLDER = "onnx"
+_USUAL = FormSettings()
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,7 @@ class WrittenModel:
 def write_onnx(
     opened: Opened,
     *,
-    opset: int = OPSET,
-    write: WriteSpelling = "gather-add",
-    flavor: Flavor = PLAIN,
+    forms: FormSettings = _USUAL,
     plain: Callable[[], fx.GraphModule] | None = None,
     shapes: Sequence[tuple[int, int]] = SHAPES_BT,
 ) -> WrittenModel:
@@ -76,20 +74,17 @@ def write_onnx(
 
     Args:
         opened: an output folder, which may still have its temporary name.
-        opset: version of the standard operator set.
-        write: how the graph writes into the residual stream.
-        flavor: target of the model; ONNX Runtime's own operators are left out if the model does not verify
-            with them.
+        forms: how the model is written; ONNX Runtime's own operators are left out if it does not verify with
+            them.
         plain: returns the decoder without a cache, written by gather-add, for a folder that has no
             checkpoint to make it from.
         shapes: (batch, tokens) of the whole texts that are compared.
 
     Raises:
-        DispfxError: if `write` is unknown.
         VerificationError: if a comparison fails; nothing is written then.
         UnsupportedGraphError: if the exporter cannot translate the decoder.
     """
-    require_choice(get_args(WriteSpelling), write, option("write"))
+    flavor = Flavor(not forms.no_padding, forms.ort_fusions)
     if opened.plan is not None and opened.plan.lengths is not None:
         require_onnx_lengths(opened.plan.lengths, named_context(opened.config))
     answers = whole_answers(_reference(opened), shapes)
@@ -104,11 +99,11 @@ def write_onnx(
         if answers.cached is not None:
             # One decoder at a time: it is freed once its weights are on disk, and made again if needed.
             program, cached = cached or opened.cached(), None
-            return cached_model(_spelled(program, write), opset=opset, flavor=flavor)
+            return cached_model(_spelled(program, forms.write), opset=forms.opset, flavor=flavor)
         lowered = (plain or opened.fast)()
         shape = (2, held_to(lowered).within(9))
         sample = random_token_ids(opened.known_tokens, shape, device=opened.device)
-        return full_sequence_model(lowered, sample, opset=opset)
+        return full_sequence_model(lowered, sample, opset=forms.opset)
 
     with new_folder(opened.path / FOLDER) as partial:
         if cached is not None:

@@ -30,14 +30,12 @@ from dispfx.run.run_text import Text, TextChoice, open_text, require_tokens, sep
 from dispfx.run.targets import export_of, require_ordinary
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import LearnSettings, RunSettings
-from dispfx.settings.sections import Select
+from dispfx.settings.sections import ALIGNMENT, Select
 from dispfx.source import Source
 from dispfx.source.source import context_of
 from dispfx.source.transformers_classes import unknown_class
 from dispfx.words.own_function import require_functions
 from dispfx.words.preconditions import check_select
-
-ALIGNMENT = {"cuda": 16, "cpu": 8}
 
 
 def budget_of(settings: RunSettings, program: Program, costs: CostTable | None) -> Budget:

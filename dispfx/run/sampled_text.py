@@ -20,14 +20,13 @@ from dispfx.errors import CaptureError, DataError, memory_shortage
 from dispfx.learning.mixture import quotas
 from dispfx.run.cached_draws import drawn_by_cache
 from dispfx.run.run_text import Text, require_known
-from dispfx.settings.verb_settings import SamplingSettings
+from dispfx.settings.verb_settings import SAMPLED_TOKENS, SamplingSettings
 from dispfx.source import Source
 from dispfx.source.drawn_tokens import can_sample
 from dispfx.source.source import context_of, named_context
 from dispfx.source.text import tokens_in_front
 from dispfx.words.option_names import option
 
-_SEQ_LEN = 512
 _FEW_TOKENS = 2
 SLOW = "the decoder's cache cannot be used, so every token runs the whole sequence again, which takes longer"
 
@@ -87,7 +86,7 @@ def fitted_sampling(settings: SamplingSettings, source: Source) -> SamplingSetti
             where=source.name,
             hint=f"use a smaller {option('seq_len')}",
         )
-    return replace(settings, seq_len=settings.seq_len or min(_SEQ_LEN, most))
+    return replace(settings, seq_len=settings.seq_len or min(SAMPLED_TOKENS, most))
 
 
 def require_runs(source: Source, settings: SamplingSettings, largest: int) -> None:

@@ -102,6 +102,12 @@ def required(doc: str, **facts: Any) -> Any:
     return field(metadata={_KEY: Setting(doc, **facts)})
 
 
+def same_as(section: type, name: str) -> Any:
+    """Return a dataclass field with the default and the `Setting` of another section's field."""
+    known = next(one for one in fields(section) if one.name == name)
+    return field(default=known.default, metadata=known.metadata)
+
+
 @dataclass(frozen=True)
 class Field:
     """One setting of a section, resolved: name, type and facts."""

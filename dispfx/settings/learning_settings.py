@@ -34,7 +34,6 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "informed": {
         "steps": 5_000,
         "batch_size": 2,
-        "seq_len": 2048,
         "lr": 3e-3,
         "samples": 2,
         "antithetic": True,
@@ -59,6 +58,7 @@ DEMO: Mapping[str, Any] = {
     "schedule": "constant",
     "weight_decay": 0.05,
 }
+_USUAL, _BRIEF = RECIPES[DEFAULT_RECIPE], RECIPES_OF_FEW_STEPS[DEFAULT_RECIPE]
 # Settings that adapt to the decoder while they have their defaults.
 _ADAPTABLE = ("samples", "seq_len", "batch_size")
 
@@ -84,21 +84,26 @@ class LearnSettings(Section):
     method: Method = setting(
         "learned",
         "Learn the masks, or score the features once.",
-        default="learned",
         functions=True,
     )
-    steps: int = setting(10_000, "Optimizer steps.", default="5,000; demo: 400", least=1, common=True)
+    steps: int = setting(
+        10_000,
+        "Optimizer steps.",
+        default=f"{_USUAL['steps']:,}; demo: {DEMO['steps']}",
+        least=1,
+        common=True,
+    )
     seq_len: int = setting(
         2048,
         "Tokens per sequence.",
-        default="2048, or the decoder's context if shorter; demo: 128",
+        default=f"2048, or the decoder's context if shorter; demo: {DEMO['seq_len']}",
         least=2,
         common=True,
     )
     batch_size: int = setting(
         1,
         "Sequences per forward pass, over all processes.",
-        default="2, more if short; demo: 8",
+        default=f"{_USUAL['batch_size']}, more if short; demo: {DEMO['batch_size']}",
         least=1,
         common=True,
     )
@@ -109,20 +114,25 @@ class LearnSettings(Section):
     objective: ObjectiveName = setting(
         "ce",
         "Loss of the masks: cross entropy with the next token, KL from the dense decoder, or half of each.",
-        default="kl",
+        default=_USUAL["objective"],
     )
-    lr: float = setting(1e-3, "Learning rate of AdamW.", default="3e-3", above=0.0, most=3e38)
-    weight_decay: float = setting(0.05, "Weight decay of AdamW.", default="1; demo: 0.05", least=0.0)
+    lr: float = setting(1e-3, "Learning rate of AdamW.", default=f"{_USUAL['lr']:g}", above=0.0, most=3e38)
+    weight_decay: float = setting(
+        0.05,
+        "Weight decay of AdamW.",
+        default=f"{_USUAL['weight_decay']:g}; demo: {DEMO['weight_decay']:g}",
+        least=0.0,
+    )
     lambda_: float = setting(6.0, "Weight of the budget loss.", least=0.0)
     budget_on: BudgetOn = setting(
         "masks",
         "The budget loss counts drawn masks, or the probability that each feature is kept.",
-        default="masks; probabilities below 2,500 steps",
+        default=f"masks; {_BRIEF['budget_on']} below {FEW_STEPS:,} steps",
     )
     budget_width: float = setting(
         0.0,
         "Width of the budget loss around the budget (Huber); 0 disables it.",
-        default="0; 0.1 below 2,500 steps",
+        default=f"0; {_BRIEF['budget_width']:g} below {FEW_STEPS:,} steps",
         least=0.0,
     )
     samples: int = setting(
@@ -134,12 +144,12 @@ class LearnSettings(Section):
     sharpen: float = setting(
         1.0,
         "Final factor of the logits, reached over the second half of the steps; 1 disables it.",
-        default="3",
+        default=f"{_USUAL['sharpen']:g}",
         least=1.0,
     )
     adaptable: tuple[str, ...] = ()
     start: Start = setting(
-        "uniform", "Initial logits: all equal, or by the sensitivity of the loss.", default="sensitivity"
+        "uniform", "Initial logits: all equal, or by the sensitivity of the loss.", default=_USUAL["start"]
     )
     estimator: EstimatorName = setting("reinmax", "Gradient estimator of the sampled masks.", functions=True)
     hypernetwork: HypernetworkName = setting(
@@ -149,19 +159,22 @@ class LearnSettings(Section):
     bias: float = setting(3.0, "Added to every logit, so that learning starts with nearly everything kept.")
     temperature: float = setting(1.0, "Temperature of the estimator.", above=0.0)
     schedule: Schedule = setting(
-        "constant", "Learning rate over the steps; cosine falls to 0.", default="cosine; demo: constant"
+        "constant",
+        "Learning rate over the steps; cosine falls to 0.",
+        default=f"{_USUAL['schedule']}; demo: {DEMO['schedule']}",
     )
     seed: int = setting(0, "Seed of everything random. The same seed gives the same plan.")
     save_every: int = setting(500, "Steps between two saved states.", least=1, per_run=True)
     max_bad_steps: int = setting(
         10, "Consecutive steps without a finite loss and gradient that stop the run.", least=1, per_run=True
     )
-    log_every: int = setting(1, "Steps between two records.", least=1, on_command_line=False)
+    log_every: int = setting(1, "Steps between two records.", least=1, on_command_line=False, per_run=True)
     held_out_every: int = setting(
         0,
         "Steps between two measurements of the held-out loss; 0 never measures.",
         least=0,
         on_command_line=False,
+        per_run=True,
     )
 
     def __post_init__(self) -> None:
@@ -195,20 +208,6 @@ class LearnSettings(Section):
         return self.lr * 0.5 * (1.0 + math.cos(math.pi * step / self.steps))
 
 
-def recipe_settings(name: str, steps: int | None = None) -> dict[str, Any]:
-    """Return what a recipe sets, by the names of LearnSettings.
-
-    Args:
-        steps: of the run; the recipe's own by default.
-
-    Raises:
-        DispfxError: listing the recipes.
-    """
-    found = choice(RECIPES, name, "recipe")
-    few = steps is not None and steps < FEW_STEPS
-    return {**found, **(RECIPES_OF_FEW_STEPS.get(name, {}) if few else {})}
-
-
 def learn_settings(model: object = None, *, recipe: str | None = None, **chosen: Any) -> LearnSettings:
     """Return the chosen settings, over those of the demo and of a recipe.
 
@@ -224,8 +223,10 @@ def learn_settings(model: object = None, *, recipe: str | None = None, **chosen:
     refuse_unknown_names(tuple(chosen), tuple(LearnSettings.__dataclass_fields__))
     chosen = plain_values(LearnSettings, chosen)
     changes = {**(DEMO if isinstance(model, str) and model == "demo" else {}), **chosen}
-    settings = recipe_settings(recipe or DEFAULT_RECIPE, changes.get("steps")) | changes
-    return LearnSettings(**_consistent_sizes(settings, chosen))
+    name = recipe or DEFAULT_RECIPE
+    few = (changes.get("steps") or FEW_STEPS) < FEW_STEPS
+    settings = {**choice(RECIPES, name, "recipe"), **(RECIPES_OF_FEW_STEPS.get(name, {}) if few else {})}
+    return LearnSettings(**_consistent_sizes(settings | changes, chosen))
 
 
 def changed_settings(settings: LearnSettings, changes: Mapping[str, Any]) -> LearnSettings:
@@ -245,7 +246,8 @@ def changed_settings(settings: LearnSettings, changes: Mapping[str, Any]) -> Lea
 
 def _consistent_sizes(settings: dict[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Adapt batch size and samples to each other if only one of them was chosen."""
-    batch_size, samples = settings.get("batch_size", 1), settings.get("samples", 1)
+    batch_size = settings.get("batch_size", LearnSettings.batch_size)
+    samples = settings.get("samples", LearnSettings.samples)
     if "samples" not in chosen and samples > 1:
         samples = batch_size  # one per sequence, in a batch of another size too
     if "batch_size" not in chosen:

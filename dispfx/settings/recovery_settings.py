@@ -2,29 +2,24 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from dispfx.errors import DispfxError
-from dispfx.settings.field import Section, setting
+from dispfx.settings.field import Section, same_as, setting
+from dispfx.settings.learning_settings import LearnSettings
 from dispfx.words.option_names import option
 
 Train = Literal["scales", "weights", "lora"]
 Recover = Literal["none", "scales", "weights"]
 
-# What nobody chose, by what is trained.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "scales": {"steps": 600, "lr": 1e-2, "batch_size": 16, "stream_weight": 0.0},
-    "weights": {"steps": 1000, "lr": 2e-4, "batch_size": 16, "stream_weight": 30.0},
-    "lora": {"steps": 1000, "lr": 1e-3, "batch_size": 16, "stream_weight": 0.0},
-}
-# The demo is small: it takes larger steps, and fewer of them.
-_DEFAULTS_OF_DEMO: Mapping[str, Mapping[str, Any]] = {
-    "scales": {"steps": 200, "lr": 2e-2, "batch_size": 8, "stream_weight": 0.0},
-    "weights": {"steps": 200, "lr": 1e-3, "batch_size": 8, "stream_weight": 30.0},
-    "lora": {"steps": 200, "lr": 1e-2, "batch_size": 8, "stream_weight": 0.0},
-}
-_SEQ_LEN, _SEQ_LEN_OF_DEMO = 512, 128
+# What nobody chose, by what is trained: of any decoder, and of the demo.  It is small: it takes larger steps,
+# and fewer of them.
+_STEPS: Mapping[str, tuple[int, int]] = {"weights": (1000, 200), "scales": (600, 200), "lora": (1000, 200)}
+_LR = {"weights": (2e-4, 1e-3), "scales": (1e-2, 2e-2), "lora": (1e-3, 1e-2)}
+_BATCH_SIZE, _SEQ_LEN = (16, 8), (512, 128)
+_STREAM_WEIGHT = {"weights": 30.0, "scales": 0.0, "lora": 0.0}
 _MEASUREMENTS = 20
+_STEPS_SHOWN = f"{_STEPS['weights'][0]:,}; scales: {_STEPS['scales'][0]}; demo: {_STEPS['weights'][1]}"
 
 
 @dataclass(frozen=True)
@@ -37,31 +32,37 @@ class RecoverySettings(Section):
         common=True,
     )
     # These six are None until a decoder and a kind of training say more.
-    steps: int = setting(
-        None, "Optimizer steps at most.", default="1,000; scales: 600; demo: 200", least=1, common=True
-    )
+    steps: int = setting(None, "Optimizer steps at most.", default=_STEPS_SHOWN, least=1, common=True)
     lr: float = setting(
         None,
         "Highest learning rate of AdamW; it rises over the first 5% of the steps and falls to zero.",
-        default="2e-4; scales: 1e-2; lora: 1e-3; demo: 1e-3, 2e-2, 1e-2",
+        default=f"{_LR['weights'][0]:g}; scales: {_LR['scales'][0]:g}; lora: {_LR['lora'][0]:g}; demo: "
+        + ", ".join(f"{of_demo:g}" for _, of_demo in _LR.values()),
         above=0.0,
         most=3e38,
     )
     stream_weight: float = setting(
         None,
         "Weight of the distance to the dense decoder's residual stream, which is added to KL.",
-        default="30; scales, lora: 0",
+        default=f"{_STREAM_WEIGHT['weights']:g}; scales, lora: 0",
         least=0.0,
         most=1e6,
     )
     seq_len: int = setting(
-        None, "Tokens per sequence.", default="512, or what the decoder reads; demo: 128", least=2
+        None,
+        "Tokens per sequence.",
+        default=f"{_SEQ_LEN[0]}, or what the decoder reads; demo: {_SEQ_LEN[1]}",
+        least=2,
     )
     measure_every: int = setting(
         None, "Steps between two measurements of held-out KL.", default="a twentieth of the steps", least=1
     )
     batch_size: int = setting(
-        None, "Sequences per step, of all processes.", default="16; demo: 8", least=1, common=True
+        None,
+        "Sequences per step, of all processes.",
+        default=f"{_BATCH_SIZE[0]}; demo: {_BATCH_SIZE[1]}",
+        least=1,
+        common=True,
     )
     patience: int = setting(
         5, "Measurements of held-out KL in a row without a better one that end the run.", least=1
@@ -69,7 +70,7 @@ class RecoverySettings(Section):
     rank: int = setting(16, "Rank of each adapter.", least=1)
     alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0.0)
     seed: int = setting(0, "Seed of the adapters' first values and of the order of sequences.", least=0)
-    save_every: int = setting(500, "Steps between two saved states.", least=1, per_run=True)
+    save_every: int = same_as(LearnSettings, "save_every")
 
     def fitted(self, context: int, *, demo: bool = False, stream: bool = True) -> Self:
         """Return the settings with nothing left open.
@@ -82,8 +83,7 @@ class RecoverySettings(Section):
         Raises:
             DispfxError: if they cannot, and a weight was chosen for that.
         """
-        defaults = (_DEFAULTS_OF_DEMO if demo else _DEFAULTS)[self.train]
-        steps = self.steps or defaults["steps"]
+        steps = self.steps or _STEPS[self.train][demo]
         stream = stream and self.train != "lora"
         if self.stream_weight and not stream:
             raise DispfxError(
@@ -91,14 +91,14 @@ class RecoverySettings(Section):
                 + ("adapters are trained without it" if self.train == "lora" else "this one is narrower"),
                 hint=f"leave out {option('stream_weight')}",
             )
-        weight = defaults["stream_weight"] if stream and self.stream_weight is None else self.stream_weight
+        weight = _STREAM_WEIGHT[self.train] if stream and self.stream_weight is None else self.stream_weight
         return replace(
             self,
             steps=steps,
-            lr=self.lr or defaults["lr"],
+            lr=self.lr or _LR[self.train][demo],
             stream_weight=weight or 0.0,
-            batch_size=self.batch_size or defaults["batch_size"],
-            seq_len=self.seq_len or min(_SEQ_LEN_OF_DEMO if demo else _SEQ_LEN, context),
+            batch_size=self.batch_size or _BATCH_SIZE[demo],
+            seq_len=self.seq_len or min(_SEQ_LEN[demo], context),
             measure_every=self.measure_every or max(1, steps // _MEASUREMENTS),
         )
 
@@ -114,7 +114,7 @@ class AfterwardsSettings(Section):
         common=True,
     )
     recover_steps: int | None = setting(
-        None, "Optimizer steps of the recovery at most.", default="1,000; scales: 600; demo: 200", least=1
+        None, "Optimizer steps of the recovery at most.", default=_STEPS_SHOWN, least=1
     )
 
     @property

@@ -4,7 +4,7 @@ A value of None means that the default depends on the model or the device; `Sett
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,8 @@ RatioOf = Literal["blocks", "total"]
 Select = Literal["after-norm", "before-norm"]
 Target = Literal["cuda", "cpu"]
 Export = Literal["none", "onnx", "pt2", "dense"]
+# Of the widths, by the device that the result will run on.
+ALIGNMENT: Mapping[str, int] = {"cuda": 16, "cpu": 8}
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +81,7 @@ class TextSettings(Section):
     data_bytes: int = setting(
         TEXT_BYTES,
         "Bytes of text to read at most. Longer text is sampled in evenly spaced pieces.",
-        default="128 MiB",
+        default=f"{TEXT_BYTES // 2**20} MiB",
         least=2**20,
         error=DataError,
     )
@@ -128,7 +130,10 @@ class BudgetSettings(Section):
     )
     ratio_of: RatioOf = setting("blocks", "Parameters that count: those that can be pruned, or all of them.")
     align: int | None = setting(
-        None, "Widths become multiples of this.", default="16 for cuda, 8 for cpu", least=1
+        None,
+        "Widths become multiples of this.",
+        default=", ".join(f"{number} for {target}" for target, number in ALIGNMENT.items()),
+        least=1,
     )
     target: Target | None = setting(None, "Device that the result will run on.", default="that of this run")
     costs: Any = setting(

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dispfx.errors import OutputError
-from dispfx.settings.field import Section, required, setting
-from dispfx.settings.sections import WritingSection
+from dispfx.settings.field import Section, required, same_as, setting
+from dispfx.settings.sections import ComputeSettings, ModelSettings, OutputSettings, WritingSection
 from dispfx.words.option_names import option
 
 Runtime = Literal["torch", "onnx"]
 Quantize = Literal["none", "int8", "int4"]
+# Tokens that are read at once at most, unless a user asks for more.
+LONGEST_CONTEXT = 2048
+TIMED_BATCHES = (1, 8, 32, 128)
+SAMPLED_TOKENS = 512
 # How a branch adds to the residual stream.
 WriteSpelling = Literal["index-add", "gather-add"]
 
@@ -30,7 +34,7 @@ class EvaluationSettings(Section):
     context: int | None = setting(
         None,
         "Tokens per window, and at most per question.",
-        default="2048, or the decoder's context if shorter",
+        default=f"{LONGEST_CONTEXT}, or the decoder's context if shorter",
         least=2,
     )
     tasks: tuple[str, ...] = setting(
@@ -64,14 +68,10 @@ class TeacherSettings(Section):
 class RecoveredSettings(WritingSection):
     """What recovery writes, and where."""
 
-    out: Path | None = setting(None, "Folder to write. It must not exist.", common=True, per_run=True)
+    out: Path | None = same_as(OutputSettings, "out")
     merge: bool = setting(False, "Write a whole folder with the adapters merged in (LoRA).")
-    resume: bool = setting(
-        False, "Continue from the state that an interrupted run left.", common=True, per_run=True
-    )
-    launch: int | None = setting(
-        None, "Processes on this host that share every batch.", least=1, default="1", per_run=True
-    )
+    resume: bool = same_as(OutputSettings, "resume")
+    launch: int | None = same_as(ComputeSettings, "launch")
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class TimingSettings(Section):
         common=True,
     )
     batch: Sequence[int] = setting(
-        (), "Sequences. May be repeated.", default="1, 8, 32, 128", repeats=int, least=1
+        (), "Sequences. May be repeated.", default=", ".join(map(str, TIMED_BATCHES)), repeats=int, least=1
     )
     prompt: Sequence[int] = setting((), "Tokens of a prefill. May be repeated.", repeats=int, least=2)
     past: Sequence[int] = setting(
@@ -110,7 +110,7 @@ class FormSettings(Section):
 
     onnx: bool = setting(False, "Write DIR/onnx/.", common=True)
     pt2: bool = setting(False, "Write DIR/program.pt2.", common=True)
-    opset: int | None = setting(None, "ONNX operator set.", default="23", least=1)
+    opset: int = setting(23, "ONNX operator set.", least=1)
     write: WriteSpelling = setting(
         "gather-add", "How the ONNX model writes into the residual stream; index-add is slow."
     )
@@ -159,7 +159,7 @@ class SamplingSettings(WritingSection):
     )
     tokens: int = setting(1_000_000, "Tokens to write.", least=1, common=True)
     seq_len: int | None = setting(
-        None, "Tokens per sequence.", default="512, or what the decoder reads", least=2
+        None, "Tokens per sequence.", default=f"{SAMPLED_TOKENS}, or what the decoder reads", least=2
     )
     opening: int = setting(32, "Tokens of a text that a sequence begins with.", least=1)
     batch_size: int = setting(64, "Sequences that are written at once.", least=1, common=True)
@@ -196,7 +196,7 @@ class FolderSettings(Section):
     """Which folder."""
 
     folder: Path = required("A folder that dispfx wrote.")
-    trust_remote_code: bool = setting(False, "Run code that comes with the checkpoint.")
+    trust_remote_code: bool = same_as(ModelSettings, "trust_remote_code")
 
 
 @dataclass(frozen=True)

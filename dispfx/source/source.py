@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from dispfx.settings.verb_settings import LONGEST_CONTEXT
 from dispfx.words.model_origin import Origin
 
 
@@ -34,7 +35,6 @@ class Source:
 
 
 DEMO_CONTEXT = 256
-LONGEST_CONTEXT = 2048
 
 
 def context_of(source: Source) -> int:

@@ -25,9 +25,10 @@ from dispfx.deploy.onnx.tidying import tidy
 from dispfx.errors import UnsupportedGraphError, first_line
 from dispfx.ir.ops import operation, source_line
 from dispfx.ir.program import Program
+from dispfx.settings.verb_settings import FormSettings
 from dispfx.words.option_names import option
 
-OPSET = 23
+OPSET = FormSettings.opset
 # What the converter of torch can write: older sets lack operators that it uses.
 OPSETS = range(18, 25)
 
