@@ -9,10 +9,8 @@ from dispfx.plan.budget import Budget
 from dispfx.run.opening import open_model
 from dispfx.run.rehearsal import rehearse
 from dispfx.settings import RunSettings
+from dispfx.settings.verb_settings import INSPECTED_RATIO
 from dispfx.source import config_alone, load_config
-
-# `inspect` is given no ratio.
-INSPECTED_RATIO = 0.3
 
 
 def inspect(model: Any, *, config_only: bool = False, **changes: Any) -> Program:

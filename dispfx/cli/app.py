@@ -31,6 +31,7 @@ from dispfx.settings.trees import (
     SampleSettings,
     VerifySettings,
 )
+from dispfx.settings.verb_settings import INSPECTED_RATIO
 from dispfx.words.option_names import option
 from dispfx.words.preconditions import check_current_folder
 
@@ -46,8 +47,6 @@ _OPENING = ("revision", "dtype", "tokenizer")
 _LEARNED_FROM = ("data", "data_weight")
 _TEXT = (*_LEARNED_FROM, "eval_data", "data_field", "data_bytes", "allow_unknown", "eval_windows")
 _ESTIMATED = ("steps", "seq_len", "batch_size", "hypernetwork")
-# Always passed to verbs that do not use a ratio.
-_SHARE = {"ratio": 0.3}
 
 VERBS = (
     Verb(
@@ -74,7 +73,7 @@ VERBS = (
             *_AFTERWARDS,
             "tokenizer",
         ),
-        defaults=_SHARE,
+        defaults={"ratio": INSPECTED_RATIO},
     ),
     Verb(
         making.learn,

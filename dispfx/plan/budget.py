@@ -1,7 +1,9 @@
 """The budget of a plan: the ratio to remove, and the counted parameters."""
 
 from dataclasses import dataclass
+from numbers import Real
 
+from dispfx.errors import BudgetError
 from dispfx.plan.latency_table import CostTable
 from dispfx.settings.sections import RatioOf
 from dispfx.words.choices import check_choices
@@ -24,14 +26,34 @@ class Budget:
     costs: CostTable | None = None
 
     def __post_init__(self) -> None:
-        """Check `of`.
+        """Check every value.
 
         Raises:
             DispfxError: if `of` is neither.
+            BudgetError: if `ratio` or `align` makes no sense.
         """
         check_choices(self)
+        require_ratio(self.ratio)
+        object.__setattr__(self, "ratio", float(self.ratio))
+        if self.align < 1:
+            raise BudgetError(f"widths are multiples of at least 1, but {self.align} was given")
 
     @property
     def keep(self) -> float:
         """Share of the counted parameters that stays."""
         return 1.0 - self.ratio
+
+
+def require_ratio(ratio: object) -> None:
+    """Raise unless a ratio is a share of parameters in [0, 1).
+
+    Raises:
+        BudgetError: if it is not; for a percentage, the hint has the share.
+    """
+    share = float(ratio) if isinstance(ratio, Real) and not isinstance(ratio, bool) else None
+    if share is None or not 0.0 <= share < 1.0:
+        percent = share is not None and 1.0 < share < 100.0
+        raise BudgetError(
+            f"ratio must be a share between 0 and 1, but {ratio!r} was given",
+            hint=f"{share / 100:g} removes {share:g}%" if percent else None,  # type: ignore[operator]
+        )

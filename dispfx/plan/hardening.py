@@ -143,11 +143,6 @@ def _check(logits: Tensor, groups: Groups, count: ParameterCount, budget: Budget
         raise PassError("logits must be finite to be hardened")
     if count.of != budget.of:
         raise PassError(f"the budget counts {budget.of}, but the parameter count counts {count.of}")
-    if not 0.0 <= budget.ratio < 1.0 or budget.align < 1:
-        raise BudgetError(
-            f"a ratio in [0, 1) and an alignment of at least 1 were expected, found {budget.ratio} and "
-            f"{budget.align}"
-        )
 
 
 def _out_of_reach(budget: Budget, most: float) -> BudgetError:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dispfx.errors import DataError, PlanMismatchError
+from dispfx.errors import DataError, DispfxError, PlanMismatchError
 from dispfx.files.disk import new_file, replacing
 from dispfx.files.json_text import parse_json
 from dispfx.files.unreadable import NOT_FETCHED, fetching, is_pointer
@@ -160,11 +160,8 @@ class Plan:
         Raises:
             BudgetError: if the sites cannot meet the ratio.
         """
-        from dispfx.plan.plan_making import require_ratio
-
         require_program(program)
-        require_ratio(ratio)
-        budget = Budget(float(ratio), of, align)
+        budget = Budget(ratio, of, align)
         count = ParameterCount.of_sites(program.sites, program.shapes, of)
         generator = torch.Generator().manual_seed(seed)
         logits = [
@@ -431,12 +428,10 @@ def _checked_lengths(entry: dict[str, Any] | None) -> Lengths | None:
 
 def _checked_budget(entry: dict[str, Any]) -> Budget:
     costs = CostTable.of_plain(entry["costs"]) if entry.get("costs") is not None else None
-    if entry["of"] not in get_args(RatioOf):
-        raise ValueError(f"its budget counts {entry['of']!r}")
-    budget = Budget(float(entry["ratio"]), entry["of"], int(entry["align"]), costs)
-    if not 0.0 <= budget.ratio < 1.0 or budget.align < 1:
-        raise ValueError(f"its budget is impossible: {budget}")
-    return budget
+    try:
+        return Budget(float(entry["ratio"]), entry["of"], int(entry["align"]), costs)
+    except DispfxError as error:
+        raise ValueError(f"its budget is impossible: {error.problem}") from error
 
 
 def _checked_selection(entry: dict[str, Any], kept: Tensor) -> Selection:

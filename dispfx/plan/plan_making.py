@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from dispfx.errors import BudgetError, DispfxError, PlanMismatchError
 from dispfx.ir.sites import Site
-from dispfx.plan.budget import Budget
+from dispfx.plan.budget import Budget, require_ratio
 from dispfx.plan.hardening import harden
 from dispfx.plan.parameter_count import ParameterCount
 from dispfx.settings.sections import RatioOf
@@ -158,21 +157,6 @@ def _parts(sites: Sequence[Site], ratio: Ratios, *, per_layer: bool) -> list[_Pa
         )
     _require_apart(sites, list(members.values()))
     return [_Part(float(patterns[key[0]]), tuple(indices)) for key, indices in members.items()]
-
-
-def require_ratio(ratio: object) -> None:
-    """Raise unless a ratio is a share of parameters in [0, 1).
-
-    Raises:
-        BudgetError: if it is not; for a percentage, the hint has the share.
-    """
-    share = float(ratio) if isinstance(ratio, Real) and not isinstance(ratio, bool) else None
-    if share is None or not 0.0 <= share < 1.0:
-        percent = share is not None and 1.0 < share < 100.0
-        raise BudgetError(
-            f"ratio must be a share between 0 and 1, but {ratio!r} was given",
-            hint=f"{share / 100:g} removes {share:g}%" if percent else None,  # type: ignore[operator]
-        )
 
 
 def _require_apart(sites: Sequence[Site], parts: Sequence[Sequence[int]]) -> None:

@@ -73,11 +73,9 @@ def prepared_loss(
     )
 
 
-def device_of_learning(program: Program, compute: ComputeSettings | None) -> torch.device:
+def device_of_learning(program: Program, compute: ComputeSettings) -> torch.device:
     """Return the device that learns."""
-    if compute is None or compute.shard_on is None:
-        return program.device
-    return torch.device(compute.shard_on)
+    return program.device if compute.shard_on is None else torch.device(compute.shard_on)
 
 
 def _sharding(program: Program, compute: ComputeSettings, ranks: Ranks) -> Sharding | None:

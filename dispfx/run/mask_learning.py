@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -90,50 +90,71 @@ def learn(
         tokens = token_vector(data, program.text_tokens)
         chosen = fitted_settings(whole, program=program, note=watch.note)
         text = batches_of(tokens, chosen)
-    budget = Budget(ratio, asked.ratio_of, asked.align or 1, latency_table(asked.costs))
+    budget = Budget(asked.ratio, asked.ratio_of, asked.align or 1, latency_table(asked.costs))
     compute = compute or ComputeSettings()
-    return learn_within(budget, program, text, chosen, compute, watch, ranks or ALONE, start_from)
+    job = LearningJob(program, text, budget, chosen, compute, ranks or ALONE, start_from)
+    return learn_within(job, watch)
 
 
-def learn_within(
-    budget: Budget,
-    program: Program,
-    text: Batches,
-    settings: LearnSettings,
-    compute: ComputeSettings,
-    watch: Watch,
-    ranks: Ranks,
-    start_from: Sequence[Tensor] | None = None,
-) -> Plan:
-    """As `learn`, within a budget and from batches that are already cut.
+@dataclass(frozen=True, eq=False)
+class LearningJob:
+    """What masks are learned for.
 
     Args:
+        program: of the decoder.
+        text: batches that are cut as the settings say.
+        budget: of the plan.
+        settings: of the learning.
+        compute: how the decoder is run.
+        ranks: the processes of the run.
         start_from: kept indices of every site to start from.
     """
-    require_readable(program, text.seq_len)
+
+    program: Program
+    text: Batches
+    budget: Budget
+    settings: LearnSettings
+    compute: ComputeSettings
+    ranks: Ranks = ALONE
+    start_from: Sequence[Tensor] | None = None
+
+    def task(self, note: Callable[[str], None] = lambda text: None) -> LearningTask:
+        """Return the learning problem, with the decoder prepared to run."""
+        gated = prepared_loss(
+            self.program, self.text, self.settings, self.compute, ranks=self.ranks, note=note
+        )
+        return replace(
+            task_of(self.program, gated, self.text, self.budget, self.settings),
+            device=device_of_learning(self.program, self.compute),
+            ranks=self.ranks,
+            fingerprint=program_digest(self.program),
+            dtype=self.program.dtype,
+            start_from=self.start_from,
+        )
+
+
+def learn_within(job: LearningJob, watch: Watch) -> Plan:
+    """As `learn`, from batches that are already cut."""
+    program, settings = job.program, job.settings
+    require_readable(program, job.text.seq_len)
     _check_packing(program, settings)
     if settings.method != "learned":
-        if compute.shard_on is not None:
+        if job.compute.shard_on is not None:
             raise DispfxError(
                 f"{option('shard')} is for learning, and "
                 f"{option('method', shown(settings.method))} scores features once",
                 hint=f"leave out {option('shard')}",
             )
-        if start_from is not None:
+        if job.start_from is not None:
             raise DispfxError(
                 f"method {shown(settings.method)} scores features once, and cannot start from a plan"
             )
-        return Plan.of(program, budget, _scored(program, text, budget, settings), settings.seed)
-
-    def task_for(compute: ComputeSettings) -> LearningTask:
-        task = _task(program, text, budget, settings, compute, ranks, watch.note)
-        return replace(task, start_from=start_from)
-
+        return Plan.of(program, job.budget, _scored(job), settings.seed)
     try:
-        found = _learned(task_for, compute, watch)
+        found = _learned(job, watch)
     except PassError as error:
         raise (_of_zeros(program) or error) from None
-    return Plan.of(program, budget, found.kept, settings.seed)
+    return Plan.of(program, job.budget, found.kept, settings.seed)
 
 
 def _of_zeros(program: Program) -> UnsupportedGraphError | None:
@@ -154,14 +175,12 @@ def _of_zeros(program: Program) -> UnsupportedGraphError | None:
     )
 
 
-def _learned(
-    task_for: Callable[[ComputeSettings], LearningTask], compute: ComputeSettings, watch: Watch
-) -> Learned:
+def _learned(job: LearningJob, watch: Watch) -> Learned:
     """Learn; where the first step runs out of memory, once more with checkpoints, which keep the masks.
 
     Checkpoints that nobody left to `auto` stay as they are, as does a run of several processes.
     """
-    task, done = task_for(compute), list[int]()
+    task, done = job.task(watch.note), list[int]()
 
     def on_step(record: StepRecord) -> None:
         done.append(record.step)
@@ -170,7 +189,7 @@ def _learned(
     try:
         return learn_masks(task, replace(watch, on_step=on_step))
     except Exception as error:
-        if done or memory_shortage(error) is None or not _can_checkpoint(task, compute):
+        if done or memory_shortage(error) is None or not _can_checkpoint(task, job.compute):
             raise
     # The frames of the error held the tensors of the step that failed until here.
     del task
@@ -178,7 +197,8 @@ def _learned(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     watch.note("memory ran out in the first step: trying once more with checkpoints")
-    return learn_masks(task_for(replace(compute, checkpointing="on")), watch)
+    again = replace(job, compute=replace(job.compute, checkpointing="on"))
+    return learn_masks(again.task(watch.note), watch)
 
 
 def _can_checkpoint(task: LearningTask, compute: ComputeSettings) -> bool:
@@ -187,39 +207,16 @@ def _can_checkpoint(task: LearningTask, compute: ComputeSettings) -> bool:
     return known and compute.checkpointing == "auto" and task.ranks.size == 1
 
 
-def follow(
-    program: Program,
-    text: Batches,
-    budget: Budget,
-    settings: LearnSettings,
-    ranks: Ranks,
-    compute: ComputeSettings | None = None,
-) -> None:
-    """Compute together with the process that calls `learn` with the same arguments, until its run ends.
+def follow(job: LearningJob) -> None:
+    """Compute together with the process that calls `learn_within` with the same job, until its run ends.
 
     Raises:
         RankLost: if another process died.
         BudgetError, DataError: as `learn`.
     """
-    if settings.method != "learned":
-        return
-    settings = settings_for(program, settings, lambda note: None)
-    follow_run(_task(program, text, budget, settings, compute, ranks))
-
-
-def _task(
-    program: Program,
-    text: Batches,
-    budget: Budget,
-    settings: LearnSettings,
-    compute: ComputeSettings | None,
-    ranks: Ranks,
-    note: Callable[[str], None] = lambda text: None,
-) -> LearningTask:
-    gated = prepared_loss(program, text, settings, compute, ranks=ranks, note=note)
-    device = device_of_learning(program, compute)
-    task = task_of(program, gated, text, budget, settings)
-    return replace(task, device=device, ranks=ranks, fingerprint=program_digest(program), dtype=program.dtype)
+    if job.settings.method == "learned":
+        settings = settings_for(job.program, job.settings, lambda note: None)
+        follow_run(replace(job, settings=settings).task())
 
 
 def task_of(
@@ -258,10 +255,10 @@ def _check_packing(program: Program, settings: LearnSettings) -> None:
         )
 
 
-def _scored(program: Program, text: Batches, budget: Budget, settings: LearnSettings) -> list[Tensor]:
-    gated = gate(program)
-    task = task_of(program, gated, text, budget, settings)
-    return select_by_score(task.problem(), gated.graph, budget)
+def _scored(job: LearningJob) -> list[Tensor]:
+    gated = gate(job.program)
+    task = task_of(job.program, gated, job.text, job.budget, job.settings)
+    return select_by_score(task.problem(), gated.graph, job.budget)
 
 
 def batches_of(

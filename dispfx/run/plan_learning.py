@@ -72,9 +72,7 @@ def learn_from(
         stages.observer.note(resumption(state))
     with stages("learn"):
         watch = Watch(state, resume, stages.observer.learning, stages.observer.note)
-        plan = learn_within(
-            budget, ready.learned_on, ready.batches, ready.settings, settings.compute, watch, ranks
-        )
+        plan = learn_within(ready.job(settings.compute, ranks), watch)
         plan = replace(plan, bos=ready.text.bos, made_from=made_by(settings, ready))
     if plan.emptied:
         stages.observer.note(
@@ -110,7 +108,7 @@ def follow_command(settings: RunSettings, ranks: Ranks) -> Ready | None:
     if settings.output.resume and ((path / "report.json").is_file() or path.is_file()):
         return None
     ready = ready_to_learn(settings, Stages(NullObserver()), ranks=ranks)
-    follow(ready.learned_on, ready.batches, ready.budget, ready.settings, ranks, settings.compute)
+    follow(ready.job(settings.compute, ranks))
     return ready
 
 

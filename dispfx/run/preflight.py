@@ -54,19 +54,18 @@ def require_room_for_weights(model: ModelSettings, *, copies: float = 1.0) -> No
 
 
 def require_room_to_learn(
-    program: Program, settings: LearnSettings, compute: ComputeSettings | None, ranks: Ranks | None = None
+    program: Program, settings: LearnSettings, compute: ComputeSettings, ranks: Ranks = ALONE
 ) -> None:
     """Raise if learning does not fit next to the loaded weights; sharded weights are not checked.
 
     Raises:
         DispfxError: saying how much is missing and what would help.
     """
-    chosen = compute or ComputeSettings()
-    if settings.method != "learned" or chosen.shard_on is not None:
+    if settings.method != "learned" or compute.shard_on is not None:
         return
-    own = own_part(settings, ranks or ALONE)
+    own = own_part(settings, ranks)
     found = estimate(program, own)
-    checkpoints, compiled = chosen.checkpointing != "off", chosen.compiles(program.device)
+    checkpoints, compiled = compute.checkpointing != "off", compute.compiles(program.device)
     needed = found.beside_weights(checkpoints=checkpoints, compiled=compiled)
     free = free_bytes(program.device)
     if free is not None and _SURE * needed > free:
@@ -78,7 +77,7 @@ def require_room_to_learn(
             free,
             program.device,
             f"a smaller {option('batch_size')} or {option('seq_len')}"
-            + (f", {option('checkpointing', 'on')}" if chosen.checkpointing == "off" else "")
+            + (f", {option('checkpointing', 'on')}" if compute.checkpointing == "off" else "")
             + (f", {option('hypernetwork', 'linear')}" if settings.hypernetwork == "full" else "")
             + f", or {option('launch')}",
         )

@@ -23,13 +23,14 @@ from dispfx.run.decoder_files import require_writable
 from dispfx.run.fitting import fitted_settings
 from dispfx.run.learning_setup import device_of_learning
 from dispfx.run.length_checks import require_lengths, require_onnx_lengths
+from dispfx.run.mask_learning import LearningJob
 from dispfx.run.opening import open_model
 from dispfx.run.preflight import require_room_for_weights, require_room_to_learn, require_room_to_recover
 from dispfx.run.rehearsal import rehearse
 from dispfx.run.run_text import Text, TextChoice, open_text, require_tokens, separator_of
 from dispfx.run.targets import export_of, require_ordinary
 from dispfx.run.timed_stages import Stages
-from dispfx.settings import LearnSettings, RunSettings
+from dispfx.settings import ComputeSettings, LearnSettings, RunSettings
 from dispfx.settings.sections import ALIGNMENT, Select
 from dispfx.source import Source
 from dispfx.source.source import context_of
@@ -56,6 +57,10 @@ class Ready:
     learned_on: Program
     settings: LearnSettings
     budget: Budget
+
+    def job(self, compute: ComputeSettings, ranks: Ranks) -> LearningJob:
+        """Return what masks are learned for."""
+        return LearningJob(self.learned_on, self.batches, self.budget, self.settings, compute, ranks)
 
 
 def ready_to_learn(

@@ -16,6 +16,8 @@ Quantize = Literal["none", "int8", "int4"]
 LONGEST_CONTEXT = 2048
 TIMED_BATCHES = (1, 8, 32, 128)
 SAMPLED_TOKENS = 512
+# `inspect` is given no ratio.
+INSPECTED_RATIO = 0.3
 # How a branch adds to the residual stream.
 WriteSpelling = Literal["index-add", "gather-add"]
 

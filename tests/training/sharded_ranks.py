@@ -28,7 +28,7 @@ from dispfx.learning.text import TokenBatches
 from dispfx.learning.trainer import Watch
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.plan.budget import Budget
-from dispfx.run.mask_learning import follow, learn
+from dispfx.run.mask_learning import LearningJob, follow, learn
 from dispfx.settings import ComputeSettings
 from dispfx.settings.learning_settings import LearnSettings
 from tests.plain_decoders import Form, build
@@ -114,7 +114,7 @@ def plan_of(
     program = program or decoder_of(form)
     text = text_of(settings)
     if not ranks.leads:
-        follow(program, text, Budget(RATIO), settings, ranks, compute)
+        follow(LearningJob(program, text, Budget(RATIO), settings, compute or ComputeSettings(), ranks))
         return None
     plan = learn(
         program,
