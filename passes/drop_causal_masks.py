@@ -32,7 +32,7 @@ class DropCausalMasks:
 
     Args:
         tokens: length of the sequences that the program will be given.
-        requires: the stage of the program: canonical, gated or lowered.
+        requires: the level of the program: canonical, gated or lowered.
     """
 
     tokens: int

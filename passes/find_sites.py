@@ -52,7 +52,7 @@ from dispfx.ir.sites import (
     SiteKind,
     Slice,
 )
-from dispfx.settings.sections import Select
+from dispfx.settings.sections import BudgetSettings, Select
 from dispfx.words.choices import check_choices
 from dispfx.words.option_names import option
 
@@ -69,7 +69,7 @@ class FindSites:
     """
 
     skip: tuple[str, ...] = ()
-    select: Select = "after-norm"
+    select: Select = BudgetSettings.select
 
     def __post_init__(self) -> None:
         """Check `select`.

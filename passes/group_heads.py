@@ -28,7 +28,7 @@ class GroupHeads:
 
     Args:
         masked: attentions with a mask too; a GPU has no fast kernel for both.
-        requires: the stage of the program: canonical, gated or lowered.
+        requires: the level of the program: canonical, gated or lowered.
     """
 
     masked: bool = True

@@ -37,7 +37,7 @@ class OutlineLayers:
     """Find the parts of a program.
 
     Args:
-        requires: the stage of the program: canonical, gated or lowered.
+        requires: the level of the program: canonical, gated or lowered.
     """
 
     requires: str = "gated"

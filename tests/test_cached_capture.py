@@ -11,7 +11,7 @@ import dispfx
 from dispfx.capturing.cached_capture import capture_cached as capture_prepared
 from dispfx.capturing.cached_capture import export_cached_program
 from dispfx.compiler.cached_programs import capture_cached, lower_cached
-from dispfx.compiler.stages import run_stage
+from dispfx.compiler.pipelines import run_pipeline
 from dispfx.errors import CaptureError, PlanMismatchError, UnsupportedGraphError
 from dispfx.ir.cached_inputs import CachedDecoder, CachedShape, cache_tensors, sample_inputs
 from dispfx.ir.program import Program
@@ -170,7 +170,7 @@ def test_features_that_leave_the_decoder_other_than_as_its_cache_are_not_pruned(
     program = capture_prepared(cached_forward(tiny_transformer("deepseek")))
     renamed = {name: name.replace("present", "latent") for name in program.outputs}
     program.outputs = tuple(renamed.values())
-    found = {site_keys(site) for site in run_stage("analyse", program).sites}
+    found = {site_keys(site) for site in run_pipeline("analyse", program).sites}
     lost = {site_keys(site) for site in captured("deepseek").cached.sites} - found
     assert len(lost) == 2 and all("kv_a_layernorm" in str(keys) for keys in lost)
 

@@ -59,7 +59,7 @@ TAKES_ANY = {
             "tasks.py:score_tasks",
         )
     },
-    "dispfx/compiler/stages.py:run_stage": "checked against the fields of the passes of the stage",
+    "dispfx/compiler/pipelines.py:run_pipeline": "checked against the fields of the passes of the pipeline",
     "dispfx/run/mask_learning.py:learn": "checked against the settings of learning and budget",
     "dispfx/settings/field.py:required": "handed on whole to the constructor of Setting",
     "dispfx/settings/field.py:setting": "handed on whole to the constructor of Setting",

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dispfx.capturing.document_masks import positions_in_documents
+from dispfx.compiler.pipelines import for_learning
 from dispfx.compiler.programs import apart, capture, lower
-from dispfx.compiler.stages import for_learning
 from dispfx.errors import CaptureError, DispfxError
 from dispfx.fast_decoder.comparison import sample_masks, value_and_gradient
 from dispfx.fast_decoder.decoder import TrainingDecoder

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from dispfx.capturing.module_capture import capture as capture_module
+from dispfx.compiler.pipelines import run_pipeline
 from dispfx.compiler.programs import capture
-from dispfx.compiler.stages import run_stage
 from dispfx.errors import CaptureError
 from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
@@ -78,7 +78,7 @@ def calls_of_analysis(form: str, layers: int) -> int:
     before = sys.getprofile()
     sys.setprofile(count)
     try:
-        run_stage("analyse", program)
+        run_pipeline("analyse", program)
     finally:
         sys.setprofile(before)
     return calls

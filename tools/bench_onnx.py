@@ -30,8 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dispfx.benchmark.bound import bound, step_cost
 from dispfx.benchmark.onnx_comparison import bound_run
 from dispfx.compiler.cached_programs import capture_cached
+from dispfx.compiler.pipelines import run_pipeline
 from dispfx.compiler.programs import lower_program
-from dispfx.compiler.stages import run_stage
 from dispfx.deploy.onnx.exporting import cached_model
 from dispfx.deploy.onnx.files import save_model
 from dispfx.deploy.onnx.session import CachedSession, SessionOptions
@@ -231,7 +231,7 @@ class Bench:
         plan = Plan.random(program, ratio, self.arguments.seed, align=self.arguments.align)
         lowered = lower_program(program, plan)
         counted = lowered.clone()
-        lowered = run_stage("gather", lowered, row_multiple=self.arguments.rows)
+        lowered = run_pipeline("gather", lowered, row_multiple=self.arguments.rows)
         if fused:
             lowered = Pipeline([FuseProjections()]).run(lowered)
         folder = self.work / name

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from decoder_shapes import LAYERS, SHAPES, config_of, fill, vocabulary_of, zeros_decoder
 
+from dispfx.compiler.pipelines import for_training
 from dispfx.compiler.programs import capture, lower_program
-from dispfx.compiler.stages import for_training
 from dispfx.fast_decoder.recovery_pass import fastest_pass
 from dispfx.ir.program import Program
 from dispfx.learning.distillation import Keeping, RecoveryTask, recover

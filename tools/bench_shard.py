@@ -34,8 +34,8 @@ from decoder_shapes import LAYERS, config_of, vocabulary_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from dispfx.compiler.pipelines import for_learning, run_pipeline
 from dispfx.compiler.programs import capture
-from dispfx.compiler.stages import for_learning, run_stage
 from dispfx.distributed.ranks import ALONE, Ranks, joined
 from dispfx.estimate.run_estimate import estimate
 from dispfx.fast_decoder.preparation import PreparedLoss, TrialBatch, prepare
@@ -164,7 +164,7 @@ def _prepared_in_parts(
     device: torch.device,
     ranks: Ranks,
 ) -> PreparedLoss:
-    plain = placed(run_stage("gate", program.clone()), device)
+    plain = placed(run_pipeline("gate", program.clone()), device)
     _give_buffers(plain, _config(chosen, row.layers), device)
     fast = for_learning(plain, row.tokens)
     kept = estimate(program, LearnSettings(seq_len=row.tokens)).step.kept / 2

@@ -18,8 +18,8 @@ from transformers.initialization import no_init_weights
 
 from dispfx.benchmark.decoder_speed import Contender
 from dispfx.compiler.cached_programs import capture_cached
+from dispfx.compiler.pipelines import gathered
 from dispfx.compiler.programs import lower_program
-from dispfx.compiler.stages import run_stage
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
 from dispfx.plan.budget import Budget
@@ -182,7 +182,7 @@ def fill(program: Program, seed: int = 0) -> None:
 def contender(program: Program, plan: Plan) -> Contender:
     """Return a decoder cut by a plan, ready to be measured; tensors that are not cut are shared."""
     reference = lower_program(program, plan)
-    fast = run_stage("gather", reference.clone())
+    fast = gathered(reference)
     return Contender(reference, fast, plan.achieved)
 
 

@@ -23,7 +23,7 @@ from executorch.runtime import Runtime  # type: ignore[import-not-found]
 from torch import Tensor, nn
 
 from dispfx.capturing.graph_export import traced
-from dispfx.compiler.stages import run_stage
+from dispfx.compiler.pipelines import run_pipeline
 from dispfx.errors import DispfxError
 from dispfx.ir.cached_inputs import CachedDecoder, cache_tensors, positions_of
 from dispfx.run.folders import open_folder
@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--xnnpack", action="store_true")
     args = parser.parse_args()
     try:
-        program = run_stage("gather", open_folder(args.folder).cached())
+        program = run_pipeline("gather", open_folder(args.folder).cached())
     except DispfxError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -276,14 +276,14 @@ def compile_tiny(model: Any, row: Row, tolerance: float) -> None:
     from dispfx import api
     from dispfx.analysis.coverage import coverage
     from dispfx.capturing.module_capture import capture
-    from dispfx.compiler.stages import run_stage
+    from dispfx.compiler.pipelines import run_pipeline
     from dispfx.plan.plan import Plan
     from dispfx.verification.graphs import unread_lines, zeroed_decoder
 
     program = capture(model)
     row.identity = max(error.relative for error in program.identity.values())
     start = time.perf_counter()
-    run_stage("analyse", program)
+    run_pipeline("analyse", program)
     row.analysis_seconds = round(time.perf_counter() - start, 3)
     row.branches = dict(Counter(branch.kind for branch in program.branches))
     row.sites = len(program.sites)

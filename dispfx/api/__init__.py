@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dispfx.api.sampling import sample
     from dispfx.api.tasks import score_tasks
     from dispfx.compiler.cached_programs import capture_cached, lower_cached
+    from dispfx.compiler.pipelines import PASSES
     from dispfx.compiler.programs import analyse, apart, capture, gate, gated, lower
-    from dispfx.compiler.stages import PASSES
     from dispfx.estimate.run_estimate import estimate
     from dispfx.ir.cached_inputs import CachedDecoder
     from dispfx.run.fitting import settings_of
@@ -83,7 +83,7 @@ _NAMES = {
         "gated",
         "lower",
     ),
-    "dispfx.compiler.stages": ("PASSES",),
+    "dispfx.compiler.pipelines": ("PASSES",),
     "dispfx.estimate.run_estimate": ("estimate",),
     "dispfx.run.fitting": ("settings_of",),
     "dispfx.run.folders": ("load",),

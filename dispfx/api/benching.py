@@ -20,8 +20,8 @@ from dispfx.benchmark.onnx_comparison import compare_onnx
 from dispfx.benchmark.speed_row import SpeedRow
 from dispfx.benchmark.timing import device_name
 from dispfx.compiler.cached_programs import capture_cached
+from dispfx.compiler.pipelines import gathered
 from dispfx.compiler.programs import lower_program, only_planned
-from dispfx.compiler.stages import run_stage
 from dispfx.deploy.checkpoint import skeleton
 from dispfx.errors import DataError, OutputError, PlanMismatchError
 from dispfx.ir.cached_inputs import CachedShape
@@ -265,7 +265,7 @@ def _require_same_shapes(program: Program, expected: Program) -> None:
 
 
 def _contender(reference: Program, removed: float) -> Contender:
-    return Contender(reference, run_stage("gather", reference.clone()), removed)
+    return Contender(reference, gathered(reference), removed)
 
 
 def _facts(

@@ -19,7 +19,7 @@ from dispfx.benchmark.bound import bound, step_cost
 from dispfx.benchmark.speed_row import Side, SpeedRow
 from dispfx.benchmark.static_programs import static_programs
 from dispfx.benchmark.timing import Call, compare_times, peak_bytes, recorded
-from dispfx.compiler.stages import run_stage
+from dispfx.compiler.pipelines import run_pipeline
 from dispfx.errors import DispfxError, first_line
 from dispfx.fast_decoder.layered import LayeredDecoder
 from dispfx.ir.cached_inputs import CachedShape, cache_tensors
@@ -155,7 +155,7 @@ def compiled(program: Program, kernels: Kernels) -> Callable[..., Any]:
     make = partial(torch.compile, fullgraph=True, dynamic=False, options=options)
     if not kernels.by_layer:
         return make(program.graph_module)
-    run_stage("outline", program, requires="static")
+    run_pipeline("outline", program, requires="static")
     layered = LayeredDecoder(program)
     for body, call in list(layered.bodies.items()):
         layered.replace_body(body, make(call))

@@ -10,7 +10,7 @@ Shape legend: B batch, T tokens, S places of a cache, V vocabulary.
 
 from dataclasses import dataclass
 
-from dispfx.compiler.stages import run_stage
+from dispfx.compiler.pipelines import run_pipeline
 from dispfx.ir.cached_inputs import CacheTensor, cache_tensors
 from dispfx.ir.program import Program
 
@@ -48,7 +48,7 @@ def static_programs(program: Program, length: int, *, padded: bool = False) -> S
     Raises:
         UnsupportedGraphError: if the decoder uses its cache in a way that a fixed length does not allow.
     """
-    fused = run_stage("fuse", program.clone())
-    prefill = run_stage("prefill", fused.clone(), length=length, reads="mask" if padded else "new")
-    decode = run_stage("decode", fused.clone(), length=length, reads="mask" if padded else "prefix")
+    fused = run_pipeline("fuse", program.clone())
+    prefill = run_pipeline("prefill", fused.clone(), length=length, reads="mask" if padded else "new")
+    decode = run_pipeline("decode", fused.clone(), length=length, reads="mask" if padded else "prefix")
     return StaticPrograms(prefill, decode, length, padded)

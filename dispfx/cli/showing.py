@@ -88,7 +88,7 @@ def _compare_plans(paths: Sequence[Path], out: Path | None, screen: Screen) -> N
 
 def passes(settings: NoSettings, screen: Screen) -> None:
     """List the passes of the compiler, in order, with their stage and effect."""
-    from dispfx.compiler.stages import described_passes
+    from dispfx.compiler.pipelines import described_passes
     from dispfx.report.table import print_rows
 
     rows = described_passes()

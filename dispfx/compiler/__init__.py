@@ -1,1 +1,1 @@
-"""The compiler: its stages, and the functions that run them."""
+"""The compiler: its pipelines, and the functions that run them."""

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.capturing.cached_capture import capture_cached as capture_prepared
+from dispfx.compiler.pipelines import run_pipeline
 from dispfx.compiler.programs import (
     lower_program,
     only_planned,
     require_same_decoder,
     skipped,
 )
-from dispfx.compiler.stages import run_stage
 from dispfx.ir.cached_inputs import cache_tensors, positions_of
 from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
-from dispfx.settings.sections import Select
+from dispfx.settings.sections import BudgetSettings, Select
 from dispfx.settings.verb_settings import WriteSpelling
 from dispfx.source.cached_forward import cached_forward
 from dispfx.source.experts import Experts, experts_as
@@ -33,7 +33,7 @@ def capture_cached(
     model: nn.Module,
     *,
     skip: Sequence[str] = (),
-    select: Select = "after-norm",
+    select: Select = BudgetSettings.select,
     vocabulary_size: int | None = None,
     experts: Experts = "batched",
 ) -> Program:
@@ -56,7 +56,7 @@ def capture_cached(
     with experts_as(model, experts):
         program = capture_prepared(cached_forward(model), vocabulary_size=vocabulary_size, context=context)
     program.context = context
-    return run_stage("analyse", program, skip=skipped(skip), select=select)
+    return run_pipeline("analyse", program, skip=skipped(skip), select=select)
 
 
 def lower_cached(

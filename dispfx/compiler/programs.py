@@ -3,7 +3,7 @@
     module → capture → analyse → gate                 masks multiply what may be removed
                                → lower → gather       smaller weights
 
-The stages are those of `dispfx.compiler.stages`.
+The pipelines are those of `dispfx.compiler.pipelines`.
 
 Shape legend: B batch, T tokens, V vocabulary, N features of a site.
 """
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from dispfx.analysis.finite_weights import require_finite_weights
 from dispfx.capturing.module_capture import capture as capture_module
-from dispfx.compiler.stages import names_of, run_stage
+from dispfx.compiler.pipelines import names_of, run_pipeline
 from dispfx.errors import CaptureError, PlanMismatchError, UnsupportedGraphError
 from dispfx.ir.pipeline import Pass, Pipeline, further_passes
 from dispfx.ir.program import Program, own_tensor, require_program
 from dispfx.ir.retype import retyped
 from dispfx.plan.hardening import hard_masks
 from dispfx.plan.plan import Plan, require_plan, site_keys
-from dispfx.settings.sections import Select
+from dispfx.settings.sections import BudgetSettings, Select
 from dispfx.settings.verb_settings import WriteSpelling
 from dispfx.source.experts import Experts, experts_as, has_choice_of_experts
 from dispfx.source.source import longest_context, named_context
@@ -41,7 +41,7 @@ def capture(
     model: nn.Module,
     *,
     skip: Sequence[str] | str = (),
-    select: Select = "after-norm",
+    select: Select = BudgetSettings.select,
     vocabulary_size: int | None = None,
     experts: Experts = "grouped",
     passes: Sequence[Pass] = (),
@@ -82,7 +82,7 @@ def analyse(
     model: nn.Module,
     *,
     skip: Sequence[str] | str = (),
-    select: Select = "after-norm",
+    select: Select = BudgetSettings.select,
     vocabulary_size: int | None = None,
     experts: Experts = "grouped",
     separator: int | None = None,
@@ -109,7 +109,7 @@ def analyse(
                 longest=max(longest, longest_context(config)),
             )
         program.context = named_context(config)
-        return run_stage("analyse", program, skip=skipped(skip), select=select)
+        return run_pipeline("analyse", program, skip=skipped(skip), select=select)
 
     try:
         return attempt(experts)
@@ -128,7 +128,7 @@ def apart(
     separator: int,
     *,
     skip: Sequence[str] = (),
-    select: Select = "after-norm",
+    select: Select = BudgetSettings.select,
     longest: int = 0,
 ) -> Program:
     """Return a program of the same decoder in which the documents of a sequence do not see each other.
@@ -248,7 +248,7 @@ class HardGatedDecoder(nn.Module):
 def gate(program: Program) -> GatedDecoder:
     """Return the decoder with a gate at every site; with masks of ones it is bit-identical."""
     require_program(program)
-    twin = run_stage("gate", program.clone())
+    twin = run_pipeline("gate", program.clone())
     return GatedDecoder(twin)
 
 
@@ -294,9 +294,9 @@ def lower_program(
 ) -> Program:
     """As `lower`, but return the program, and accept a decoder whose weights are not loaded yet."""
     require_choice(get_args(WriteSpelling), write, "write")
-    twin = run_stage("lower", program.clone(), kept=plan.by_site(program.sites))
+    twin = run_pipeline("lower", program.clone(), kept=plan.by_site(program.sites))
     if write == "gather-add":
-        twin = run_stage("gather", twin)
+        twin = run_pipeline("gather", twin)
     _attach(twin.graph_module, program.unused)
     return twin
 

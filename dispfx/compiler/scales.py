@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.analysis.positions import kept_features, kept_positions
-from dispfx.compiler.stages import run_stage
+from dispfx.compiler.pipelines import run_pipeline
 from dispfx.ir import ops
 from dispfx.ir.logit_errors import logit_errors
 from dispfx.ir.program import Program
@@ -80,7 +80,7 @@ def insert_scales(lowered: Program, kept: Mapping[str, Tensor]) -> Scaled:
         lowered: with values, on its device; it is not changed.
         kept: sorted kept indices by site name.
     """
-    program = run_stage("scale", lowered.clone(), kept=kept)
+    program = run_pipeline("scale", lowered.clone(), kept=kept)
     paths = {path for path, _ in program.graph_module.named_parameters() if path.startswith(SCALE_PREFIX)}
     sites = [site for site in lowered.sites if f"{SCALE_PREFIX}.{site.name}" in paths]
     trial = _Trial(lowered, program, kept)

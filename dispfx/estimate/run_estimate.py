@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from dispfx.compiler.stages import for_learning, run_stage
+from dispfx.compiler.pipelines import for_learning, run_pipeline
 from dispfx.estimate.devices import Device
 from dispfx.estimate.free_memory import free_bytes
 from dispfx.estimate.graph_sizes import Sizes
@@ -145,7 +145,7 @@ def estimate(
     """
     device = device or program.device
     settings = settings or learn_settings()
-    gated = run_stage("gate", program.clone(), verify=False)
+    gated = run_pipeline("gate", program.clone(), verify=False)
     sizes = Sizes(gated.graph, settings.batch_size, settings.seq_len)
     groups = Groups.of_run(program.sites, constrained=settings.constrained)
     by_dtype = _bytes_by_dtype(program)

@@ -1,6 +1,6 @@
 """Passes and the pipeline that runs them.
 
-A pass has a name, declares the stages that it requires and ensures, and changes one `Program`.  The
+A pass has a name, declares the levels that it requires and ensures, and changes one `Program`.  The
 pipeline checks its claim to have changed something, and verifies the graph after it.  Notes of passes go to
 the logger `dispfx.passes`, at level INFO.
 """
@@ -39,8 +39,8 @@ class Pass(Protocol):
 
     Attributes:
         name: as on the command line.
-        requires: stage that the program must have reached.
-        ensures: stage of the program after the pass.
+        requires: level that the program must have reached.
+        ensures: level of the program after the pass.
     """
 
     name: str
@@ -84,15 +84,15 @@ class Printer:
             self.show(name, text)
 
 
-def further_passes(passes: Sequence[Pass], stage: str, taken: Sequence[str] = ()) -> list[Pass]:
-    """Return the user's passes, after checking that they can run after those of a stage.
+def further_passes(passes: Sequence[Pass], level: str, taken: Sequence[str] = ()) -> list[Pass]:
+    """Return the user's passes, after checking that they can run on a program of a level.
 
     Args:
-        stage: of the program, which the passes must keep.
+        level: of the program, which the passes must keep.
         taken: names of the passes that ran before.
 
     Raises:
-        DispfxError: if one is not a pass, has a taken name, or is for another stage.
+        DispfxError: if one is not a pass, has a taken name, or is for another level.
     """
     names = list(taken)
     for step in passes:
@@ -104,9 +104,9 @@ def further_passes(passes: Sequence[Pass], stage: str, taken: Sequence[str] = ()
             )
         if step.name in names:
             raise DispfxError(f"pass names must be unique, and {step.name!r} is taken")
-        if (step.requires, step.ensures) != (stage, stage):
+        if (step.requires, step.ensures) != (level, level):
             raise DispfxError(
-                f"pass {step.name} must require and ensure a {stage} program, and it says {step.requires}, "
+                f"pass {step.name} must require and ensure a {level} program, and it says {step.requires}, "
                 f"{step.ensures}"
             )
         names.append(step.name)
@@ -145,7 +145,7 @@ class Pipeline:
         """Run every pass on `program` and return it.
 
         Raises:
-            PassError: if a pass runs at a wrong stage, breaks the graph, or makes a wrong claim.
+            PassError: if a pass runs at a wrong level, breaks the graph, or makes a wrong claim.
         """
         for step in self.passes:
             self._run_one(step, program)
@@ -154,8 +154,8 @@ class Pipeline:
         return program
 
     def _run_one(self, step: Pass, program: Program) -> None:
-        if program.stage != step.requires:
-            raise self._broken(step, f"it needs a {step.requires} program, this one is {program.stage}")
+        if program.level != step.requires:
+            raise self._broken(step, f"it needs a {step.requires} program, this one is {program.level}")
         before = signature(program) if self.verify else None
         try:
             result = step.run(program)
@@ -165,7 +165,7 @@ class Pipeline:
             raise self._broken(step, f"{type(error).__name__}: {error}") from error
         if not isinstance(result, PassResult):
             raise self._broken(step, f"it must return a PassResult, and returned {type(result).__name__}")
-        program.stage = step.ensures
+        program.level = step.ensures
         self.ran.append(Ran(step.name, result))
         if result.note:
             _LOG.info("%s: %s", step.name, result.note)

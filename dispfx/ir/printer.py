@@ -12,7 +12,7 @@ def print_program(program: Program) -> str:
     Batch and length are printed as B and T where they are the traced sizes and dynamic.
     """
     stream = set(program.stream.values) if program.stream else set()
-    lines = [f"{program.model_class} ({program.stage})"]
+    lines = [f"{program.model_class} ({program.level})"]
     for node in program.graph.nodes:
         mark = "*" if node.name in stream else " "
         lines.append(f"{mark} {_line(node)}")

@@ -59,7 +59,7 @@ class Program:
             them.
         model_class: qualified class name of the captured module.
         fingerprint: identifies the decoder's structure and weights.
-        stage: captured, canonical, gated or lowered; `dispfx.ir.spec` says what each allows.
+        level: captured, canonical, gated or lowered; `dispfx.ir.spec` says what each allows.
         inputs: names of the graph's inputs, token ids first; a cached capture has more than these.
         outputs: names of what the graph returns, logits first; a cached capture returns its caches too.
         stream: the residual stream, once found.
@@ -83,7 +83,7 @@ class Program:
     graph_module: fx.GraphModule
     model_class: str
     fingerprint: str
-    stage: str = "captured"
+    level: str = "captured"
     inputs: tuple[str, ...] = ("input_ids",)
     outputs: tuple[str, ...] = ("logits",)
     stream: ResidualStream | None = None

@@ -20,7 +20,7 @@ def program_html(program: Any) -> str:
     rows += [(refusal.name, "left dense", refusal.reason) for refusal in program.left_dense]
     width = program.stream.width if program.stream else 0
     title = (
-        f"{program.model_class}, {program.stage}: residual stream {width:,} wide, {len(program.sites)} sites"
+        f"{program.model_class}, {program.level}: residual stream {width:,} wide, {len(program.sites)} sites"
     )
     return html_table(title, ("branch", "kind", "features of its sites"), rows)
 
@@ -30,7 +30,7 @@ def program_text(program: Any) -> str:
     width = f", residual stream {program.stream.width:,} wide" if program.stream else ""
     dtype = str(program.dtype).removeprefix("torch.") if program.parameters else "no parameters"
     lines = [
-        f"Program of {program.model_class}, {program.stage}: {dtype}, {program.size:,} parameters{width}, "
+        f"Program of {program.model_class}, {program.level}: {dtype}, {program.size:,} parameters{width}, "
         f"{len(program.sites)} sites"
     ]
     lines += _columns(_branches(program), "branches")

@@ -1,4 +1,4 @@
-"""The specification of a valid program at each stage.
+"""The specification of a valid program at each level.
 
 captured   the named inputs (token ids first) and outputs (logits first), every tensor read exists
 canonical  and: no in-place operation, one read per tensor, every fact names a value that exists
@@ -16,31 +16,31 @@ from dispfx.ir.program import Program
 
 _INDEXED = ops.packets("index_select index_add")
 
-STAGES = ("captured", "canonical", "gated", "lowered", "static")
+LEVELS = ("captured", "canonical", "gated", "lowered", "static")
 
 
 def verify_program(program: Program) -> str | None:
-    """Return what is wrong with the program at its stage, or None."""
-    if program.stage not in STAGES:
-        return f"{program.stage!r} is no stage; they are {', '.join(STAGES)}"
+    """Return what is wrong with the program at its level, or None."""
+    if program.level not in LEVELS:
+        return f"{program.level!r} is no level; they are {', '.join(LEVELS)}"
     try:
         program.graph.lint()
     except (RuntimeError, AttributeError) as error:
         return f"the graph is broken: {error}"
     problems = (_shape_of_program(program), _missing_tensor(program))
-    if program.stage != "captured":
+    if program.level != "captured":
         problems += (_not_canonical(program), _stale_fact(program))
     problems += (_gates(program),)
-    if program.stage in ("lowered", "static"):
+    if program.level in ("lowered", "static"):
         problems += (_index_outside(program),)
     return next((problem for problem in problems if problem), None)
 
 
 def _shape_of_program(program: Program) -> str | None:
     inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
-    expected = len(program.inputs) + (len(program.sites) if program.stage == "gated" else 0)
+    expected = len(program.inputs) + (len(program.sites) if program.level == "gated" else 0)
     if len(inputs) != expected:
-        return f"a {program.stage} program has {expected} input(s), this one has {len(inputs)}"
+        return f"a {program.level} program has {expected} input(s), this one has {len(inputs)}"
     returned = program.graph.output_node().args[0]
     values = returned if isinstance(returned, list | tuple) else (returned,)
     if not all(isinstance(value, fx.Node) for value in values):
@@ -61,7 +61,7 @@ def _missing_tensor(program: Program) -> str | None:
 def _not_canonical(program: Program) -> str | None:
     read: set[object] = set()
     for node in program.graph.nodes:
-        if ops.mutates(node) and not (program.stage == "static" and _writes_a_cache(node)):
+        if ops.mutates(node) and not (program.level == "static" and _writes_a_cache(node)):
             return f"{node.name} changes its operand in place"
         if node.op == "get_attr" and node.target in read:
             return f"{node.target} is read by two nodes"
@@ -78,7 +78,7 @@ def _writes_a_cache(node: fx.Node) -> bool:
 
 def _stale_fact(program: Program) -> str | None:
     """Facts about the stream and gate points name values of the canonical graph."""
-    if program.stage in ("lowered", "static") or program.stream is None:
+    if program.level in ("lowered", "static") or program.stream is None:
         return None
     names = {node.name for node in program.graph.nodes}
     facts = {*program.stream.values, *program.stream.writes}
@@ -89,8 +89,8 @@ def _stale_fact(program: Program) -> str | None:
 
 def _gates(program: Program) -> str | None:
     gates = [node for node in program.graph.nodes if ops.is_gate(node)]
-    if program.stage != "gated":
-        return f"{gates[0].name} is a gate in a {program.stage} program" if gates else None
+    if program.level != "gated":
+        return f"{gates[0].name} is a gate in a {program.level} program" if gates else None
     # Those that correct a mean or a norm have other names.
     found = sum(gate.name.startswith("gate_") for gate in gates)
     if found != sum(len(site.gates) for site in program.sites):

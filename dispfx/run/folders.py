@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from dispfx.analysis.label_map import Mismatch
 from dispfx.capturing.module_capture import VERIFIED_LENGTHS
 from dispfx.compiler.cached_programs import capture_cached
+from dispfx.compiler.pipelines import gathered
 from dispfx.compiler.programs import analyse, lower_program, only_planned
-from dispfx.compiler.stages import run_stage
 from dispfx.deploy import reload
 from dispfx.deploy.checkpoint import PLAN_FILE, implementations, own_config, skeleton
 from dispfx.deploy.digests import changed
@@ -166,7 +166,7 @@ class Opened:
             OutputError: if the folder holds a graph alone.
         """
         assert self.graph_module is not None and self.program is not None
-        return run_stage("gather", self.program.clone()).graph_module
+        return gathered(self.program).graph_module
 
     def cached(self) -> Program:
         """Return the lowered program of the decoder with its cache, on the CPU.

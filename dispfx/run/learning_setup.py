@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from dispfx.compiler.stages import for_learning, run_stage
+from dispfx.compiler.pipelines import for_learning, run_pipeline
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError
 from dispfx.estimate.free_memory import free_bytes
@@ -50,7 +50,7 @@ def prepared_loss(
     ranks.check(settings.batch_size, settings.samples)
     sharding = _sharding(program, chosen, ranks)
     device = device_of_learning(program, chosen)
-    plain = run_stage("gate", program.clone())
+    plain = run_pipeline("gate", program.clone())
     if sharding is not None:
         plain = placed(plain, device)
     fast = for_learning(plain, settings.seq_len)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from dispfx.analysis.label_map import Mismatch
-from dispfx.compiler.stages import run_stage
+from dispfx.compiler.pipelines import gathered
 from dispfx.deploy.checkpoint import own_generation_config
 from dispfx.deploy.folder import new_folder
 from dispfx.deploy.genai import write_genai_config
@@ -197,7 +197,7 @@ def _spelled(program: Program, write: WriteSpelling) -> Program:
         UnsupportedGraphError: for `index-add` in half precision, which ONNX Runtime does not support.
     """
     if write == "gather-add":
-        return run_stage("gather", program.clone())
+        return gathered(program)
     if program.dtype in (torch.float16, torch.bfloat16):
         raise UnsupportedGraphError(
             f"ONNX Runtime has no adding scatter for {str(program.dtype).removeprefix('torch.')}",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.capturing.module_capture import module_logits
-from dispfx.compiler.stages import run_stage
+from dispfx.compiler.pipelines import gathered
 from dispfx.demo.probe import skill_probe
 from dispfx.deploy import exported, weights
 from dispfx.deploy.checkpoint import PLAN_FILE
@@ -319,7 +319,7 @@ class Writer:
                 lines += exported_lines(again.path, again.decoder, job.program.known_tokens)
                 require(*lines)
                 return None
-            plain = lambda: run_stage("gather", self._program(kept).clone()).graph_module  # noqa: E731
+            plain = lambda: gathered(self._program(kept)).graph_module  # noqa: E731
             written = write_onnx(batched, plain=plain if again.plan is None else None)
         lines += written.lines
         if written.note is not None:

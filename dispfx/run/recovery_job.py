@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dispfx.analysis.finite_weights import require_finite_weights
 from dispfx.analysis.lookups import longest_text, require_readable
+from dispfx.compiler.pipelines import for_training
 from dispfx.compiler.programs import require_same_decoder
-from dispfx.compiler.stages import for_training
 from dispfx.deploy import exported
 from dispfx.deploy.digests import digests
 from dispfx.deploy.section import CONFIG_FILE

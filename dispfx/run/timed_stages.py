@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from dispfx.compiler.stages import PASSES
+from dispfx.compiler.pipelines import PASSES
 from dispfx.errors import DispfxError, MemoryShortage, first_line, memory_shortage
 from dispfx.ir.pipeline import printing_after
 from dispfx.report import NullObserver, Observer
@@ -20,7 +20,7 @@ _LESS = {
     "open": f"{option('dtype', 'bfloat16')} halves float32 weights",
     "learn": f"use a smaller {option('batch_size')} or {option('seq_len')}, "
     f"or {option('checkpointing', 'on')}",
-    "tune": f"use a smaller {option('batch_size')} or {option('seq_len')}",
+    "recover": f"use a smaller {option('batch_size')} or {option('seq_len')}",
 }
 _MORE = "end other programs, or use a machine or a GPU with more memory"
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.capturing.module_capture import module_logits
+from dispfx.compiler.pipelines import for_training
 from dispfx.compiler.programs import exportable, lower_program
 from dispfx.compiler.scales import insert_scales
-from dispfx.compiler.stages import for_training
 from dispfx.deploy.checkpoint import PLAN_FILE, implementations
 from dispfx.deploy.exported import load_program
 from dispfx.deploy.section import read_layout

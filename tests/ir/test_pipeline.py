@@ -58,12 +58,12 @@ def test_passes_run_in_order_and_their_notes_are_logged(captured: Program, caplo
     caplog.set_level("INFO", logger="dispfx.passes")
     pipeline = Pipeline([Canonicalize(), FindResidualStream()])
     program = pipeline.run(captured.clone())
-    assert program.stage == "canonical"
+    assert program.level == "canonical"
     assert [ran.name for ran in pipeline.ran] == ["canonicalize", "find-residual-stream"]
     assert caplog.messages[0].startswith("canonicalize: ") and caplog.messages[0].endswith("values erased")
 
 
-def test_a_misplaced_pass_is_named_with_the_stages(captured: Program):
+def test_a_misplaced_pass_is_named_with_the_levels(captured: Program):
     with pytest.raises(
         PassError, match="pass find-residual-stream: it needs a canonical program, this one is"
     ):
@@ -161,8 +161,8 @@ def test_a_pass_that_breaks_the_graph_is_named(captured: Program, name: str):
         Pipeline([Step(act, changed=True)]).run(captured.clone())
 
 
-def test_an_unknown_stage_is_refused(captured: Program):
-    with pytest.raises(PassError, match="'finished' is no stage"):
+def test_an_unknown_level_is_refused(captured: Program):
+    with pytest.raises(PassError, match="'finished' is no level"):
         Pipeline([Step(ensures="finished", changed=True)]).run(captured.clone())
 
 

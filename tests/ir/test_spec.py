@@ -1,4 +1,4 @@
-"""The specification of a valid program catches what a pass could do wrong at each stage."""
+"""The specification of a valid program catches what a pass could do wrong at each level."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,7 @@ import dispfx
 from dispfx.ir.ops import aten
 from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
-from dispfx.ir.spec import STAGES, verify_program
+from dispfx.ir.spec import LEVELS, verify_program
 from dispfx.passes.insert_gates import InsertGates
 from dispfx.passes.lower_gates import LowerGates
 from dispfx.plan.plan import Plan
@@ -19,17 +19,17 @@ from tests.one_branch import Middle, one_branch
 
 
 @pytest.fixture(scope="module")
-def stages() -> dict[str, Program]:
+def levels() -> dict[str, Program]:
     canonical = dispfx.capture(one_branch(lambda: Middle(lambda m, h: F.gelu(h))))
     gated = Pipeline([InsertGates()]).run(canonical.clone())
     lowered = Pipeline([LowerGates(Plan.random(canonical, 0.4, 0).kept)]).run(gated.clone())
     return {"canonical": canonical, "gated": gated, "lowered": lowered}
 
 
-@pytest.mark.parametrize("stage", ["canonical", "gated", "lowered"])
-def test_what_the_passes_make_is_valid(stages: dict[str, Program], stage: str):
-    assert stages[stage].stage == stage and stage in STAGES
-    assert verify_program(stages[stage]) is None
+@pytest.mark.parametrize("level", ["canonical", "gated", "lowered"])
+def test_what_the_passes_make_is_valid(levels: dict[str, Program], level: str):
+    assert levels[level].level == level and level in LEVELS
+    assert verify_program(levels[level]) is None
 
 
 def in_place(program: Program) -> None:
@@ -105,25 +105,25 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(twin, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else twin
 
 
-@pytest.mark.parametrize(("stage", "act", "problem"), BROKEN, ids=[act.__name__ for _, act, _ in BROKEN])
-def test_what_is_broken_is_said(stages: dict[str, Program], stage: str, act, problem: str):
-    program = stages[stage].clone()
+@pytest.mark.parametrize(("level", "act", "problem"), BROKEN, ids=[act.__name__ for _, act, _ in BROKEN])
+def test_what_is_broken_is_said(levels: dict[str, Program], level: str, act, problem: str):
+    program = levels[level].clone()
     program.rebuild({path: copied(tensor) for path, tensor in program.tensors()})
     act(program)
     found = verify_program(program)
     assert found is not None and problem in found
 
 
-def test_a_clone_shares_tensors_and_not_the_graph(stages: dict[str, Program]):
-    program = stages["canonical"]
+def test_a_clone_shares_tensors_and_not_the_graph(levels: dict[str, Program]):
+    program = levels["canonical"]
     twin = program.clone()
     twin.graph.erase_node(twin.graph.output_node())
     assert verify_program(program) is None
     assert twin.parameters["head.weight"] is program.parameters["head.weight"]
 
 
-def test_a_rebuild_drops_what_nobody_reads(stages: dict[str, Program]):
-    twin = stages["canonical"].clone()
+def test_a_rebuild_drops_what_nobody_reads(levels: dict[str, Program]):
+    twin = levels["canonical"].clone()
     twin.node("linear_2").update_arg(1, twin.node("embedding_weight"))
     twin.rebuild({**dict(twin.tensors()), "unread": torch.zeros(1)})
     assert "head.weight" not in {str(node.target) for node in twin.graph.nodes}

@@ -105,7 +105,7 @@ def test_what_does_something_is_left_alone(name: str):
 
 def test_a_second_run_changes_nothing():
     program = canonical(Noisy)
-    program.stage = "captured"
+    program.level = "captured"
     again = Pipeline([Canonicalize()])
     again.run(program)
     assert not again.ran[0].result.changed
@@ -270,6 +270,6 @@ def test_rounded_quotients_of_sizes_are_whole_and_other_roundings_stay():
     assert math.floor not in targets and targets.count(math.ceil) == 1
     assert all(torch.equal(program.graph_module(x), y) for x, y in zip(ids, before, strict=True))
     again = Pipeline([Canonicalize()])
-    program.stage = "captured"
+    program.level = "captured"
     again.run(program)
     assert not again.ran[0].result.changed

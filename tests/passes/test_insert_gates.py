@@ -137,7 +137,7 @@ def test_every_mask_gets_a_gradient_and_no_weight_does(joined: Program):
 def test_the_original_program_has_no_gate(plain: Program):
     gated(plain)
     assert not any(ops.is_gate(node) for node in plain.graph.nodes)
-    assert plain.stage == "canonical"
+    assert plain.level == "canonical"
 
 
 def test_a_second_run_is_refused(plain: Program):

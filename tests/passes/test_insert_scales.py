@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 
 import dispfx
+from dispfx.compiler.pipelines import run_pipeline
 from dispfx.compiler.programs import lower_program
 from dispfx.compiler.scales import Scaled, insert_scales
-from dispfx.compiler.stages import run_stage
 from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.ir.sites import STREAM
@@ -61,12 +61,12 @@ def test_reads_inner_features_and_writes_are_multiplied_and_ones_change_no_bit(p
     assert calls_of(scaled, "mul").count("mul(") == 3
     assert "mul(index_select_default, view" in calls_of(scaled, "mul")
     assert "mul(gelu, view" in calls_of(scaled, "mul") and "mul(linear_1, view" in calls_of(scaled, "mul")
-    assert scaled.stage == "lowered" and not calls_of(program, "mul"), "the program itself stays as it is"
+    assert scaled.level == "lowered" and not calls_of(program, "mul"), "the program itself stays as it is"
 
 
-def test_a_second_run_would_scale_twice_and_is_not_made_by_a_stage(plain: Program):
+def test_a_second_run_would_scale_twice_and_is_not_made_by_a_pipeline(plain: Program):
     program, kept = lowered(plain)
-    stage = run_stage("scale", program.clone(), kept=kept)
+    stage = run_pipeline("scale", program.clone(), kept=kept)
     alone = Pipeline([InsertScales(kept)]).run(program.clone())
     assert lines_of(stage, "linear_1") == lines_of(alone, "linear_1")
 

@@ -58,7 +58,7 @@ def test_keys_and_values_are_written_to_their_places():
     assert program.inputs[:5] == (
         "input_ids", "attention_mask", "position_ids", "start", "past_key_values.0.key",
     )  # fmt: skip
-    assert program.outputs == ("logits",) and program.stage == "static"
+    assert program.outputs == ("logits",) and program.level == "static"
 
 
 def test_a_decode_step_changes_one_place_of_every_cache():
@@ -144,9 +144,9 @@ def test_a_cache_in_another_order_is_refused():
 def test_in_place_operations_are_valid_in_a_static_program_and_on_caches_only():
     program = Pipeline([StaticCache(LENGTH)]).run(lowered("llama"))
     assert verify_program(program) is None
-    program.stage = "lowered"
+    program.level = "lowered"
     assert "in place" in str(verify_program(program))
-    program.stage = "static"
+    program.level = "static"
     write = next(node for node in program.graph.nodes if packet(node) is aten.index_copy_)
     cache_input = write.args[0]
     assert isinstance(cache_input, fx.Node)

@@ -7,8 +7,8 @@ import torch
 
 import dispfx
 from dispfx.capturing.module_capture import module_logits
+from dispfx.compiler.pipelines import for_training
 from dispfx.compiler.programs import lower_program
-from dispfx.compiler.stages import for_training
 from dispfx.errors import DispfxError
 from dispfx.learning.divergence import stream_distance
 from dispfx.run.students import adapted_student, graph_predictions, has_stream

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import fx
 
-from dispfx.compiler.stages import for_learning
+from dispfx.compiler.pipelines import for_learning
 from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.insert_gates import InsertGates

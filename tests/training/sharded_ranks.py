@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.api import capture
-from dispfx.compiler.stages import for_learning
+from dispfx.compiler.pipelines import for_learning
 from dispfx.distributed.ranks import Ranks, joined
 from dispfx.errors import DispfxError
 from dispfx.fast_decoder.comparison import sample_masks, value_and_gradient

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import dispfx
+from dispfx.compiler.pipelines import for_training
 from dispfx.compiler.programs import lower_program
-from dispfx.compiler.stages import for_training
 from dispfx.fast_decoder.recovery_pass import (
     Trial,
     fastest_pass,

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from dispfx.benchmark.decoder_speed import Contender, Mode, compare
 from dispfx.compiler.cached_programs import capture_cached, lower_cached
+from dispfx.compiler.pipelines import gathered
 from dispfx.compiler.programs import lower, lower_program
-from dispfx.compiler.stages import run_stage
 from dispfx.deploy.generate import generate
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.ir.program import Program
@@ -175,7 +175,7 @@ def _contenders(bench: Bench, plan: Plan) -> tuple[Contender, Contender]:
 
 
 def _contender(reference: Program, share: float) -> Contender:
-    return Contender(reference, run_stage("gather", reference.clone()), share)
+    return Contender(reference, gathered(reference), share)
 
 
 def samples(name: str, bench: Bench, options: Options) -> Content:

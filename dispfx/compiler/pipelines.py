@@ -1,11 +1,11 @@
-"""The compiler from top to bottom: its stages, each a tuple of passes.
+"""The compiler from top to bottom: its pipelines, each a tuple of passes.
 
     module → capture → analyse → gate → train → learn masks → plan
                      → lower → gather                        a graph on sliced weights, as ONNX gets it
                      → scale, recover                        the same with a number per kept feature, to train
                      → fuse → prefill, decode, outline       the fast path with a static cache
 
-A pass's options are its dataclass fields; `run_stage` gives each pass those that it has.
+A pass's options are its dataclass fields; `run_pipeline` gives each pass those that it has.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ from dispfx.passes.outline_layers import OutlineLayers
 from dispfx.passes.static_cache import StaticCache
 from dispfx.words.choices import choice
 
-STAGES: Mapping[str, tuple[Any, ...]] = {
+PIPELINES: Mapping[str, tuple[Any, ...]] = {
     "analyse": (Canonicalize, FoldStatistics, FindResidualStream, FindBranches, FindSites),
     "gate": (InsertGates,),
     "train": (DropCausalMasks, GroupHeads, OutlineLayers),
@@ -47,26 +47,26 @@ STAGES: Mapping[str, tuple[Any, ...]] = {
     "outline": (OutlineLayers,),
 }
 # Every pass, in the order of the compiler.
-KINDS = tuple(dict.fromkeys(kind for kinds in STAGES.values() for kind in kinds))
+KINDS = tuple(dict.fromkeys(kind for kinds in PIPELINES.values() for kind in kinds))
 PASSES = tuple(kind.name for kind in KINDS)
 
 
-def run_stage(name: str, program: Program, *, verify: bool = True, **options: Any) -> Program:
-    """Run the passes of a stage on a program, and return it.
+def run_pipeline(name: str, program: Program, *, verify: bool = True, **options: Any) -> Program:
+    """Run the passes of a pipeline on a program, and return it.
 
     Args:
         verify: check the graph, and what each pass claims, after each pass.
         options: of the passes, by the names of their fields.
 
     Raises:
-        DispfxError: if there is no such stage, or no pass of it has such an option.
+        DispfxError: if there is no such pipeline, or no pass of it has such an option.
         PassError: if a pass is out of place or breaks the graph.
     """
-    kinds = choice(STAGES, name, "stage")
+    kinds = choice(PIPELINES, name, "pipeline")
     known = {kind: [one.name for one in fields(kind) if one.init] for kind in kinds}
     unknown = set(options) - {option for names in known.values() for option in names}
     if unknown:
-        raise DispfxError(f"no pass of the stage {name} has the option {min(unknown)!r}")
+        raise DispfxError(f"no pass of the pipeline {name} has the option {min(unknown)!r}")
     passes = [
         kind(**{option: value for option, value in options.items() if option in known[kind]})
         for kind in kinds
@@ -74,25 +74,30 @@ def run_stage(name: str, program: Program, *, verify: bool = True, **options: An
     return Pipeline(passes, verify=verify).run(program)
 
 
-def names_of(*stages: str) -> list[str]:
-    """Return the names of the passes of some stages."""
-    return [kind.name for stage in stages for kind in STAGES[stage]]
+def names_of(*pipelines: str) -> list[str]:
+    """Return the names of the passes of some pipelines."""
+    return [kind.name for name in pipelines for kind in PIPELINES[name]]
 
 
 def described_passes() -> list[tuple[str, str, str]]:
-    """Return name, stage and effect of every pass, in the order of the compiler."""
-    return [(kind.name, _stages(kind), (kind.__doc__ or "").partition("\n")[0]) for kind in KINDS]
+    """Return name, pipelines and effect of every pass, in the order of the compiler."""
+    return [(kind.name, _pipelines(kind), (kind.__doc__ or "").partition("\n")[0]) for kind in KINDS]
 
 
-def _stages(kind: type) -> str:
-    return ", ".join(name for name, kinds in STAGES.items() if kind in kinds)
+def _pipelines(kind: type) -> str:
+    return ", ".join(name for name, kinds in PIPELINES.items() if kind in kinds)
+
+
+def gathered(lowered: Program) -> Program:
+    """Return a copy of a lowered program that writes into the residual stream by gather-add."""
+    return run_pipeline("gather", lowered.clone())
 
 
 def for_learning(gated: Program, tokens: int, *, verify: bool = True) -> Program:
     """Return a copy of a gated program that is fast to learn on, for sequences of that length."""
-    return run_stage("train", gated.clone(), verify=verify, tokens=tokens, masked=False, requires="gated")
+    return run_pipeline("train", gated.clone(), verify=verify, tokens=tokens, masked=False, requires="gated")
 
 
 def for_training(program: Program, tokens: int) -> Program:
     """Return a copy of a program that is fast on sequences of that length; it shares all tensors."""
-    return run_stage("recover", program.clone(), tokens=tokens, masked=False, requires=program.stage)
+    return run_pipeline("recover", program.clone(), tokens=tokens, masked=False, requires=program.level)
