@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from dispfx.errors import DispfxError
 from dispfx.huggingface.registering import register
+from dispfx.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from dispfx.api import capture, compile, gate, gated, learn, load, lower, recover
     from dispfx.ir.program import Program
     from dispfx.plan.plan import Plan
-
-__version__ = "0.1.0"
 
 __all__ = [
     "DispfxError", "Plan", "Program", "capture", "compile", "gate", "gated", "learn", "load", "lower",

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from packaging.requirements import Requirement
 
-import dispfx
+from dispfx.version import __version__
 
 _LEAST_PYTHON = (3, 11)
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
@@ -59,7 +59,7 @@ def _python() -> list[Finding]:
     asked = ".".join(map(str, _LEAST_PYTHON))
     detail = platform.python_version() + ("" if fits else f"; {asked} or newer is needed")
     return [
-        Finding("dispfx", "ok", dispfx.__version__),
+        Finding("dispfx", "ok", __version__),
         Finding("Python", "ok" if fits else "missing", detail),
     ]
 

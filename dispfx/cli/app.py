@@ -8,7 +8,6 @@ from pathlib import Path
 
 from cyclopts import App, CycloptsError, MissingArgumentError, RepeatArgumentError
 
-from dispfx import __version__
 from dispfx.cli import evaluating, making, recovering, showing, using
 from dispfx.cli.config_file import configured
 from dispfx.cli.faults import refused
@@ -32,6 +31,7 @@ from dispfx.settings.trees import (
     VerifySettings,
 )
 from dispfx.settings.verb_settings import INSPECTED_RATIO
+from dispfx.version import __version__
 from dispfx.words.option_names import option
 from dispfx.words.preconditions import check_current_folder
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import dispfx
 from dispfx.analysis.coverage import coverage
 from dispfx.demo.probe import skill_probe
 from dispfx.deploy.digests import stored_size
@@ -41,6 +40,7 @@ from dispfx.settings import RunSettings
 from dispfx.source import Source
 from dispfx.source.transformers_classes import code_of_class
 from dispfx.verification.equivalence import Verification
+from dispfx.version import __version__
 
 PROBE_SEED, PROBE_SAMPLES = 7, 100
 _NAMED_VERSIONS = ("torch", "transformers", "safetensors", "onnx", "onnxruntime-gpu", "onnxruntime")
@@ -192,7 +192,7 @@ def write_pages(folder: Path, report: Report, contents: FolderContents, dense: S
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries used."""
-    found = {"python": platform.python_version(), "dispfx": dispfx.__version__}
+    found = {"python": platform.python_version(), "dispfx": __version__}
     for name in _NAMED_VERSIONS:
         try:
             found[name] = metadata.version(name)
