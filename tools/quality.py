@@ -36,7 +36,7 @@ from dispfx.run.folder_report import device_name, versions
 from dispfx.run.mask_learning import batches_of, learn
 from dispfx.settings import ComputeSettings, learn_settings
 from dispfx.settings.learning_settings import METHOD_ALIASES, RECIPES, LearnSettings, Method
-from dispfx.source import Source, encode, load_source, read_tokens
+from dispfx.source import Source, encode, load_source, read_text
 
 LEARNED_SHARE = 0.8
 ROWS = [f"{name}:{ratio}" for name in ("paper", "informed", "sensitivity", "random") for ratio in (0.3, 0.5)]
@@ -144,10 +144,10 @@ def _texts(source: Source, args: argparse.Namespace) -> tuple[Tensor, Tensor, Te
         return tokens[: bounds[0]], tokens[bounds[0] : bounds[1]], tokens[bounds[1] :]
     if not args.data or not args.split:
         raise DispfxError("--data to learn from and --split to choose on are needed", hint="or --model demo")
-    split = read_tokens(args.split, source.tokenizer)
+    split = read_text(args.split, source.tokenizer).tokens
     bound = int(len(split) * LEARNED_SHARE)
-    learned = torch.cat([read_tokens(args.data, source.tokenizer), split[:bound]])
-    test = read_tokens(args.test, source.tokenizer) if args.test else None
+    learned = torch.cat([read_text(args.data, source.tokenizer).tokens, split[:bound]])
+    test = read_text(args.test, source.tokenizer).tokens if args.test else None
     return learned, split[bound:], test
 
 

@@ -6,7 +6,7 @@ import decoder_shapes as shapes
 import torch
 from static_decoder import StaticDecoder
 
-from dispfx.benchmark.static_programs import static_programs
+from dispfx.compiler.pipelines import static_programs
 from dispfx.ir.cached_inputs import CachedDecoder
 from dispfx.kernels.cached_attention import CACHED_ATTENTION, reference
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dispfx.benchmark.static_programs import StaticPrograms
+from dispfx.compiler.pipelines import StaticPrograms
 from dispfx.errors import DataError
 from dispfx.ir.cached_inputs import positions_of
 from dispfx.kernels.recording import recording, warm_up

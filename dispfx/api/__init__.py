@@ -17,8 +17,7 @@ if TYPE_CHECKING:
         run_compile,
         run_learn,
     )
-    from dispfx.api.dry_run import preview
-    from dispfx.api.inspection import inspect
+    from dispfx.api.inspection import inspect, preview
     from dispfx.api.installation import doctor
     from dispfx.api.recovery import follow_recovery, recover, run_recover
     from dispfx.api.sampling import sample
@@ -47,62 +46,30 @@ if TYPE_CHECKING:
 
 # Each name is imported from its module at first use, so that a command imports no more than it needs.
 _NAMES = {
-    "dispfx.analysis.coverage": ("coverage",),
-    "dispfx.api.benching": ("bench",),
-    "dispfx.api.commands": (
-        "agree",
-        "evaluate",
-        "export",
-        "generate",
-    ),
-    "dispfx.api.compilation": (
-        "apply",
-        "compile",
-        "follow_compile",
-        "learn_plan",
-        "run_apply",
-        "run_compile",
-        "run_learn",
-    ),
-    "dispfx.api.inspection": ("inspect",),
-    "dispfx.api.installation": ("doctor",),
-    "dispfx.api.recovery": ("follow_recovery", "recover", "run_recover"),
-    "dispfx.api.sampling": ("sample",),
-    "dispfx.api.dry_run": ("preview",),
-    "dispfx.api.tasks": ("score_tasks",),
-    "dispfx.compiler.cached_programs": (
-        "capture_cached",
-        "lower_cached",
-    ),
-    "dispfx.ir.cached_inputs": ("CachedDecoder",),
-    "dispfx.compiler.programs": (
-        "analyse",
-        "apart",
-        "capture",
-        "gate",
-        "gated",
-        "lower",
-    ),
-    "dispfx.compiler.pipelines": ("PASSES",),
-    "dispfx.estimate.run_estimate": ("estimate",),
-    "dispfx.run.fitting": ("settings_of",),
-    "dispfx.run.folders": ("load",),
-    "dispfx.run.mask_learning": ("learn",),
-    "dispfx.run.timed_stages": ("printing",),
-    "dispfx.run.plan_learning": ("follow_command",),
-    "dispfx.run.written_folder": ("verify",),
-    "dispfx.settings": (
-        "BudgetSettings",
-        "ComputeSettings",
-        "LearnSettings",
-        "ModelSettings",
-        "OutputSettings",
-        "RunSettings",
-        "TextSettings",
-        "learn_settings",
-    ),
+    "dispfx.analysis.coverage": "coverage",
+    "dispfx.api.benching": "bench",
+    "dispfx.api.commands": "agree evaluate export generate",
+    "dispfx.api.compilation": "apply compile follow_compile learn_plan run_apply run_compile run_learn",
+    "dispfx.api.inspection": "inspect preview",
+    "dispfx.api.installation": "doctor",
+    "dispfx.api.recovery": "follow_recovery recover run_recover",
+    "dispfx.api.sampling": "sample",
+    "dispfx.api.tasks": "score_tasks",
+    "dispfx.compiler.cached_programs": "capture_cached lower_cached",
+    "dispfx.ir.cached_inputs": "CachedDecoder",
+    "dispfx.compiler.programs": "analyse apart capture gate gated lower",
+    "dispfx.compiler.pipelines": "PASSES",
+    "dispfx.estimate.run_estimate": "estimate",
+    "dispfx.run.fitting": "settings_of",
+    "dispfx.run.folders": "load",
+    "dispfx.run.mask_learning": "learn",
+    "dispfx.run.timed_stages": "printing",
+    "dispfx.run.plan_learning": "follow_command",
+    "dispfx.run.written_folder": "verify",
+    "dispfx.settings": "BudgetSettings ComputeSettings LearnSettings ModelSettings "
+    "OutputSettings RunSettings TextSettings learn_settings",
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 

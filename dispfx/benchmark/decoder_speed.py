@@ -17,9 +17,8 @@ from torch import Tensor
 
 from dispfx.benchmark.bound import bound, step_cost
 from dispfx.benchmark.speed_row import Side, SpeedRow
-from dispfx.benchmark.static_programs import static_programs
 from dispfx.benchmark.timing import Call, compare_times, peak_bytes, recorded
-from dispfx.compiler.pipelines import run_pipeline
+from dispfx.compiler.pipelines import run_pipeline, static_programs
 from dispfx.errors import DispfxError, first_line
 from dispfx.fast_decoder.layered import LayeredDecoder
 from dispfx.ir.cached_inputs import CachedShape, cache_tensors

@@ -2,11 +2,9 @@
 
     app          the verbs and the entry point
     verb         a verb, generated from its settings
-    making       compile, learn, apply
+    making       compile, learn, apply, recover, finetune
     using        inspect, verify, export, generate, sample
-    evaluating   eval
-    measuring    bench
-    recovering   recover, finetune
+    evaluating   eval, bench
     showing      report, compare, passes, doctor
     config_file  compile --config
     faults       errors → message and exit code

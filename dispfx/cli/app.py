@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cyclopts import App, CycloptsError, MissingArgumentError, RepeatArgumentError
 
-from dispfx.cli import evaluating, making, recovering, showing, using
+from dispfx.cli import evaluating, making, showing, using
 from dispfx.cli.config_file import configured
 from dispfx.cli.faults import refused
 from dispfx.cli.screen import Screen
@@ -134,7 +134,7 @@ VERBS = (
         shown_defaults=_NO_DEFAULT,
     ),
     Verb(
-        recovering.recover,
+        making.recover,
         RecoverSettings,
         positional=_DIR,
         required=("dense", "data", "out"),
@@ -142,7 +142,7 @@ VERBS = (
         docs=_DIR_DOC,
     ),
     Verb(
-        recovering.finetune,
+        making.finetune,
         RecoverSettings,
         positional=_DIR,
         required=("dense", "data", "out"),

@@ -22,9 +22,9 @@ from dispfx.fast_decoder.comparison import (
 )
 from dispfx.fast_decoder.decoder import TrainingDecoder
 from dispfx.fast_decoder.gathered import GatheredDecoder
-from dispfx.fast_decoder.replay import ReplayedLoss
 from dispfx.fast_decoder.shards import Sharding
 from dispfx.ir.program import Program
+from dispfx.kernels.recording import ReplayedLoss
 from dispfx.learning.objective import NEXT_TOKEN, MaskedLosses, Objective, loss_of_logits
 from dispfx.settings import ComputeSettings
 from dispfx.words.option_names import option

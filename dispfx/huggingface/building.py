@@ -6,7 +6,7 @@ a dense one, and shares all uncut tensors with it.
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from itertools import chain
 
 import torch
@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from dispfx.errors import PlanMismatchError
 from dispfx.huggingface.layout import MARK, WRITE, Layout, ModuleLayout
 from dispfx.huggingface.modules import empty_index, make_gathering
-
-Values = Callable[[str], Tensor]
 
 
 def shape_modules(model: nn.Module, layout: Layout, values: Mapping[str, Tensor] | None = None) -> None:

@@ -13,11 +13,11 @@
 
 from dispfx.source.loading import config_alone, dtype_of, load_config, load_source
 from dispfx.source.source import Source
-from dispfx.source.text import ReadText, check_readable, encode, read_text, read_tokens
+from dispfx.source.text import ReadText, check_readable, encode, read_text
 from dispfx.source.tokenizer import load_folder_tokenizer
 from dispfx.words.model_origin import Origin
 
 __all__ = [
     "Origin", "ReadText", "Source", "check_readable", "config_alone", "dtype_of", "encode", "load_config",
-    "load_folder_tokenizer", "load_source", "read_text", "read_tokens",
+    "load_folder_tokenizer", "load_source", "read_text",
 ]  # fmt: skip

@@ -187,7 +187,6 @@ def compare_decoders(
     *,
     vocabulary_size: int,
     shapes: Sequence[tuple[int, int]] = SHAPES_BT,
-    seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> list[Verification]:
     """Compare two decoders on random token ids, one `Verification` per shape.
@@ -201,7 +200,7 @@ def compare_decoders(
     Raises:
         VerificationError: if the logits differ in shape or dtype.
     """
-    compared = _Compared(name, vocabulary_size, shapes, seed, device)
+    compared = _Compared(name, vocabulary_size, shapes, device)
     found = compared.lines(expected, actual, tolerance)
     dtype = _half_of(expected, actual) if tolerance > TOLERANCES[torch.float32] else None
     own = max((line.max_rel_error for line in found), default=0.0)
@@ -274,7 +273,6 @@ class _Compared:
     name: str
     vocabulary_size: int
     shapes: Sequence[tuple[int, int]]
-    seed: int
     device: torch.device | str
 
     @torch.no_grad()
@@ -284,7 +282,7 @@ class _Compared:
         """Return one line per shape."""
         found = []
         for shape in self.shapes:
-            ids_BT = random_token_ids(self.vocabulary_size, shape, seed=self.seed, device=self.device)
+            ids_BT = random_token_ids(self.vocabulary_size, shape, device=self.device)
             expected_BTV = _logits(expected(ids_BT))
             actual_BTV = _logits(actual(ids_BT)).to(expected_BTV.device)
             found.append(compare(self.name, expected_BTV, actual_BTV, tolerance, shape=shape))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dispfx
 from dispfx.benchmark.decoder_speed import step_inputs
-from dispfx.benchmark.static_programs import StaticPrograms, static_programs
+from dispfx.compiler.pipelines import StaticPrograms, static_programs
 from dispfx.errors import DataError, UnsupportedGraphError
 from dispfx.fast_decoder.layered import LayeredDecoder
 from dispfx.ir.cached_inputs import CachedDecoder, CachedShape

@@ -9,9 +9,9 @@ import torch
 from dispfx.api import capture
 from dispfx.fast_decoder.comparison import compare, sample_masks
 from dispfx.fast_decoder.preparation import PlainDecoder
-from dispfx.fast_decoder.replay import ReplayedLoss
 from dispfx.ir.pipeline import Pipeline
 from dispfx.kernels import recording as kernels
+from dispfx.kernels.recording import ReplayedLoss
 from dispfx.passes.insert_gates import InsertGates
 from tests.plain_decoders import FORMS, build
 from tests.programs import token_ids

@@ -1,7 +1,7 @@
 """From the arguments of --data to token ids.
 
 reading     common to all forms: sharing the limit, joining, checking
-plain       UTF-8 files                      line_pieces  evenly spaced pieces of a large file
+plain       UTF-8 files, and evenly spaced pieces of a large file
 json_lines  .jsonl, .ndjson, .json, or .gz   documents    records with a field → one text
 json_array  a list of JSON records
 parquet     .parquet (pyarrow)               extras       libraries that only some forms need
@@ -18,12 +18,11 @@ from dispfx.source.text.reading import (
     listed,
     read_apart,
     read_text,
-    read_tokens,
 )
 from dispfx.source.text.token_file import joined_tokens, largest_id
 from dispfx.source.text.tokenizing import bos_tokens, encode, tokens_in_front, with_bos
 
 __all__ = [
     "ReadText", "Words", "bos_tokens", "check_readable", "encode", "joined_tokens", "largest_id", "listed",
-    "read_apart", "read_text", "read_tokens", "tokens_in_front", "with_bos",
+    "read_apart", "read_text", "tokens_in_front", "with_bos",
 ]  # fmt: skip

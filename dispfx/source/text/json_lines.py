@@ -11,8 +11,7 @@ from dispfx.errors import DataError
 from dispfx.files.json_text import parse_json
 from dispfx.source.text.documents import joined, text_of, until_full
 from dispfx.source.text.json_array import is_array, records_of
-from dispfx.source.text.line_pieces import Span, file_size, spans, unreadable
-from dispfx.source.text.plain import other_form
+from dispfx.source.text.plain import Span, file_size, other_form, spans, unreadable
 from dispfx.words.text_origin import LINE_BREAK
 
 # A file without line breaks, such as one JSON document, must not be read into memory at once.

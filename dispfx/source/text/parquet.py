@@ -8,7 +8,7 @@ from typing import Any
 from dispfx.errors import DataError
 from dispfx.source.text.documents import joined, missing_field, text_of, until_full
 from dispfx.source.text.extras import library
-from dispfx.source.text.line_pieces import file_size, unreadable
+from dispfx.source.text.plain import file_size, unreadable
 from dispfx.words.text_origin import LINE_BREAK
 
 _BATCH_ROWS = 256

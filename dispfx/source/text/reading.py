@@ -87,11 +87,6 @@ def read_apart(words: Words, tokenizer: Any | None, reading: Reading | None = No
     return [_read([one], tokenizer, reading or Reading()) for one in _opened(words, reading)]
 
 
-def read_tokens(words: Words, tokenizer: Any | None, reading: Reading | None = None) -> Tensor:
-    """As `read_text`, but return only the token ids."""
-    return read_text(words, tokenizer, reading).tokens
-
-
 def check_readable(words: Words, reading: Reading | None = None) -> None:
     """Read every text as `read_text` would, without a tokenizer; of a data set, only its first record.
 

@@ -32,20 +32,20 @@ _PIECE_CHARACTERS = 512 * 2**10
 _PIECES_AT_ONCE = _WHOLE_CHARACTERS // _PIECE_CHARACTERS
 
 
-def encode(text: str, tokenizer: Any | None, *, where: str | None = None) -> Tensor:
+def encode(text: str, tokenizer: Any | None) -> Tensor:
     """Return the token ids of a text, shape (N,), int64, without special tokens.
-
-    Args:
-        where: the file of the text, for the message.
 
     Raises:
         DataError: if there is no tokenizer, or it finds no token.
     """
-    return encode_stream([text], tokenizer, where=where).to(torch.int64)
+    return encode_stream([text], tokenizer).to(torch.int64)
 
 
 def encode_stream(texts: Iterable[str], tokenizer: Any | None, *, where: str | None = None) -> Tensor:
     """Return the token ids of the concatenation of `texts`, shape (N,), int32, as `encode`.
+
+    Args:
+        where: the file of the texts, for the message.
 
     Raises:
         DataError: as for `encode`.

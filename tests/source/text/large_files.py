@@ -17,7 +17,7 @@ import torch
 
 from dispfx.learning.text import TokenBatches
 from dispfx.source.text import read_text
-from dispfx.source.text.line_pieces import spans
+from dispfx.source.text.plain import spans
 from dispfx.source.text.token_file import stored_tokens
 from dispfx.words.text_origin import Reading
 from tests.source.byte_tokenizer import byte_tokenizer

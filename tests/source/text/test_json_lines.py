@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dispfx.errors import DataError
-from dispfx.source.text import json_array, json_lines, line_pieces
+from dispfx.source.text import json_array, json_lines, plain
 from dispfx.source.text.json_lines import JsonLines
 
 
@@ -35,7 +35,7 @@ def test_another_field_can_be_named_and_blank_lines_are_passed_over(tmp_path: Pa
 
 
 def test_a_long_file_gives_the_lines_of_evenly_spaced_pieces(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(line_pieces, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(plain, "_PIECE_BYTES", 1000)
     path = written(tmp_path / "a.jsonl", *({"text": f"{number:05d}"} for number in range(10_000)))
     assert path.stat().st_size == 180_000
     numbers = [int(line) for line in text_in(path, most=20_000).splitlines()]
@@ -45,7 +45,7 @@ def test_a_long_file_gives_the_lines_of_evenly_spaced_pieces(tmp_path: Path, mon
 
 
 def test_a_record_longer_than_a_piece_is_whole(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(line_pieces, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(plain, "_PIECE_BYTES", 100)
     path = written(tmp_path / "a.jsonl", *({"text": letter * 300} for letter in "abcdefghij"))
     assert set(text_in(path, most=1600).splitlines()) <= {letter * 300 for letter in "abcdefghij"}
 
@@ -81,7 +81,7 @@ def test_a_broken_line_is_refused_by_its_number(tmp_path: Path, reason: str, pac
 
 
 def test_a_broken_line_in_a_long_file_is_refused_by_its_byte(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(line_pieces, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(plain, "_PIECE_BYTES", 1000)
     lines = [json.dumps({"text": f"{number:05d}"}) + "\n" for number in range(10_000)]
     lines[5002] = "{'text': 'bad'}\n"
     path = tmp_path / "a.jsonl"

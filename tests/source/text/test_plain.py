@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from dispfx.errors import DataError
-from dispfx.source.text import line_pieces, plain
-from dispfx.source.text.line_pieces import spans
-from dispfx.source.text.plain import PlainText
+from dispfx.source.text import plain
+from dispfx.source.text.plain import PlainText, spans
 
 
 def lines(count: int) -> str:
@@ -27,7 +26,7 @@ def test_a_file_that_may_be_read_whole_is_read_byte_for_byte(tmp_path: Path, mon
 
 
 def test_a_longer_file_gives_whole_lines_at_even_distances(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(line_pieces, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(plain, "_PIECE_BYTES", 1000)
     path = tmp_path / "text.txt"
     path.write_text(lines(30_000), encoding="utf-8")
     read = "".join(PlainText(path).texts(50_000))
@@ -45,7 +44,7 @@ def test_a_longer_file_gives_whole_lines_at_even_distances(tmp_path: Path, monke
 
 @pytest.mark.parametrize("letter", ["a", "é", "漢", "🙂"])
 def test_a_long_file_without_line_breaks_is_cut_between_characters(tmp_path: Path, letter: str, monkeypatch):
-    monkeypatch.setattr(line_pieces, "_PIECE_BYTES", 101)
+    monkeypatch.setattr(plain, "_PIECE_BYTES", 101)
     path = tmp_path / "text.txt"
     path.write_text(letter * 5000, encoding="utf-8")
     read = "".join(PlainText(path).texts(2000))
@@ -55,7 +54,7 @@ def test_a_long_file_without_line_breaks_is_cut_between_characters(tmp_path: Pat
 
 
 def test_a_long_file_with_lines_longer_than_a_piece_still_gives_every_piece(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(line_pieces, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(plain, "_PIECE_BYTES", 100)
     path = tmp_path / "text.txt"
     path.write_text(("x" * 140 + "\n") * 200)
     pieces = list(PlainText(path).texts(3000))
@@ -89,7 +88,7 @@ def test_a_file_that_ends_within_a_character_is_refused(tmp_path: Path):
 
 
 def test_a_bad_byte_in_a_piece_of_a_long_file_is_named_by_its_place(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(line_pieces, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(plain, "_PIECE_BYTES", 1000)
     content = bytearray(lines(3000), "utf-8")
     start = next(span.start for span in spans(len(content), 50_000) if span.start > 59_000)
     content[start + 500] = 0xFF
@@ -112,7 +111,7 @@ def test_utf_16_is_called_by_its_name_where_it_says_so(tmp_path: Path, encoding:
 
 
 def test_a_long_file_loses_its_byte_order_mark_too(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(line_pieces, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(plain, "_PIECE_BYTES", 1000)
     path = tmp_path / "text.txt"
     path.write_text("\ufeff" + lines(3000), encoding="utf-8")
     assert "".join(PlainText(path).texts(5000)).startswith("line 000000 — ")

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from dispfx.errors import DataError
-from dispfx.source import check_readable, encode, read_text, read_tokens
+from dispfx.source import check_readable, encode, read_text
 from dispfx.source.text import read_apart
 from dispfx.source.text.reading import shares
 from dispfx.words.text_origin import Reading
@@ -23,7 +23,7 @@ def text(tmp_path: Path) -> Path:
 
 def test_text_is_tokenised_whole_and_byte_for_byte(text: Path):
     tokenizer = byte_tokenizer()
-    ids = read_tokens(text, tokenizer)
+    ids = read_text(text, tokenizer).tokens
 
     assert ids.dtype == torch.int32 and ids.dim() == 1
     assert len(ids) == len(text.read_bytes())
@@ -31,19 +31,20 @@ def test_text_is_tokenised_whole_and_byte_for_byte(text: Path):
 
 
 def test_no_special_token_is_added(text: Path):
-    assert torch.equal(read_tokens(text, byte_tokenizer(bos=True)), read_tokens(text, byte_tokenizer()))
+    marked, plain = (read_text(text, byte_tokenizer(bos=bos)).tokens for bos in (True, False))
+    assert torch.equal(marked, plain)
 
 
 def test_a_text_longer_than_the_model_gives_no_warning(text: Path, caplog: pytest.LogCaptureFixture):
     tokenizer = byte_tokenizer()
-    assert tokenizer.model_max_length < len(read_tokens(text, tokenizer))
+    assert tokenizer.model_max_length < len(read_text(text, tokenizer).tokens)
     assert not caplog.records
 
 
 def test_a_text_in_memory_is_encoded_the_same_way(text: Path):
     tokenizer = byte_tokenizer(bos=True)
     ids = encode(text.read_bytes().decode(), tokenizer)
-    assert torch.equal(ids, read_tokens(text, tokenizer)) and ids.dtype == torch.int64
+    assert torch.equal(ids, read_text(text, tokenizer).tokens) and ids.dtype == torch.int64
     with pytest.raises(DataError, match="no token in the text"):
         encode("", tokenizer)
 
@@ -51,18 +52,18 @@ def test_a_text_in_memory_is_encoded_the_same_way(text: Path):
 def test_several_texts_are_joined_by_a_line_break(text: Path, tmp_path: Path):
     (tmp_path / "more.txt").write_text("more")
     tokenizer = byte_tokenizer()
-    ids = read_tokens([text, tmp_path / "more.txt"], tokenizer)
+    ids = read_text([text, tmp_path / "more.txt"], tokenizer).tokens
     assert tokenizer.decode(ids).encode() == text.read_bytes() + b"\nmore"
 
 
 def test_a_token_file_needs_no_tokenizer_and_keeps_its_place(text: Path, tmp_path: Path):
     save_file({"tokens": torch.tensor([7, 5, 3], dtype=torch.int32)}, tmp_path / "a.safetensors")
-    alone = read_tokens(tmp_path / "a.safetensors", None)
+    alone = read_text(tmp_path / "a.safetensors", None).tokens
     assert alone.tolist() == [7, 5, 3] and alone.dtype == torch.int32
 
     tokenizer = byte_tokenizer()
-    mixed = read_tokens([tmp_path / "a.safetensors", text], tokenizer)
-    assert torch.equal(mixed, torch.cat([alone, read_tokens(text, tokenizer)]))
+    mixed = read_text([tmp_path / "a.safetensors", text], tokenizer).tokens
+    assert torch.equal(mixed, torch.cat([alone, read_text(text, tokenizer).tokens]))
 
 
 @pytest.mark.parametrize(
@@ -74,32 +75,32 @@ def test_a_text_that_cannot_be_read_is_refused_by_name(tmp_path: Path, content: 
     path = tmp_path / "text.txt"
     path.write_bytes(content)
     with pytest.raises(DataError, match=reason) as refusal:
-        read_tokens(path, byte_tokenizer())
+        read_text(path, byte_tokenizer())
     assert refusal.value.where == str(path)
 
 
 def test_a_missing_text_or_a_folder_is_refused(tmp_path: Path):
     for path in (tmp_path / "absent.txt", tmp_path):
         with pytest.raises(DataError, match="cannot be read") as refusal:
-            read_tokens(path, byte_tokenizer())
+            read_text(path, byte_tokenizer())
         assert refusal.value.where == str(path)
 
 
 def test_text_without_a_tokenizer_is_refused_with_the_two_ways_out(text: Path):
     with pytest.raises(DataError, match="tokenizer is needed") as refusal:
-        read_tokens(text, None)
+        read_text(text, None)
     assert "`tokenizer`" in str(refusal.value) and ".safetensors" in str(refusal.value)
 
 
 def test_no_file_at_all_is_refused():
     with pytest.raises(DataError, match="none was given"):
-        read_tokens([], byte_tokenizer())
+        read_text([], byte_tokenizer())
 
 
 def test_records_and_files_are_joined_in_the_order_they_are_named(text: Path, tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"text": "one\\n"}\n{"text": "two"}\n')
     tokenizer = byte_tokenizer()
-    ids = read_tokens([tmp_path / "a.jsonl", text], tokenizer)
+    ids = read_text([tmp_path / "a.jsonl", text], tokenizer).tokens
     assert tokenizer.decode(ids).encode() == b"one\ntwo\n" + text.read_bytes()
 
 
@@ -122,7 +123,7 @@ def test_texts_read_apart_are_the_texts_by_themselves(text: Path, tmp_path: Path
     parts = read_apart([text, tmp_path / "more.txt"], tokenizer)
     assert [part.name for part in parts] == ["text.txt", "more.txt"]
     for part, path in zip(parts, (text, tmp_path / "more.txt"), strict=True):
-        assert torch.equal(part.tokens, read_tokens(path, tokenizer))
+        assert torch.equal(part.tokens, read_text(path, tokenizer).tokens)
         assert part.largest == int(part.tokens.max())
 
 
@@ -135,7 +136,7 @@ def test_the_largest_id_of_all_texts_is_known(text: Path, tmp_path: Path):
 def test_an_id_that_can_be_none_is_refused(tmp_path: Path, ids: list[int]):
     save_file({"tokens": torch.tensor(ids)}, tmp_path / "tokens.safetensors")
     with pytest.raises(DataError, match="from 0 to 2,147,483,647, but holds"):
-        read_tokens(tmp_path / "tokens.safetensors", None)
+        read_text(tmp_path / "tokens.safetensors", None)
 
 
 def test_short_texts_leave_their_room_to_the_long_ones():
@@ -167,7 +168,7 @@ def test_what_cannot_be_read_is_refused_by_the_check_as_by_reading(text: Path, t
         with pytest.raises(DataError) as checked:
             check_readable([text, tmp_path / name])
         with pytest.raises(DataError) as read:
-            read_tokens([text, tmp_path / name], byte_tokenizer())
+            read_text([text, tmp_path / name], byte_tokenizer())
         assert str(checked.value) == str(read.value)
         assert checked.value.where == str(tmp_path / name)
 
