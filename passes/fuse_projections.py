@@ -82,8 +82,7 @@ def _bias(node: fx.Node) -> fx.Node | None:
 
 def _fuse(program: Program, group: list[fx.Node], tensors: dict[str, Tensor]) -> None:
     graph, first = program.graph, group[0]
-    value = first.args[0]
-    assert isinstance(value, fx.Node)
+    value = ops.operand(first, 0)
     rows = [ops.shape_of(_weight(node))[0] for node in group]
     path = _path_beside([str(_weight(node).target) for node in group], tensors)
     with graph.inserting_before(first):

@@ -35,8 +35,7 @@ class LastLogits:
         way = way_to_head(ops.logits_of(program.graph))
         if way is None:
             return PassResult(False, "the head is not a projection of each token")
-        value = way[-1].args[0]
-        assert isinstance(value, fx.Node)
+        value = ops.operand(way[-1], 0)
         if _is_last(value):
             return PassResult(False, "the head reads the last token already")
         with program.graph.inserting_before(way[-1]):

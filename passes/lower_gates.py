@@ -29,7 +29,7 @@ from torch import Tensor, fx
 from dispfx.analysis.cut_sizes import count_sizes
 from dispfx.analysis.positions import kept_features, kept_positions, places, taken
 from dispfx.ir.kept_statistics import restore
-from dispfx.ir.ops import aten, packet
+from dispfx.ir.ops import aten, operand, packet
 from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import INDEX_PREFIX, Program
 from dispfx.ir.sites import GatePoint, Site
@@ -100,8 +100,7 @@ class _Lowering:
     def gate(self, site: Site, point: GatePoint, name: str) -> None:
         """Replace one gate by its effect on the kept features."""
         gate = self.nodes[name]
-        value = gate.args[0]
-        assert isinstance(value, fx.Node)
+        value = operand(gate, 0)
         if point.statistics:
             restore(self.nodes, value, self.nodes[point.users[0]], name)
             return

@@ -10,6 +10,7 @@ Entry point: `count_sizes`.  Rules:
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, fx
 from dispfx.analysis.links import slice_positions
 from dispfx.analysis.links.places import indexed_by_constant, pad_widths, roll_shifts
 from dispfx.ir import ops
-from dispfx.ir.ops import argument, aten, packet
+from dispfx.ir.ops import argument, aten, operand, packet
 from dispfx.ir.program import Program
 
 # Which positions of every (value, dimension) stay.
@@ -41,7 +42,7 @@ def count_sizes(program: Program, cut: Cut) -> dict[str, Tensor]:
     for node in list(nodes.values()):
         rewrite = _REWRITES.get(packet(node))
         if rewrite is not None and not (packet(node) is aten.mean and node.name in of_kept):
-            rewrite(program.graph, node, cut)
+            rewrite(node, cut)
     for (name, dim), stays in cut.items():
         if name in nodes and not stays.all():
             value = nodes[name].meta["val"]
@@ -49,39 +50,36 @@ def count_sizes(program: Program, cut: Cut) -> dict[str, Tensor]:
     return tensors
 
 
-def _count_shape(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+def _count_shape(node: fx.Node, cut: Cut) -> None:
     at = 0 if packet(node) in ops.FACTORIES else 1
-    sizes = list(node.args[at])  # type: ignore[arg-type]
-    for dim, size in enumerate(sizes):
-        stays = cut.get((node.name, dim))
+    node.update_arg(at, _sizes(node, at, 0, cut))
+
+
+def _sizes(node: fx.Node, at: int, first: int, cut: Cut) -> list[Any]:
+    """Return the sizes that an argument states of the result's dimensions from `first` on."""
+    sizes: list[Any] = list(node.args[at])  # type: ignore[arg-type]
+    for place, size in enumerate(sizes):
+        stays = cut.get((node.name, first + place))
         if stays is not None and isinstance(size, int) and size != -1:
-            sizes[dim] = int(stays.sum())
-    node.update_arg(at, sizes)
+            sizes[place] = int(stays.sum())
+    return sizes
 
 
-def _count_norm(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
-    value, sizes = node.args[0], list(argument(node, 1, "normalized_shape"))  # type: ignore[call-overload]
-    assert isinstance(value, fx.Node)
+def _count_norm(node: fx.Node, cut: Cut) -> None:
+    value, sizes = operand(node, 0), list(argument(node, 1, "normalized_shape"))  # type: ignore[call-overload]
     stays = cut.get((value.name, ops.rank(value) - 1))
     if stays is not None:
         node.update_arg(1, [*sizes[:-1], int(stays.sum())])
 
 
-def _count_factors(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
-    sizes = list(node.args[2])  # type: ignore[arg-type]
-    value, dim = node.args[0], node.args[1]
-    assert isinstance(value, fx.Node) and isinstance(dim, int)
-    first = dim % ops.rank(value)
-    for place, size in enumerate(sizes):
-        stays = cut.get((node.name, first + place))
-        if stays is not None and isinstance(size, int) and size != -1:
-            sizes[place] = int(stays.sum())
-    node.update_arg(2, sizes)
+def _count_factors(node: fx.Node, cut: Cut) -> None:
+    dim = node.args[1]
+    assert isinstance(dim, int)
+    node.update_arg(2, _sizes(node, 2, dim % ops.rank(operand(node, 0)), cut))
 
 
-def _count_parts(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
-    value = node.args[0]
-    assert isinstance(value, fx.Node)
+def _count_parts(node: fx.Node, cut: Cut) -> None:
+    value = operand(node, 0)
     dim = argument(node, 2, "dim", 0) % ops.rank(value)  # type: ignore[operator]
     stays = cut.get((value.name, dim))
     if stays is None:
@@ -95,8 +93,7 @@ def _count_parts(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
 
 def _count_positions(program: Program, node: fx.Node, cut: Cut, tensors: dict[str, Tensor]) -> None:
     """Take the kept ones of the positions of a slice or a constant index (rule 2)."""
-    value = node.args[0]
-    assert isinstance(value, fx.Node)
+    value = operand(node, 0)
     found = _positions(node, value, cut)
     if found is None:
         return
@@ -128,10 +125,9 @@ def _positions(node: fx.Node, value: fx.Node, cut: Cut) -> tuple[int, np.ndarray
     return found if found is not None and (value.name, found[0]) in cut else None
 
 
-def _count_shifts(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+def _count_shifts(node: fx.Node, cut: Cut) -> None:
     """A roll by s moves the last s positions to the front: count the kept ones of them (rule 3)."""
-    value = node.args[0]
-    assert isinstance(value, fx.Node)
+    value = operand(node, 0)
     shifts = roll_shifts(node)
     for dim in shifts:
         stays = cut.get((value.name, dim))
@@ -141,10 +137,9 @@ def _count_shifts(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
         node.args, node.kwargs = (value, list(shifts.values()), list(shifts)), {}
 
 
-def _count_pads(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+def _count_pads(node: fx.Node, cut: Cut) -> None:
     """A pad adds, or cuts off, the kept ones of its positions."""
-    value = node.args[0]
-    assert isinstance(value, fx.Node)
+    value = operand(node, 0)
     counted: list[object] = []
     for dim, (left, right) in reversed(list(enumerate(pad_widths(node)))):
         before, after = cut.get((value.name, dim)), cut.get((node.name, dim))
@@ -164,7 +159,7 @@ def _turned(stays: np.ndarray | None) -> np.ndarray | None:
     return None if stays is None else stays[::-1]
 
 
-def _count_groups(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+def _count_groups(node: fx.Node, cut: Cut) -> None:
     """A depthwise convolution has as many groups as channels."""
     stays = cut.get((node.name, 1))
     if stays is None or not ops.is_depthwise(node):
@@ -176,10 +171,9 @@ def _count_groups(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
         node.kwargs = {**node.kwargs, "groups": int(stays.sum())}
 
 
-def _keep_divisor(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
+def _keep_divisor(node: fx.Node, cut: Cut) -> None:
     """A mean over a cut dimension is a sum over the kept features divided by the full size (rule 4)."""
-    value = node.args[0]
-    assert isinstance(value, fx.Node)
+    value = operand(node, 0)
     dims = argument(node, 1, "dim")
     listed = dims if isinstance(dims, list | tuple) else [dims]
     reduced = [dim % ops.rank(value) for dim in listed if isinstance(dim, int)] or list(
@@ -193,8 +187,8 @@ def _keep_divisor(graph: fx.Graph, node: fx.Node, cut: Cut) -> None:
     divisor: float = math.prod(sizes[dim] for dim in reduced)
     if not fixed:  # already divided by the size that is left
         divisor = math.prod(len(stays) / int(stays.sum()) for stays in narrowed.values())
-    with graph.inserting_after(node):
-        divided = graph.call_function(aten.div.Tensor, (node, divisor))
+    with node.graph.inserting_after(node):
+        divided = node.graph.call_function(aten.div.Tensor, (node, divisor))
     divided.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(divided, delete_user_cb=lambda user: user is not divided)
     if fixed:

@@ -72,7 +72,7 @@ def evaluate(model: Any, *, observer: Observer | None = None, **changes: Any) ->
     chosen = _measured_text(settings.text)
     ready = _ready(settings.model)
     text, begins = _known_text(chosen, ready)
-    Stages(observer or NullObserver()).say(text.notes)
+    Stages(observer).say(text.notes)
     return measure(
         ready.decoder,
         text.tokens,

@@ -258,7 +258,7 @@ def run_apply(
     plan = settings.plan.plan
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     path = refuse_existing(settings.output.path)
-    stages = Stages(observer or NullObserver())
+    stages = Stages(observer)
     chosen = TextChoice(settings.text)
     with stages("open"):
         chosen.check()

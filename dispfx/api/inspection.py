@@ -13,7 +13,7 @@ from dispfx.ir.program import Program
 from dispfx.learning.state import saved_step
 from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import Groups, ParameterCount, check_reachable, hard_masks, harden
-from dispfx.report import NullObserver, Observer
+from dispfx.report import Observer
 from dispfx.report.run_preview import Preview
 from dispfx.run.opening import open_model
 from dispfx.run.plan_learning import state_folder
@@ -69,7 +69,7 @@ def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
     if not resume:
         refuse_existing(path)
     state = state_folder(path, resume)
-    ready = ready_to_learn(settings, Stages(observer or NullObserver()))
+    ready = ready_to_learn(settings, Stages(observer))
     program = ready.program
     reachable, left = _widths(program, ready.budget, ready.settings)
     needed = estimate(program, ready.settings, of=ready.budget.of)

@@ -10,7 +10,7 @@ from dispfx.compiler.programs import only_planned
 from dispfx.deploy.folder import refuse_existing
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.huggingface.adapters import peft_library
-from dispfx.report import NullObserver, Observer, Tuning
+from dispfx.report import Observer, Tuning
 from dispfx.report.tuning_record import RECORD_FILE
 from dispfx.run.complete_output import complete_recovery
 from dispfx.run.folders import open_folder, require_unchanged
@@ -66,7 +66,7 @@ def run_recover(
         DispfxError, VerificationError: as `recover`.
     """
     path, resume = settings.output.path, settings.output.resume
-    stages = Stages(observer or NullObserver())
+    stages = Stages(observer)
     if resume and (path / RECORD_FILE).is_file():
         return complete_recovery(settings, _job(settings, state_folder(path, resume), stages, ranks), stages)
     refuse_existing(path)
@@ -88,7 +88,7 @@ def follow_recovery(settings: RecoverSettings, ranks: Ranks) -> None:
         return
     # The leading rank may have begun to write it.
     state = state_folder(settings.output.path, True)
-    train_along(_job(settings, state, Stages(NullObserver()), ranks))
+    train_along(_job(settings, state, Stages(), ranks))
 
 
 def _job(settings: RecoverSettings, state: Path, stages: Stages, ranks: Ranks) -> Recovery:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from dispfx.analysis.finite_weights import require_finite_weights, require_values
 from dispfx.deploy.folder import refuse_existing
 from dispfx.files.disk import make_parents, new_file
-from dispfx.report import NullObserver, Observer
+from dispfx.report import Observer
 from dispfx.run.opening import open_model
 from dispfx.run.run_text import TextChoice, open_text
 from dispfx.run.sampled_text import Openings, fitted_sampling, require_runs, sampled_text
@@ -41,7 +41,7 @@ def sample(model: Any, out: Any = None, *, observer: Observer | None = None, **c
     """
     settings = SampleSettings.given(model, changes | ({} if out is None else {"out": out}))
     path = refuse_existing(settings.sampling.path)
-    stages, chosen = Stages(observer or NullObserver()), TextChoice(settings.text)
+    stages, chosen = Stages(observer), TextChoice(settings.text)
     with stages("open"):
         chosen.check()
         source = open_model(settings.model)

@@ -157,8 +157,7 @@ def _reached(weight: fx.Node, sizes: Sizes) -> float:
         if packet(user) in ops.GATHERS:
             reached.append(sizes.count(user) / math.prod(shape))
         elif "grouped_mm" in str(user.target) and len(shape) == 3:
-            rows = user.args[0]
-            assert isinstance(rows, fx.Node)
+            rows = ops.operand(user, 0)
             reached.append(sizes.shape(rows)[0] / shape[0])
         else:
             return 1.0

@@ -40,8 +40,7 @@ def split_at_head(
         return None
     before, after = fx.Graph(), fx.Graph()
     values: dict[fx.Node, Any] = {}
-    stream = way[-1].args[0]
-    assert isinstance(stream, fx.Node)
+    stream = ops.operand(way[-1], 0)
     before.graph_copy(module.graph, values)
     before.output((values[stream], *map(values.__getitem__, also)) if also else values[stream])
     before.eliminate_dead_code()

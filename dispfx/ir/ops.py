@@ -205,6 +205,13 @@ def argument(node: fx.Node, index: int, name: str, default: object = None) -> ob
     return node.kwargs.get(name, default)
 
 
+def operand(node: fx.Node, index: int) -> fx.Node:
+    """Return an argument of an operation that is a value."""
+    value = node.args[index]
+    assert isinstance(value, fx.Node)
+    return value
+
+
 def operands(node: fx.Node) -> list[fx.Node]:
     """Return the tensor values the node computes with.
 

@@ -77,14 +77,13 @@ def score(
         DispfxError: if the score is unknown.
     """
     found = own_or_choice(SCORES, method, "method")
-    if isinstance(found, OwnFunction):
-        return _by_own(found, Scored(problem, graph_module, sequences))
-    return found(problem, graph_module, sequences)
+    scored = Scored(problem, graph_module, sequences)
+    return _by_own(found, scored) if isinstance(found, OwnFunction) else found(scored)
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """The inputs of a custom score.
+    """The inputs of a score.
 
     Args:
         problem: sites, count, settings and device of the run.
@@ -122,7 +121,7 @@ class Scored:
 
     def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return by site the mean and the mean square of its features at their gates, (size,) each."""
-        found = _moments(self.problem, self.graph_module, self.sequences)
+        found = _moments(self)
         return {
             site.name: (own.total / own.seen.clamp_min(1), own.squares / own.seen.clamp_min(1))
             for site, own in zip(self.sites, found, strict=True)
@@ -159,36 +158,27 @@ def _require_finite(scores_N: Tensor, problem: Problem) -> None:
             )
 
 
-def _random(problem: Problem, graph_module: fx.GraphModule, sequences: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed_for(problem.settings.seed, "scores"))
-    return torch.randn(problem.groups.features, generator=generator)
+def _random(scored: Scored) -> Tensor:
+    generator = torch.Generator().manual_seed(seed_for(scored.problem.settings.seed, "scores"))
+    return torch.randn(scored.problem.groups.features, generator=generator)
 
 
-def _by_loss(problem: Problem, graph_module: fx.GraphModule, sequences: int) -> Tensor:
-    return _sensitivity(problem, sequences).cpu()
-
-
-def _by_weights(problem: Problem, graph_module: fx.GraphModule, sequences: int) -> Tensor:
-    return _by_group(magnitudes(graph_module, problem.sites), problem.groups)
-
-
-def _by_activations(
-    problem: Problem, graph_module: fx.GraphModule, sequences: int, *, fluctuation: bool
-) -> Tensor:
-    norms = _weight_norms(graph_module, problem.sites, writers=False)
+def _by_activations(scored: Scored, *, fluctuation: bool) -> Tensor:
+    norms = _weight_norms(scored.graph_module, scored.sites, writers=False)
     values = [
         moment.score(norm, fluctuation=fluctuation)
-        for moment, norm in zip(_moments(problem, graph_module, sequences), norms, strict=True)
+        for moment, norm in zip(_moments(scored), norms, strict=True)
     ]
-    return _by_group(torch.cat([_standardised(of_site) for of_site in values]), problem.groups)
+    return _by_group(torch.cat([_standardised(of_site) for of_site in values]), scored.problem.groups)
 
 
-Score = Callable[[Problem, fx.GraphModule, int], Tensor]
-SCORES: dict[str, Score] = {
-    "magnitude": _by_weights,
+SCORES: dict[str, Callable[[Scored], Tensor]] = {
+    "magnitude": lambda scored: _by_group(
+        magnitudes(scored.graph_module, scored.sites), scored.problem.groups
+    ),
     "wanda": partial(_by_activations, fluctuation=False),
     "flap": partial(_by_activations, fluctuation=True),
-    "fisher": _by_loss,
+    "fisher": lambda scored: _sensitivity(scored.problem, scored.sequences).cpu(),
     "random": _random,
 }
 
@@ -347,11 +337,11 @@ def by_feature(values: Tensor, labels: tuple[int, ...] | None, size: int) -> Ten
 
 
 @torch.no_grad()
-def _moments(problem: Problem, graph_module: fx.GraphModule, sequences: int) -> list[_Moments]:
-    recorder = _Recorder(graph_module, problem.sites)
-    masks = [torch.ones(site.size, device=problem.device) for site in problem.sites]
-    for ids_T in _sequences(problem, sequences):
-        recorder.run(ids_T[None].to(problem.device), *masks)
+def _moments(scored: Scored) -> list[_Moments]:
+    recorder = _Recorder(scored.graph_module, scored.sites)
+    masks = [torch.ones(site.size, device=scored.problem.device) for site in scored.sites]
+    for ids_BT in scored.batches():
+        recorder.run(ids_BT, *masks)
     return recorder.moments
 
 

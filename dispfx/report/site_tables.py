@@ -118,15 +118,7 @@ def program_plain(program: Program) -> dict[str, Any]:
             }
             for site in program.sites
         ],
-        "refused": [
-            {
-                "name": refusal.name,
-                "reason": refusal.reason,
-                "parameter": refusal.parameter,
-                "source": refusal.source,
-            }
-            for refusal in program.left_dense
-        ],
+        "refused": to_plain(program.left_dense),
     }
 
 

@@ -22,7 +22,6 @@ from dispfx.learning.tensorboard import FOLDER as TENSORBOARD_FOLDER
 from dispfx.learning.trainer import Watch
 from dispfx.plan.hardening import LIMIT
 from dispfx.plan.plan import Plan
-from dispfx.report import NullObserver
 from dispfx.run.made_from import made_by
 from dispfx.run.mask_learning import follow, learn_within
 from dispfx.run.readiness import Ready, ready_to_learn
@@ -107,7 +106,7 @@ def follow_command(settings: RunSettings, ranks: Ranks) -> Ready | None:
     path = settings.output.path
     if settings.output.resume and ((path / "report.json").is_file() or path.is_file()):
         return None
-    ready = ready_to_learn(settings, Stages(NullObserver()), ranks=ranks)
+    ready = ready_to_learn(settings, Stages(), ranks=ranks)
     follow(ready.job(settings.compute, ranks))
     return ready
 

@@ -28,8 +28,8 @@ _MORE = "end other programs, or use a machine or a GPU with more memory"
 class Stages:
     """Seconds by stage, in order; the times of a stage that runs twice are added."""
 
-    def __init__(self, observer: Observer):
-        self.observer = observer
+    def __init__(self, observer: Observer | None = None):
+        self.observer = observer or NullObserver()
         self.seconds: dict[str, float] = {}
 
     def say(self, notes: Iterable[str]) -> None:

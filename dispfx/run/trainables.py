@@ -41,7 +41,6 @@ from dispfx.verification.equivalence import (
     random_token_ids,
 )
 from dispfx.verification.graphs import short_shapes, tolerance_of, tolerance_of_module
-from dispfx.words.choices import choice
 from dispfx.words.option_names import option
 
 
@@ -168,12 +167,9 @@ def trainable_of(
         DispfxError: if no site can have a scale, or PEFT is missing.
         OutputError: if adapters were asked for a folder that transformers does not load.
     """
-    makers: Mapping[str, Callable[[], Trainable]] = {
-        "scales": lambda: graph_trainable(lowered(), folder_plan(opened), settings),
-        "weights": lambda: graph_trainable(lowered(), folder_plan(opened), settings),
-        "lora": lambda: _adapters(opened, dtype, settings),
-    }
-    return choice(makers, settings.train, "train")()
+    if settings.train == "lora":
+        return _adapters(opened, dtype, settings)
+    return graph_trainable(lowered(), folder_plan(opened), settings)
 
 
 def graph_trainable(lowered: Program, plan: Plan, settings: RecoverySettings) -> Trainable:

@@ -13,6 +13,7 @@ Legend: B batch, T tokens, V vocabulary
 """
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +154,10 @@ def _with_tokenizer(source: Source, tokenizer: str | None, trust_remote_code: bo
         return source
     folder = Path(tokenizer).expanduser()
     location = Location(str(folder)) if folder.is_dir() else reach_hub(tokenizer, None, option("tokenizer"))
-    loaded, files = load_tokenizer(location, trust_remote_code)
+    loaded = load_tokenizer(location, trust_remote_code)
     if loaded is None:
         raise SourceError(f"{option('tokenizer')} names a folder without a tokenizer", where=tokenizer)
-    return Source(
-        source.model, loaded, source.config, source.name, source.origin, source.generation_config, files
-    )
+    return replace(source, tokenizer=loaded)
 
 
 def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:

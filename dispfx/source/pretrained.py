@@ -45,9 +45,9 @@ def load_pretrained(
     with quiet(location):
         config = _config(location, spec, trust_remote_code)
         model = _model(location, spec, config, dtype, trust_remote_code)
-        tokenizer, files = load_tokenizer(location, trust_remote_code)
+        tokenizer = load_tokenizer(location, trust_remote_code)
     generation_config = getattr(model, "generation_config", None)
-    return Source(model, tokenizer, known_config(model), spec, origin, generation_config, files)
+    return Source(model, tokenizer, known_config(model), spec, origin, generation_config)
 
 
 def build_from_config(

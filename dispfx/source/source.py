@@ -1,7 +1,6 @@
 """A loaded decoder with its config and tokenizer, and the number of tokens that it reads."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,8 +20,6 @@ class Source:
         name: MODEL as the user wrote it.
         origin: the form of MODEL.
         generation_config: its transformers generation config, or None.
-        tokenizer_files: the tokenizer's files on disk, to copy; empty if the tokenizer was built from
-            something else (a GGUF file) and must be saved instead.
     """
 
     model: nn.Module
@@ -31,7 +28,6 @@ class Source:
     name: str
     origin: Origin
     generation_config: Any | None = None
-    tokenizer_files: tuple[Path, ...] = ()
 
 
 DEMO_CONTEXT = 256

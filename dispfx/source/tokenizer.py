@@ -28,8 +28,8 @@ _TOKENIZER_FILES = (
 )
 
 
-def load_tokenizer(location: Location, trust_remote_code: bool) -> tuple[Any | None, tuple[Path, ...]]:
-    """Return the tokenizer at `location` and its files, or (None, ()) if there are no such files.
+def load_tokenizer(location: Location, trust_remote_code: bool) -> Any | None:
+    """Return the tokenizer at `location`, or None if there are no such files.
 
     Raises:
         SourceError: if it cannot be read.
@@ -37,14 +37,14 @@ def load_tokenizer(location: Location, trust_remote_code: bool) -> tuple[Any | N
     with quiet(location):
         files = () if location.gguf_file else _tokenizer_files(location)
         if not files and not location.gguf_file and not location.hub:
-            return None, ()
+            return None
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
+            return AutoTokenizer.from_pretrained(
                 location.path, trust_remote_code=trust_remote_code, **location.options
             )
         except Exception as error:
             if location.hub and not _tokenizer_files(location):
-                return None, ()
+                return None
             if not trust_remote_code and _own_code(files):
                 raise SourceError(
                     "the tokenizer needs code that comes with it",
@@ -56,7 +56,6 @@ def load_tokenizer(location: Location, trust_remote_code: bool) -> tuple[Any | N
                 where=location.path,
                 hint=installation(error) or f"name another one with {option('tokenizer')}",
             ) from error
-        return tokenizer, files or (() if location.gguf_file else _tokenizer_files(location))
 
 
 def load_folder_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any | None:
@@ -68,7 +67,7 @@ def load_folder_tokenizer(folder: str | Path, trust_remote_code: bool = False) -
     Raises:
         SourceError: if its files cannot be read.
     """
-    return load_tokenizer(Location(str(folder)), trust_remote_code)[0]
+    return load_tokenizer(Location(str(folder)), trust_remote_code)
 
 
 def _own_code(files: tuple[Path, ...]) -> bool:

@@ -11,7 +11,6 @@ import torch
 
 from dispfx import errors
 from dispfx.cli.screen import Screen
-from dispfx.report import NullObserver
 from dispfx.run.timed_stages import Stages
 from dispfx.verification.equivalence import Verification
 from tests.processes import run_code, started
@@ -190,7 +189,7 @@ def test_memory_that_runs_out_in_a_stage_is_told_with_the_stage_and_the_way_on(
     dispfx, replaced, tmp_path: Path, name: str
 ):
     def work(*_args, **_options):
-        with Stages(NullObserver())("write"):
+        with Stages()("write"):
             raise OUT_OF_MEMORY[name]
 
     replaced("run_compile").side_effect = work

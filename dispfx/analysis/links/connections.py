@@ -92,12 +92,6 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
     return [value for value in ops.operands(node) if ops.is_tensor(value)]
 
 
-def operand(node: fx.Node, index: int) -> fx.Node:
-    value = node.args[index]
-    assert isinstance(value, fx.Node)
-    return value
-
-
 def dimension(value: fx.Node, dim: object) -> int:
     assert isinstance(dim, int)
     return dim % max(rank(value), 1)

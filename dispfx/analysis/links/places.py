@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from dispfx.analysis.links.connections import Connection, Link, Mixing, dimension, operand, same
+from dispfx.analysis.links.connections import Connection, Link, Mixing, dimension, same
 from dispfx.ir import ops
-from dispfx.ir.ops import argument, aten, packet, rank, shape_of
+from dispfx.ir.ops import argument, aten, operand, packet, rank, shape_of
 
 # A longer index is not an order of features.
 _MOST_POSITIONS = 2**20

@@ -2,8 +2,8 @@
 
 from torch import fx
 
-from dispfx.analysis.links.connections import Connection, Contraction, Mixing, aligned, operand, same
-from dispfx.ir.ops import argument, groups_of, is_depthwise, rank
+from dispfx.analysis.links.connections import Connection, Contraction, Mixing, aligned, same
+from dispfx.ir.ops import argument, groups_of, is_depthwise, operand, rank
 
 
 def linear(node: fx.Node) -> list[Connection]:

@@ -8,12 +8,11 @@ from dispfx.analysis.links.connections import (
     Mixing,
     aligned,
     dimension,
-    operand,
     same,
     tensor_operands,
 )
 from dispfx.ir import ops
-from dispfx.ir.ops import argument, aten, packet, rank
+from dispfx.ir.ops import argument, aten, operand, packet, rank
 
 
 def pointwise(node: fx.Node) -> list[Connection]:

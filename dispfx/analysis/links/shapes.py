@@ -14,13 +14,12 @@ from dispfx.analysis.links.connections import (
     Mixing,
     aligned,
     dimension,
-    operand,
     same,
 )
 from dispfx.analysis.links.places import indexed_by_constant, taken
 from dispfx.analysis.links.reductions import ordered, reduction
 from dispfx.ir import ops
-from dispfx.ir.ops import argument, aten, packet, rank, shape_of
+from dispfx.ir.ops import argument, aten, operand, packet, rank, shape_of
 
 
 def moved(node: fx.Node) -> list[Connection]:

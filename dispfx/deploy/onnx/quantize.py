@@ -69,14 +69,12 @@ class Packed:
         scales: (N, G).
         zero_points: (N, G) uint8, two in a byte for 4 bits.
         shape: K and N.
-        bits: per number.
     """
 
     data: ir.Value
     scales: ir.Value
     zero_points: ir.Value
     shape: tuple[int, int]
-    bits: int
 
 
 def quantized(model: ir.Model, scheme: str) -> ir.Model:
@@ -215,7 +213,7 @@ class _Rewriting:
             data, scales, zeros = (ir.Value(name=name) for name in names)
             for value, found in zip((data, scales, zeros), _packer(bits)(matrix), strict=True):
                 self._store(value, found)
-            self._packed[key] = Packed(data, scales, zeros, (matrix.shape[0], matrix.shape[1]), bits)
+            self._packed[key] = Packed(data, scales, zeros, (matrix.shape[0], matrix.shape[1]))
         return self._packed[key]
 
     def _store(self, value: ir.Value, numbers: np.ndarray) -> None:
