@@ -109,13 +109,13 @@ class _Lowering:
             gate.replace_all_uses_with(value)
         elif not narrow:
             gate.replace_all_uses_with(self._read(site, point, value))
-        elif self._is_write(site, point):
+        elif self._is_write(point):
             self._write(site, point, gate, value)
         else:
             gate.replace_all_uses_with(value)
         self.program.graph.erase_node(gate)
 
-    def _is_write(self, site: Site, point: GatePoint) -> bool:
+    def _is_write(self, point: GatePoint) -> bool:
         tops = {(leaf.top, leaf.user) for leaf in self.program.leaves}
         return any((point.value, user) in tops for user in point.users)
 

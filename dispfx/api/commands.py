@@ -200,9 +200,8 @@ def _written_onnx(opened: Opened, forms: FormSettings, observer: Observer) -> li
     if has_onnx(opened.path):
         require(*folder_onnx_lines(opened))
         return []
-    model = write_onnx(opened, forms=forms)
-    if model.note is not None:
-        observer.note(model.note)
+    for note in write_onnx(opened, forms=forms).notes:
+        observer.note(note)
     return [opened.path / FOLDER]
 
 

@@ -15,7 +15,7 @@ from dispfx.deploy.digests import stored_size
 from dispfx.ir.sites import Site
 from dispfx.plan.parameter_count import ParameterCount
 from dispfx.plan.plan import Plan
-from dispfx.quality.agreement import Comparison, compare_on_text
+from dispfx.quality.agreement import Comparison
 from dispfx.report import (
     Behaviour,
     Bytes,
@@ -114,18 +114,8 @@ def compared_texts(task: Task, reloaded: nn.Module) -> tuple[Comparison, ...]:
     # A learned plan has already run at the length of its sequences.
     own = task.settings.learning.seq_len if isinstance(task.settings, RunSettings) else None
     context = window_of(task.source, task.program, own)
-    return tuple(
-        compare_on_text(
-            task.program.graph_module,
-            reloaded,
-            one.tokens,
-            context=context,
-            windows=task.settings.text.eval_windows,
-            device=task.program.device,
-            text=one.about,
-        )
-        for one in task.text.measured
-    )
+    windows = task.settings.text.eval_windows
+    return task.text.compared(task.program, reloaded, context=context, windows=windows)
 
 
 def perplexity_change(measured: Sequence[Comparison]) -> PerplexityChange | None:

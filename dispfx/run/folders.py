@@ -31,6 +31,7 @@ from dispfx.plan.plan import Plan
 from dispfx.report import load_report
 from dispfx.source import load_folder_tokenizer
 from dispfx.source.experts import Experts
+from dispfx.verification.equivalence import Verification
 from dispfx.words.chosen_device import chosen_device
 from dispfx.words.given import path_given
 from dispfx.words.preconditions import is_saved_again, refuse_adapter
@@ -216,6 +217,19 @@ class _Captured:
 
     program: Program
     raised: Callable[[str, Tensor, Tensor], Tensor] = lambda path, stored, value: value
+
+
+@dataclass(frozen=True)
+class Written:
+    """Another form of a folder's decoder: its comparisons, and why an ONNX model has no KV cache."""
+
+    lines: list[Verification]
+    no_cache: str | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """What to tell the user."""
+        return [] if self.no_cache is None else [f"the ONNX model has no KV cache: {self.no_cache}"]
 
 
 def is_output(path: str | Path) -> bool:

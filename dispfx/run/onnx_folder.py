@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from dispfx.errors import (
 from dispfx.ir.cached_inputs import CachedDecoder, cache_tensors
 from dispfx.ir.lengths import held_to
 from dispfx.ir.program import Program, main_dtype
-from dispfx.run.folders import Opened
+from dispfx.run.folders import Opened, Written
 from dispfx.run.length_checks import require_onnx_lengths
 from dispfx.settings.verb_settings import FormSettings, WriteSpelling
 from dispfx.source.own_code import carry_code
@@ -43,31 +43,13 @@ FOLDER = "onnx"
 _USUAL = FormSettings()
 
 
-@dataclass(frozen=True)
-class WrittenModel:
-    """A written ONNX model.
-
-    Args:
-        lines: the comparisons with the checkpoint.
-        no_cache: why it has no KV cache; None if it has one.
-    """
-
-    lines: list[Verification]
-    no_cache: str | None
-
-    @property
-    def note(self) -> str | None:
-        """A note for the user, or None."""
-        return None if self.no_cache is None else f"the ONNX model has no KV cache: {self.no_cache}"
-
-
 def write_onnx(
     opened: Opened,
     *,
     forms: FormSettings = _USUAL,
     plain: Callable[[], fx.GraphModule] | None = None,
     shapes: Sequence[tuple[int, int]] = SHAPES_BT,
-) -> WrittenModel:
+) -> Written:
     """Write `onnx/` into an opened folder if ONNX Runtime agrees with the checkpoint.
 
     The model has a cache, unless the decoder cannot be captured with one.
@@ -111,12 +93,12 @@ def write_onnx(
         elif opened.config is not None:
             _write_own_files(opened, partial)
         try:
-            return WrittenModel(_write_model(partial, model, flavor, answers), reason)
+            return Written(_write_model(partial, model, flavor, answers), reason)
         except VerificationError:
             if not flavor.ort_fusions:
                 raise
         lines = _write_model(partial, model, replace(flavor, ort_fusions=False), answers)
-    return WrittenModel(lines, reason)
+    return Written(lines, reason)
 
 
 def _write_model(

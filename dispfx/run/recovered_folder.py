@@ -51,7 +51,7 @@ from dispfx.run.folders import Opened, open_folder
 from dispfx.run.made_from import made_by_recovery
 from dispfx.run.onnx_folder import write_onnx
 from dispfx.run.plan_learning import resumption
-from dispfx.run.recovery_job import Recovery, compared, faster, training_of
+from dispfx.run.recovery_job import Recovery, faster, training_of
 from dispfx.run.timed_stages import Stages
 from dispfx.run.trainables import Trainable, lowered_of, own_model, trainable_of
 from dispfx.settings.recovery_settings import RecoverySettings
@@ -93,7 +93,7 @@ def recover_folder(job: Recovery, stages: Stages) -> Tuning:
         opened, second = job.opened(), job.second_text
         lowered, trainable, task = training_of(job, opened)
     with stages("measure"):
-        before = _known(job.measured) or _before(compared(job, partial(module_logits, opened.decoder)))
+        before = _known(job.measured) or _before(job.compared(partial(module_logits, opened.decoder)))
     if job.resume:
         stages.observer.note(resumption(job.state))
     with stages("recover"):
@@ -245,7 +245,7 @@ class Writer:
             _NoBetter: if KL on the second text has not fallen, and what was trained was to be kept.
         """
         with self.stages("measure"):
-            after = compared(self.job, partial(module_logits, decoder))
+            after = self.job.compared(partial(module_logits, decoder))
         reached = _reached(told, after)
         if told.kept and not reached.kl_after < told.kl_before:
             raise _NoBetter(reached.kl_after)
@@ -322,8 +322,7 @@ class Writer:
             plain = lambda: gathered(self._program(kept)).graph_module  # noqa: E731
             written = write_onnx(batched, plain=plain if again.plan is None else None)
         lines += written.lines
-        if written.note is not None:
-            self.stages.observer.note(written.note)
+        self.stages.say(written.notes)
         return written.no_cache
 
     def _report(

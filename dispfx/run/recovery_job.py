@@ -30,7 +30,7 @@ from dispfx.ir.content_digest import program_digest
 from dispfx.ir.program import Program
 from dispfx.learning.distillation import Keeping, RecoveryTask, recover
 from dispfx.learning.text import Batches
-from dispfx.quality.agreement import Comparison, compare_on_text
+from dispfx.quality.agreement import Comparison
 from dispfx.report import Report
 from dispfx.run.folders import Opened, open_folder
 from dispfx.run.preflight import require_room_to_recover
@@ -109,6 +109,10 @@ class Recovery:
     def second_text(self) -> MeasuredText:
         """What the recovered decoder must not be worse on."""
         return second_text_of(self.text)
+
+    def compared(self, decoder: Callable[[Tensor], Any]) -> tuple[Comparison, ...]:
+        """Compare a decoder with the dense one on all texts, the second text last."""
+        return self.text.compared(self.program, decoder, context=self.context, windows=self.windows)
 
     def opened(self) -> Opened:
         """Return the folder's decoder."""
@@ -254,19 +258,3 @@ def _fingerprint(job: Recovery) -> str:
     found = decoder_files(job.folder)
     found |= {"dense": program_digest(job.program), "dtype": str(job.dtype)}
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
-
-
-def compared(job: Recovery, decoder: Callable[[Tensor], Any]) -> tuple[Comparison, ...]:
-    """Compare a decoder with the dense one on all texts, the second text last."""
-    return tuple(
-        compare_on_text(
-            job.program.graph_module,
-            decoder,
-            text.tokens,
-            context=job.context,
-            windows=job.windows,
-            device=job.device,
-            text=text.about,
-        )
-        for text in job.text.measured
-    )

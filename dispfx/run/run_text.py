@@ -1,6 +1,6 @@
 """The text of a command: text to learn from, and text to measure on that is never learned from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from dispfx.demo.grammar import generate_text
 from dispfx.errors import DataError
+from dispfx.ir.program import Program
 from dispfx.learning.mixture import Mixture, quotas
 from dispfx.learning.text import HELD_OUT_SHARE, Batches, TokenBatches
+from dispfx.quality.agreement import Comparison, compare_on_text
 from dispfx.quality.perplexity import TextFacts
 from dispfx.quality.second_text import NAME, second_text
 from dispfx.settings import LearnSettings, TextSettings
@@ -160,6 +162,27 @@ class Text:
         if self.measure is None:
             return ()
         return (MeasuredText(self.measure, self.about), *self.further)
+
+    def compared(
+        self, program: Program, decoder: Callable[[Tensor], Any], *, context: int, windows: int | None
+    ) -> tuple[Comparison, ...]:
+        """Compare a decoder with the dense one, a program, on all texts to measure on.
+
+        Args:
+            context, windows: as for `dispfx.quality.agreement.compare_on_text`.
+        """
+        return tuple(
+            compare_on_text(
+                program.graph_module,
+                decoder,
+                one.tokens,
+                context=context,
+                windows=windows,
+                device=program.device,
+                text=one.about,
+            )
+            for one in self.measured
+        )
 
     def require_measurable(self) -> None:
         """Raise if there are too few tokens to measure on, unless nothing will be measured.

@@ -29,7 +29,7 @@ from dispfx.huggingface.ordinary import build_ordinary
 from dispfx.ir.program import Program
 from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan
-from dispfx.run.folders import Opened
+from dispfx.run.folders import Opened, Written
 from dispfx.source import Source
 from dispfx.verification.equivalence import Verification, compare_decoders, random_token_ids
 from dispfx.verification.graphs import (
@@ -98,14 +98,6 @@ class Form:
     def exportable(self) -> Program:
         """Return the dense decoder's program in operations that every exporter knows."""
         return exportable(self.source.model, self.program, self.plan)
-
-
-@dataclass(frozen=True)
-class Written:
-    """The result of a target: its comparisons, and why an ONNX model has no cache."""
-
-    lines: list[Verification]
-    no_cache: str | None = None
 
 
 Target = Callable[[Form], Written]
@@ -177,8 +169,7 @@ def _onnx(form: Form) -> Written:
 
     from dispfx.run.onnx_folder import write_onnx  # imports onnx, which no other target needs
 
-    written = write_onnx(form.opened, plain=plain, shapes=compared_shapes(form.program))
-    return Written(written.lines, written.no_cache)
+    return write_onnx(form.opened, plain=plain, shapes=compared_shapes(form.program))
 
 
 def _graph(form: Form) -> Written:

@@ -10,8 +10,8 @@ from dispfx.huggingface.saving import PrunedModel
 from dispfx.report import Report
 from dispfx.run.decoder_files import Task, pruned_modules, write_decoder
 from dispfx.run.folder_report import compared_texts, report_of, skill_changes, write_words
-from dispfx.run.folders import open_folder
-from dispfx.run.targets import Form, Target, Written, target_named
+from dispfx.run.folders import Written, open_folder
+from dispfx.run.targets import Form, Target, target_named
 from dispfx.run.timed_stages import Stages
 from dispfx.source.own_code import private_code
 from dispfx.verification.equivalence import Verification, require
@@ -82,8 +82,7 @@ def _exported(target: Target, form: Form, lines: list[Verification], stages: Sta
     with stages(form.name):
         written = target(form)
         _add(lines, written.lines, stages)
-    if written.no_cache is not None:
-        stages.observer.note(f"the ONNX model has no KV cache: {written.no_cache}")
+    stages.say(written.notes)
     return written
 
 

@@ -280,7 +280,7 @@ def test_weights_that_got_worse_are_not_kept(graph: Path, tokens: Path, tmp_path
         found = compare_on_text(*given, **options)
         return replace(found, agreement=replace(found.agreement, kl_nats=next(values)))
 
-    monkeypatch.setattr("dispfx.run.recovery_job.compare_on_text", compared)
+    monkeypatch.setattr("dispfx.run.run_text.compare_on_text", compared)
     watcher = Watcher()
     told = recover(graph, **words(tokens, tmp_path / "out", QUICK, dense=MODEL), observer=watcher)
     assert not told.kept and told.kl_before == told.kl_after == 0.5
@@ -303,7 +303,7 @@ def test_adapters_that_got_worse_are_written_as_new_ones(
         found = compare_on_text(*given, **options)
         return replace(found, agreement=replace(found.agreement, kl_nats=float(next(values))))
 
-    monkeypatch.setattr("dispfx.run.recovery_job.compare_on_text", compared)
+    monkeypatch.setattr("dispfx.run.run_text.compare_on_text", compared)
     told = recover(pruned, **words(text, tmp_path / "out", replace(SETTINGS, train="lora", rank=4, lr=1e-2)))
     assert not told.kept
     stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
