@@ -22,7 +22,7 @@ from dispfx.deploy.folder import refuse_existing
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError, OutputError, VerificationError
 from dispfx.plan.plan import Plan
-from dispfx.report import NullObserver, Observer, Report, load_report
+from dispfx.report import Observer, Report, load_report
 from dispfx.run.complete_output import complete_plan, complete_report
 from dispfx.run.decoder_files import Task, require_writable
 from dispfx.run.draft_recovery import is_of_plan, recovery_of_draft, require_recoverable, wait_for_draft
@@ -151,22 +151,22 @@ def run_compile(
     Raises:
         DispfxError, VerificationError: as `compile`.
     """
-    path, stages = settings.output.path, Stages(observer or NullObserver())
+    path, stages = settings.output.path, Stages(observer)
     if (found := complete_report(settings, stages, ranks)) is not None:
         return found
     refuse_existing(path)
     require_recoverable(settings)
-    with held_state(path, settings.output.resume):
+    with held_state(path, settings.output.resume) as state:
         # The pruned weights are in memory next to the dense ones while the folder is written.
-        learned = learn_from(settings, stages, ranks=ranks, copies=2.0 - settings.budget.ratio)
+        ready, plan = learn_from(settings, stages, ranks=ranks, copies=2.0 - settings.budget.ratio)
         task = Task(
             path=path,
-            state=learned.state,
-            source=learned.source,
-            program=learned.program,
-            plan=learned.plan,
-            text=learned.text,
-            settings=settings.changed(align=learned.plan.budget.align).fitted(learned.settings),
+            state=state,
+            source=ready.source,
+            program=ready.program,
+            plan=plan,
+            text=ready.text,
+            settings=settings.changed(align=plan.budget.align).fitted(ready.settings),
             command=command,
         )
         if settings.recovery is not None:
@@ -236,15 +236,15 @@ def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks:
     Raises:
         DispfxError: as `compile`.
     """
-    path, stages = settings.output.path, Stages(observer or NullObserver())
+    path, stages = settings.output.path, Stages(observer)
     if (found := complete_plan(settings, stages, ranks)) is not None:
         return found
     refuse_existing(path)
-    with held_state(path, settings.output.resume):
-        learned = learn_from(settings, stages, ranks=ranks)
-        learned.plan.save(path, overwrite=False)
-        remove_state(learned.state)
-    return learned.plan
+    with held_state(path, settings.output.resume) as state:
+        _, plan = learn_from(settings, stages, ranks=ranks)
+        plan.save(path, overwrite=False)
+        remove_state(state)
+    return plan
 
 
 def run_apply(

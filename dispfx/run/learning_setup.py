@@ -27,9 +27,9 @@ def prepared_loss(
     program: Program,
     text: Batches,
     settings: LearnSettings,
-    compute: ComputeSettings | None = None,
+    compute: ComputeSettings,
     *,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ALONE,
     note: Callable[[str], None] = lambda text: None,
 ) -> PreparedLoss:
     """Return the loss of a decoder under masks, checked against the plain gated graph.
@@ -45,17 +45,15 @@ def prepared_loss(
     Raises:
         DispfxError: if a requested option is not possible.
     """
-    chosen = compute or ComputeSettings()
-    ranks = ranks or ALONE
     ranks.check(settings.batch_size, settings.samples)
-    sharding = _sharding(program, chosen, ranks)
-    device = device_of_learning(program, chosen)
+    sharding = _sharding(program, compute, ranks)
+    device = device_of_learning(program, compute)
     plain = run_pipeline("gate", program.clone())
     if sharding is not None:
         plain = placed(plain, device)
     fast = for_learning(plain, settings.seq_len)
-    short = chosen.checkpointing == "auto" and short_of_memory(
-        program, settings, chosen.compiles(device), ranks, sharding
+    short = compute.checkpointing == "auto" and short_of_memory(
+        program, settings, compute.compiles(device), ranks, sharding
     )
     return prepare(
         plain,
@@ -65,7 +63,7 @@ def prepared_loss(
             max(1, settings.samples // ranks.size),
             OBJECTIVES[settings.objective],
         ),
-        chosen,
+        compute,
         short_of_memory=short,
         note=note,
         agree=lambda holds: ranks.all(holds, device),

@@ -8,14 +8,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DataError, OutputError
 from dispfx.files.disk import cannot_write
-from dispfx.ir.program import Program
 from dispfx.learning.records import METRICS_FILE
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.learning.tensorboard import FOLDER as TENSORBOARD_FOLDER
@@ -25,11 +24,9 @@ from dispfx.plan.plan import Plan
 from dispfx.run.made_from import made_by
 from dispfx.run.mask_learning import follow, learn_within
 from dispfx.run.readiness import Ready, ready_to_learn
-from dispfx.run.run_text import Text
 from dispfx.run.timed_stages import Stages
-from dispfx.settings import LearnSettings, RunSettings
+from dispfx.settings import RunSettings
 from dispfx.settings.sections import state_place
-from dispfx.source import Source
 from dispfx.words.option_names import option
 from dispfx.words.own_function import shown
 
@@ -38,22 +35,10 @@ DRAFT, RECOVERY = "pruned", "recovery"
 _OF_A_STATE = (STATE_FILE, PLAN_FILE, METRICS_FILE, TENSORBOARD_FOLDER, DRAFT, RECOVERY)
 
 
-@dataclass(frozen=True, eq=False)
-class Learned:
-    """A plan, and the decoder and text that it was learned from."""
-
-    source: Source
-    text: Text
-    program: Program
-    plan: Plan
-    state: Path
-    settings: LearnSettings
-
-
 def learn_from(
     settings: RunSettings, stages: Stages, *, ranks: Ranks = ALONE, copies: float = 1.0
-) -> Learned:
-    """Open a decoder and a text, learn a plan, and keep it in the run's state.
+) -> tuple[Ready, Plan]:
+    """Open a decoder and a text, learn a plan, and keep it in the run's state; return both.
 
     Args:
         ranks: the processes of the run, led by this one; all other processes call `follow_command`.
@@ -66,7 +51,6 @@ def learn_from(
     state = state_folder(settings.output.path, resume)
     _require_own_method(state, settings.learning.method)
     ready = ready_to_learn(settings, stages, ranks=ranks, copies=copies)
-    program, budget = ready.program, ready.budget
     if resume:
         stages.observer.note(resumption(state))
     with stages("learn"):
@@ -79,15 +63,15 @@ def learn_from(
             f"{plan.budget.align} of their features: {', '.join(plan.emptied[:3])}"
             + (" …" if len(plan.emptied) > 3 else "")
         )
-    if abs(plan.achieved - budget.ratio) > LIMIT:
+    if abs(plan.achieved - plan.budget.ratio) > LIMIT:
         stages.observer.note(
-            f"{plan.achieved:.1%} are removed, not {budget.ratio:.1%}: widths are multiples of "
+            f"{plan.achieved:.1%} are removed, not {plan.budget.ratio:.1%}: widths are multiples of "
             f"{plan.budget.align}, and a smaller {option('align')} comes closer"
         )
     # Scoring leaves no state, but the plan has to be kept somewhere while the folder is written.
     state.mkdir(parents=True, exist_ok=True)
     plan.save(state / PLAN_FILE)
-    return Learned(ready.source, ready.text, program, plan, state, ready.settings)
+    return ready, plan
 
 
 def follow_command(settings: RunSettings, ranks: Ranks) -> Ready | None:

@@ -8,6 +8,7 @@ import dispfx
 from dispfx.fast_decoder.decoder import TrainingDecoder
 from dispfx.run.learning_setup import prepared_loss
 from dispfx.run.mask_learning import batches_of
+from dispfx.settings import ComputeSettings
 from dispfx.settings.learning_settings import LearnSettings
 from tests.plain_decoders import FORMS, build
 from tests.programs import token_ids
@@ -25,7 +26,7 @@ def test_every_linear_layer_has_two_products_of_all_its_weights():
     program = dispfx.capture(module)
     settings = LearnSettings(steps=2, seq_len=TOKENS, batch_size=1)
     text = batches_of(token_ids(1, 64).flatten(), settings)
-    prepared = prepared_loss(program, text, settings)
+    prepared = prepared_loss(program, text, settings, ComputeSettings())
     assert isinstance(prepared.decoder, TrainingDecoder)
     found = learning_profile.products_alone(prepared.decoder, TOKENS, lambda: None)
     linear = [path for path in program.parameters if "embedding" not in path and "norm" not in path]
