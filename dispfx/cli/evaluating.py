@@ -1,5 +1,6 @@
 """The verbs that measure: eval for quality, bench for speed."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dispfx.cli.screen import Screen
@@ -20,8 +21,11 @@ def evaluate(settings: EvalSettings, screen: Screen) -> None:
     _check(settings)
     from dispfx import api
     from dispfx.report.evaluation import Evaluation, evaluation_plain, write_evaluation
+    from dispfx.run.measured_decoder import measured_decoder
 
     model, asked = settings.model.model, settings.evaluation
+    out = None if asked.out is None else asked.out.expanduser()
+    decoder = None if out is None else measured_decoder(model, out)
     measured = alike = None
     scores: list[TaskScores] = []
     with screen.observer() as observer:
@@ -34,8 +38,8 @@ def evaluate(settings: EvalSettings, screen: Screen) -> None:
         for one in (model, asked.dense) if asked.task_names else ():
             if one is not None:
                 scores.append(api.score_tasks(settings.changed(model=one), observer=observer))
-    found = Evaluation(model, asked.dense, measured, alike, *scores)
-    files = [] if asked.out is None else write_evaluation(found, asked.out.expanduser())
+    found = replace(Evaluation(model, asked.dense, measured, alike, *scores), decoder=decoder)
+    files = [] if out is None else write_evaluation(found, out)
     screen.print_json(evaluation_plain(found))
     _show(screen, found)
     for file in files:
@@ -86,18 +90,20 @@ def bench(settings: BenchSettings, screen: Screen) -> None:
         origin_of(settings.timing.dense)
     from dispfx import api
     from dispfx.report.speed import speed_line, speed_markdown, speed_plain, write_speed
+    from dispfx.run.measured_decoder import measured_decoder
 
+    decoder = None if out is None else measured_decoder(settings.model.model, out)
     rows: list[SpeedRow] = []
 
     def show(row: "SpeedRow") -> None:
         rows.append(row)
         screen.console.print(speed_line(row), markup=False, highlight=False, soft_wrap=True)
         if out is not None:
-            write_speed(out, rows, {})
+            write_speed(out, rows, {}, decoder=decoder)
 
     with screen.observer():
         benched = api.bench(settings, on_row=show)
     if out is not None:
-        write_speed(out, benched.rows, benched.facts)
+        write_speed(out, benched.rows, benched.facts, decoder=decoder)
     screen.print_json(speed_plain(benched.rows, benched.facts))
     screen.print_text(speed_markdown(benched.rows, benched.facts))

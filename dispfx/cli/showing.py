@@ -15,12 +15,14 @@ def report(settings: VerifySettings, screen: Screen) -> None:
     folder = settings.folder.folder
     check_folder(folder, report=True)
     from dispfx.report.page import write_page
+    from dispfx.report.run import read_run
     from dispfx.run.folders import require_unchanged
 
     require_unchanged(folder.expanduser())
+    notes = read_run(folder).left_out
     files = [str(path) for path in write_page(folder)]
-    screen.print_json({"files": files})
-    screen.print_text("\n".join(files))
+    screen.print_json({"files": files, "notes": notes})
+    screen.print_text("\n".join((*notes, *files)))
 
 
 def compare(settings: CompareSettings, screen: Screen) -> None:

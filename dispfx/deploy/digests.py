@@ -5,7 +5,9 @@ are the only check.
 """
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from dispfx.deploy import exported, weights
@@ -15,6 +17,7 @@ from dispfx.errors import DataError
 # Without documentation and tokenizers, which users may change.
 _ENDINGS = (".safetensors", ".pt2", ".onnx", ".data", ".py")
 _NAMES = ("config.json", "model.safetensors.index.json")
+_WEIGHTS = "model*.safetensors"
 
 
 def digests(folder: Path, pattern: str = "*") -> dict[str, str]:
@@ -29,6 +32,39 @@ def digests(folder: Path, pattern: str = "*") -> dict[str, str]:
         if (path.suffix in _ENDINGS or path.name in _NAMES) and path.is_file()
     ]
     return {path.relative_to(folder).as_posix(): _digest(path) for path in sorted(files)}
+
+
+def identity(files: Mapping[str, str]) -> str | None:
+    """Return what tells a decoder from others, in any folder: one digest of its weights and config.
+
+    Other forms of the decoder, documentation and tokenizers do not count.
+
+    Args:
+        files: digests by path, as a report has them.
+
+    Returns:
+        A SHA-256 in hexadecimal; None if no file of a decoder is named.
+    """
+    own = sorted((name, files[name]) for name in _own(files))
+    return hashlib.sha256(json.dumps(own).encode()).hexdigest() if own else None
+
+
+def identity_of(folder: Path, names: Iterable[str] = ()) -> str | None:
+    """Return the `identity` of the decoder in a folder, from its files.
+
+    Args:
+        names: of the files that belong to the folder; all that it holds by default.
+    """
+    found = [path.name for path in folder.iterdir() if path.is_file()]
+    return identity({name: _digest(folder / name) for name in _own(names or found) if name in found})
+
+
+def _own(names: Iterable[str]) -> list[str]:
+    """Return the names of the files with a decoder's config and weights, or of its graph alone."""
+    named = list(names)
+    if CONFIG_FILE not in named:
+        return [name for name in named if name == exported.PROGRAM_FILE]
+    return [name for name in named if name == CONFIG_FILE or ("/" not in name and fnmatch(name, _WEIGHTS))]
 
 
 def changed(folder: Path, recorded: Mapping[str, str]) -> list[str]:

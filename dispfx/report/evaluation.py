@@ -30,6 +30,8 @@ class Evaluation:
         perplexity, tasks: of the decoder, if requested.
         agreement: with the dense decoder, on the text.
         dense_tasks: the scores of the dense decoder.
+        decoder: identity of the measured decoder, as `dispfx.deploy.digests.identity`; None for a decoder
+            that is in no output folder.
     """
 
     model: str
@@ -38,6 +40,7 @@ class Evaluation:
     agreement: Agreement | None = None
     tasks: TaskScores | None = None
     dense_tasks: TaskScores | None = None
+    decoder: str | None = None
 
 
 def text_lines(found: Evaluation) -> list[str]:
@@ -70,6 +73,8 @@ def task_table(found: Evaluation) -> tuple[Sequence[str], list[Sequence[str]]]:
 def evaluation_plain(found: Evaluation) -> dict[str, Any]:
     """Return all figures, ready for JSON; what was not measured is left out."""
     plain: dict[str, Any] = {"model": found.model, "dense_model": found.dense_model}
+    if found.decoder is not None:
+        plain["decoder"] = found.decoder
     if found.perplexity is not None:
         plain |= {"perplexity": found.perplexity.value, "protocol": found.perplexity.protocol}
     if found.agreement is not None:

@@ -95,6 +95,9 @@ def page(run: Run, layers: Layers, pictures: Sequence[Picture]) -> str:
         sections.append(section("Measured by dispfx eval", _evaluation(run.evaluation)))
     if run.speed is not None:
         sections.append(section("Speed", _speed(run)))
+    if run.left_out:
+        items = "".join(f"<li>{escape(line)}</li>" for line in run.left_out)
+        sections.append(section("Not shown", f"<ul>{items}</ul>"))
     if report.onnx_without_cache is not None:
         note = f"The ONNX model has no KV cache: {report.onnx_without_cache}"
         sections.append(section("ONNX", f"<p>{escape(note)}</p>"))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dispfx.deploy.digests import identity
 from dispfx.errors import DataError, OutputError
 from dispfx.files.json_text import parse_json, read_json
 from dispfx.learning.records import METRICS_FILE, StepRecord
@@ -28,6 +29,7 @@ class Run:
         steps: of learning, in order; empty if nothing was learned.
         speed: speed.json as `dispfx bench DIR --out DIR` writes it, or None.
         evaluation: eval.json as `dispfx eval DIR --out DIR` writes it, or None.
+        left_out: a sentence for each of the two files that is not of this decoder, which is not shown.
     """
 
     name: str
@@ -36,10 +38,13 @@ class Run:
     steps: tuple[StepRecord, ...] = ()
     speed: Mapping[str, Any] | None = None
     evaluation: Evaluation | None = None
+    left_out: tuple[str, ...] = ()
 
 
 def read_run(folder: str | Path, name: str | None = None) -> Run:
     """Read a folder, without its weights.
+
+    Speed and evaluation of another decoder, or of this one before its weights changed, are left out.
 
     Args:
         name: to show; by default that of the folder.
@@ -56,14 +61,31 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
                 where=str(path),
                 hint="pass a folder that `dispfx compile` wrote",
             )
+    report = load_report(path / REPORT_FILE)
+    speed, evaluation = _read_speed(path / SPEED_FILE), read_evaluation(path / EVALUATION_FILE)
+    decoders = {}
+    if speed is not None:
+        decoders[SPEED_FILE] = speed.get("decoder")
+    if evaluation is not None:
+        decoders[EVALUATION_FILE] = evaluation.decoder
+    own = identity(report.files)
+    other = [file for file, decoder in decoders.items() if own is None or decoder != own]
     return Run(
         name or path.resolve().name,
-        load_report(path / REPORT_FILE),
+        report,
         Plan.load(path / PLAN_FILE),
         read_steps(path / METRICS_FILE),
-        _read_speed(path / SPEED_FILE),
-        read_evaluation(path / EVALUATION_FILE),
+        None if SPEED_FILE in other else speed,
+        None if EVALUATION_FILE in other else evaluation,
+        tuple(_left_out(file, decoders[file]) for file in other),
     )
+
+
+def _left_out(file: str, decoder: str | None) -> str:
+    of = "is of another decoder, or of other weights"
+    if decoder is None:
+        of = "does not say which decoder it is of"
+    return f"{file} {of}, so it is not shown; measure this folder again"
 
 
 def read_steps(path: Path) -> tuple[StepRecord, ...]:

@@ -1,6 +1,7 @@
 """Several runs side by side: ratio against perplexity, size and speed, as rows and as a page."""
 
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,9 @@ def run_rows(runs: Sequence[Run]) -> list[Sequence[str]]:
 
 
 def run_notes(runs: Sequence[Run]) -> list[str]:
-    """Return the reasons why these runs must not be compared, and the effect of tuning."""
+    """Return the reasons why these runs must not be compared, which measurements are not
+    shown, and the effect of tuning.
+    """
     measured = [run.report.perplexity for run in runs if run.report.perplexity is not None]
     notes = []
     if len({one.protocol for one in measured}) > 1:
@@ -50,6 +53,7 @@ def run_notes(runs: Sequence[Run]) -> list[str]:
         notes.append("the dense decoders differ")
     if len({run.report.ratio.of for run in runs}) > 1:
         notes.append("some ratios are of the prunable weights and some of all parameters")
+    notes += [f"{run.name}: {line}" for run in ordered(runs) for line in run.left_out]
     notes += [f"{run.name}: {tuning_lines(run.report.tuned)[0]}" for run in ordered(runs) if run.report.tuned]
     return notes
 
@@ -88,7 +92,7 @@ def write_comparison(runs: Sequence[Run], page: Path) -> list[Path]:
     """Write the page, and its plot as PNG; return their paths."""
     picture = comparison_picture(ordered(runs))
     files = [page, page.with_suffix(".png")]
-    notes = "".join(f"<p>{note}</p>" for note in run_notes(runs))
+    notes = "".join(f"<p>{escape(note)}</p>" for note in run_notes(runs))
     body = section("Runs side by side", figure_of(picture) + table(RUN_HEADER, run_rows(runs)) + notes)
     with replacing(files[0]) as partial:
         partial.write_text(document("dispfx: runs side by side", body), encoding="utf-8")

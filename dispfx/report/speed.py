@@ -40,21 +40,32 @@ def speed_plain(rows: Sequence[SpeedRow], facts: Mapping[str, str]) -> dict[str,
     return {"facts": dict(facts), "rows": [_plain(row) for row in rows]}
 
 
-def speed_json(rows: Sequence[SpeedRow], facts: Mapping[str, str]) -> str:
-    """Return the same as a JSON document."""
-    return json.dumps(speed_plain(rows, facts), indent=1, ensure_ascii=False) + "\n"
+def speed_json(rows: Sequence[SpeedRow], facts: Mapping[str, str], decoder: str | None) -> str:
+    """Return the same as a JSON document, with the identity of the measured decoder."""
+    plain = {"decoder": decoder, **speed_plain(rows, facts)}
+    return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
 
 
 def write_speed(
-    folder: Path, rows: Sequence[SpeedRow], facts: Mapping[str, str], pages: Sequence[str] = ()
+    folder: Path,
+    rows: Sequence[SpeedRow],
+    facts: Mapping[str, str],
+    pages: Sequence[str] = (),
+    *,
+    decoder: str | None = None,
 ) -> None:
-    """Write speed.md and speed.json; `pages` are appended to the former."""
+    """Write speed.md and speed.json.
+
+    Args:
+        pages: appended to speed.md.
+        decoder: identity of the measured decoder, as `dispfx.deploy.digests.identity`.
+    """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "speed.md") as partial:
         partial.write_text("\n".join([speed_markdown(rows, facts), *pages]), encoding="utf-8")
     with replacing(folder / "speed.json") as partial:
-        partial.write_text(speed_json(rows, facts), encoding="utf-8")
+        partial.write_text(speed_json(rows, facts, decoder), encoding="utf-8")
 
 
 def speed_line(row: SpeedRow) -> str:

@@ -8,6 +8,7 @@ import pytest
 from dispfx.quality.agreement import Agreement
 from dispfx.quality.perplexity import Perplexity
 from tests.cli.asked import asked
+from tests.report.runs import with_weights, write_run
 from tests.report.test_tasks import found
 
 
@@ -112,3 +113,21 @@ def test_eval_of_nothing_and_a_folder_of_tasks_that_is_none_are_refused(dispfx, 
     absent = dispfx("eval", "demo", "--tasks", "piqa", "--task-folder", tmp_path / "absent")
     assert absent.exit_code == 2 and "--task-folder" in absent.stderr
     assert not score.called
+
+
+@pytest.mark.parametrize("model", ["demo", "other"])
+def test_an_evaluation_is_not_written_into_the_folder_of_another_decoder(
+    dispfx, replaced, tmp_path: Path, model: str
+):
+    evaluate = replaced("evaluate", Perplexity(3.25, {"context": 8, "windows": 1, "tokens": 7}))
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other")
+    own = with_weights(one)
+    with_weights(other, "of another")
+    text = tmp_path / "text.txt"
+    text.write_text("text")
+    measured = other if model == "other" else model
+    result = dispfx("eval", measured, "--eval-data", text, "--out", one)
+    assert result.exit_code == 2 and "the folder of another decoder" in result.stderr
+    assert not evaluate.called and not (one / "eval.json").exists()
+    assert dispfx("eval", one, "--eval-data", text, "--out", one).exit_code == 0
+    assert json.loads((one / "eval.json").read_text())["decoder"] == own

@@ -7,6 +7,7 @@ import pytest
 
 from dispfx.api.benching import Benched
 from tests.cli.asked import asked
+from tests.report.runs import with_weights, write_run
 from tests.report.test_speed import FACTS, row
 
 
@@ -67,3 +68,16 @@ def test_a_file_in_place_of_the_folder_is_refused_before_a_step_is_timed(
     result = dispfx("bench", written, "--out", written / place)
     assert result.exit_code == 2 and "this is a file" in result.stderr
     assert not bench.called and (written / "taken").read_text() == "a file"
+
+
+def test_speed_is_not_written_into_the_folder_of_another_decoder(dispfx, replaced, tmp_path: Path):
+    bench = replaced("bench", Benched((row(),), FACTS))
+    one, copy, other = (write_run(tmp_path / name) for name in ("one", "copy", "other"))
+    own = with_weights(one)
+    assert with_weights(copy) == own != with_weights(other, "of another")
+    result = dispfx("bench", one, "--out", other)
+    assert result.exit_code == 2 and "the folder of another decoder" in result.stderr
+    assert not bench.called and not (other / "speed.json").exists()
+    for folder in (one, copy):
+        assert dispfx("bench", one, "--out", folder).exit_code == 0
+        assert json.loads((folder / "speed.json").read_text())["decoder"] == own

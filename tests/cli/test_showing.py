@@ -9,7 +9,8 @@ import pytest
 from dispfx.api.installation import Finding
 from dispfx.deploy.digests import digests
 from dispfx.report import load_report, save_report
-from tests.report.runs import plan_of, write_run
+from dispfx.report.evaluation import Evaluation, write_evaluation
+from tests.report.runs import plan_of, with_weights, write_run
 
 pytestmark = pytest.mark.pictures
 
@@ -29,6 +30,17 @@ def test_a_folder_that_dispfx_did_not_write_is_refused(dispfx, tmp_path: Path, v
     result = dispfx(verb, tmp_path)
     assert result.exit_code == 2 and "did not write it" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["report", "compare"])
+def test_a_measurement_of_another_decoder_is_named_and_not_shown(dispfx, tmp_path: Path, verb: str):
+    folder, other = write_run(tmp_path / "run"), write_run(tmp_path / "other")
+    with_weights(folder)
+    write_evaluation(Evaluation("other", decoder=with_weights(other, "of another")), folder)
+    result = dispfx(verb, folder)
+    assert result.exit_code == 0 and "eval.json is of another decoder" in result.stdout
+    (note,) = json.loads(dispfx(verb, folder, "--json").stdout)["notes"]
+    assert "eval.json is of another decoder" in note
 
 
 def test_compare_puts_runs_side_by_side(dispfx, tmp_path: Path):

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
+from dispfx.deploy.digests import digests, identity_of
 from dispfx.learning.records import StepRecord
 from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan, Selection
-from dispfx.report import SiteWidth, save_report
+from dispfx.report import SiteWidth, load_report, save_report
 from tests.report.example import example_report
 
 WIDTH, INNER, LAYERS = 12, 20, 3
@@ -59,3 +60,14 @@ def write_run(folder: Path, seed: int = 0, *, steps: int = 20, pruned_perplexity
     if lines:
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return folder
+
+
+def with_weights(folder: Path, weights: str = "weights") -> str:
+    """Give a folder of `write_run` a decoder's files, and return what identifies the decoder."""
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text(weights)
+    report = folder / "report.json"
+    save_report(replace(load_report(report), files=digests(folder)), report)
+    own = identity_of(folder)
+    assert own is not None
+    return own

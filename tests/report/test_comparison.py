@@ -6,7 +6,7 @@ from pathlib import Path
 from dispfx.report.json_form import load_report, save_report
 from dispfx.report.run import read_run
 from dispfx.report.run_comparison import ordered, run_notes, run_rows, runs_plain, speedup
-from tests.report.runs import write_run
+from tests.report.runs import with_weights, write_run
 
 
 def row(kind: str, value: float | None) -> dict:
@@ -48,7 +48,7 @@ def test_the_speed_is_the_median_of_what_was_measured(tmp_path: Path):
     folder = write_run(tmp_path / "run")
     assert speedup(read_run(folder), "prefill") is None
     rows = [row("prefill", 1.0), row("prefill", 3.0), row("prefill", 1.2), row("decode", None)]
-    (folder / "speed.json").write_text(json.dumps({"rows": rows}))
+    (folder / "speed.json").write_text(json.dumps({"rows": rows, "decoder": with_weights(folder)}))
     run = read_run(folder)
     assert speedup(run, "prefill") == 1.2 and speedup(run, "decode") is None
     assert run_rows([run])[0][7:9] == ("1.20", "—")

@@ -1,5 +1,6 @@
 """eval.json and eval.md, and their part of the page."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from dispfx.quality.agreement import Agreement
 from dispfx.quality.perplexity import Perplexity
 from dispfx.report.evaluation import Evaluation, read_evaluation, write_evaluation
 from dispfx.report.page import write_page
-from tests.report.runs import write_run
+from tests.report.runs import with_weights, write_run
 from tests.report.test_tasks import five
 
 PROTOCOL = {"text": "a<b.txt", "context": 128, "windows": 4, "tokens": 508, "held_out_share": None}
@@ -36,7 +37,7 @@ def test_no_file_is_no_evaluation_and_a_damaged_one_is_refused(tmp_path: Path):
 
 def test_markdown_and_page_show_every_score_and_how_it_was_measured(tmp_path: Path):
     folder = write_run(tmp_path / "run", steps=0)
-    write_evaluation(WHOLE, folder)
+    write_evaluation(replace(WHOLE, decoder=with_weights(folder)), folder)
     write_page(folder)
     page = (folder / "report.html").read_text(encoding="utf-8")
     for shown in (page, (folder / "eval.md").read_text(encoding="utf-8")):

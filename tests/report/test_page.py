@@ -14,7 +14,7 @@ from dispfx.report.page import page, write_page
 from dispfx.report.pictures import COLOURS, pictures_of, smoothed, thinned
 from dispfx.report.run import read_run
 from dispfx.report.speed import write_speed
-from tests.report.runs import write_run
+from tests.report.runs import with_weights, write_run
 from tests.report.test_speed import DECODE, FACTS, row
 
 pytestmark = pytest.mark.pictures
@@ -146,7 +146,8 @@ def test_measured_speed_is_shown_and_slowdowns_are_flagged(tmp_path: Path):
         "dense": {"seconds": 0.01}, "pruned": {"seconds": 0.02}, "speedup": 0.5, "slower": True, "note": "",
     }  # fmt: skip
     failed = {**row, "dense": None, "pruned": None, "speedup": None, "note": "out of memory"}
-    (folder / "speed.json").write_text(json.dumps({"facts": {"device": "cpu"}, "rows": [row, failed]}))
+    table = {"facts": {"device": "cpu"}, "rows": [row, failed], "decoder": with_weights(folder)}
+    (folder / "speed.json").write_text(json.dumps(table))
     write_page(folder)
     cells = outline((folder / "report.html").read_text(encoding="utf-8")).cells
     assert "0.50 ⚠" in cells and "10.00 ms" in cells and "out of memory" in cells
@@ -154,7 +155,8 @@ def test_measured_speed_is_shown_and_slowdowns_are_flagged(tmp_path: Path):
 
 def test_what_bench_writes_is_what_the_page_shows(tmp_path: Path):
     folder = write_run(tmp_path, steps=0)
-    write_speed(folder, [row(), row(shape=DECODE), replace(row(), dense=None, note="no room")], FACTS)
+    rows = [row(), row(shape=DECODE), replace(row(), dense=None, note="no room")]
+    write_speed(folder, rows, FACTS, decoder=with_weights(folder))
     write_page(folder)
     cells = outline((folder / "report.html").read_text(encoding="utf-8")).cells
     for figure in ("prefill", "decode", "1024", "4.00 ms", "2.50 ms", "1.60", "2.00", "no room"):
