@@ -35,6 +35,7 @@ from dispfx.learning.divergence import (
     stream_distance,
 )
 from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
+from dispfx.learning.recovery_state import SavedRecovery, is_measured_at, moments_of
 from dispfx.learning.state import Position, load_state, save_state
 from dispfx.learning.text import Ahead, Batches
 from dispfx.settings.recovery_settings import RecoverySettings
@@ -42,7 +43,6 @@ from dispfx.words.option_names import option
 
 _LARGEST_NORM = 1.0
 _WARM_UP = 0.05
-_OF_ADAMW = ("step", "exp_avg", "exp_avg_sq")
 
 Predicting = Callable[[Tensor], Predictions]
 Gradients = tuple[Tensor | None, ...]
@@ -288,8 +288,7 @@ class _Run:
         """Measure KL on the held-out text where that is due, and return whether the run is at its end."""
         settings = self.task.settings
         last = self.step == settings.steps
-        due = last or self.step % settings.measure_every == 0
-        if due and (not self.held_out or self.held_out[-1].step != self.step):
+        if is_measured_at(self.step, settings) and (not self.held_out or self.held_out[-1].step != self.step):
             found = HeldOut(self.step, held_out_divergence(self.task))
             with uninterrupted():
                 if not self.held_out or found.kl < min(one.kl for one in self.held_out):
@@ -359,7 +358,7 @@ class _Run:
         """Put a state back, where there is one; every rank reads it.
 
         Raises:
-            DataError: if something is missing in it, has another shape, or not every rank finds it.
+            DataError: if it is damaged, or not every rank finds it.
         """
         found = load_state(folder, self.task.identity)
         step = torch.tensor(float(-1 if found is None else found[0].step), device=self.task.device)
@@ -382,38 +381,17 @@ class _Run:
 
     @torch.no_grad()
     def _restore(self, position: Position, tensors: Mapping[str, Tensor]) -> None:
-        losses, held_out = tensors["losses"].tolist(), tensors["held_out"].tolist()
-        if not len(losses) == position.step <= self.task.settings.steps:
-            raise ValueError(f"{len(losses)} losses of {position.step} steps of {self.task.settings.steps}")
-        state = self._optimizer_state(tensors, began=bool(losses))
-        best = {name: tensors[f"best.{name}"] for name in self.masters if f"best.{name}" in tensors}
-        for name, kept in best.items():
-            _require_shape(f"best.{name}", kept, self.masters[name])
-        for name, master in self.masters.items():
-            _require_shape(f"weight.{name}", tensors[f"weight.{name}"], master)
+        saved = SavedRecovery(position.step, tensors, self.task.settings)
+        saved.check(self.masters, self.task.student.trained)
+        state = moments_of(self.masters, tensors)
         for name, master in self.masters.items():
             master.copy_(tensors[f"weight.{name}"])
         self._give_weights()
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        self.losses, self.best = losses, best
-        self.held_out = [HeldOut(int(step), kl) for step, kl in held_out]
-
-    def _optimizer_state(self, tensors: Mapping[str, Tensor], *, began: bool) -> dict[int, dict[str, Tensor]]:
-        state = {}
-        for at, (name, master) in enumerate(self.masters.items()):
-            # AdamW keeps nothing of a weight that no step has reached.
-            if not began or not any(f"optimizer.{key}.{name}" in tensors for key in _OF_ADAMW):
-                continue
-            state[at] = {key: tensors[f"optimizer.{key}.{name}"] for key in _OF_ADAMW}
-            for key in _OF_ADAMW[1:]:
-                _require_shape(f"optimizer.{key}.{name}", state[at][key], master)
-        return state
-
-
-def _require_shape(name: str, found: Tensor, wanted: Tensor) -> None:
-    if found.shape != wanted.shape:
-        raise ValueError(f"{name} has the shape {tuple(found.shape)}, and {tuple(wanted.shape)} is needed")
+        self.losses = tensors["losses"].tolist()
+        self.held_out = [HeldOut(int(step), kl) for step, kl in tensors["held_out"].tolist()]
+        self.best = {name: tensors[f"best.{name}"] for name in self.masters if self.held_out}
 
 
 def _not_finite(what: str, value: float) -> DispfxError:

@@ -118,19 +118,28 @@ def restore_run(
     Raises:
         ValueError: if they do not belong to such a run; nothing is changed then.
     """
-    _check_tensors(_expected(hypernetwork, generator, position, tensors), tensors)
+    check_forms(_expected(hypernetwork, generator, position, tensors), tensors)
+    check_finite(tensors)
+    for name, _ in hypernetwork.named_parameters():
+        if f"optimizer.{name}.step" in tensors:
+            check_moments(_entries(tensors, name), name, position.step - position.bad_steps)
     prefix = "hypernetwork."
     hypernetwork.load_state_dict(
         {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     )
     state = {}
     for index, (name, _) in enumerate(hypernetwork.named_parameters()):
-        own = f"optimizer.{name}."
-        entries = {key.removeprefix(own): tensor for key, tensor in tensors.items() if key.startswith(own)}
+        entries = _entries(tensors, name)
         if entries:
             state[index] = entries
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     generator.set_state(tensors["generator"])
+
+
+def _entries(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return what AdamW keeps of a parameter."""
+    own = f"optimizer.{name}."
+    return {key.removeprefix(own): tensor for key, tensor in tensors.items() if key.startswith(own)}
 
 
 def _expected(
@@ -147,12 +156,47 @@ def _expected(
     return expected
 
 
-def _check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise if a tensor is missing or has another shape or dtype: AdamW would read out of bounds."""
+def check_forms(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Check names, shapes and dtypes of a state before it is used: AdamW would read out of bounds.
+
+    Args:
+        expected: a tensor of the same shape and dtype for each, by name.
+        found: those of the state.
+
+    Raises:
+        ValueError: if one is missing, unknown, or of another shape or dtype.
+    """
     for name in sorted({*expected, *found}):
         here, right = (_form(tensors.get(name)) for tensors in (found, expected))
+        if name not in expected:
+            raise ValueError(f"{name} is {here}, but this run has no such tensor")
         if here != right:
             raise ValueError(f"{name} is {here}, but this run has {right}")
+
+
+def check_finite(found: Mapping[str, Tensor]) -> None:
+    """Raise ValueError with the first tensor that holds NaN or infinity."""
+    for name, tensor in found.items():
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} has values that are not finite")
+
+
+def check_moments(entries: Mapping[str, Tensor], name: str, steps: int) -> None:
+    """Check what AdamW keeps of a parameter, as far as the values tell.
+
+    Args:
+        entries: `step` and `exp_avg_sq` at least, after `check_forms`.
+        name: of the parameter.
+        steps: of the run so far that changed parameters.
+
+    Raises:
+        ValueError: if it took more steps than the run, or none, or a mean of squares is negative.
+    """
+    step = float(entries["step"])
+    if not step.is_integer() or not 1 <= step <= steps:
+        raise ValueError(f"the optimizer did {step:g} steps of {name}, but the run {steps}")
+    if bool((entries["exp_avg_sq"] < 0).any()):
+        raise ValueError(f"the mean of squared gradients of {name} is negative")
 
 
 def _form(tensor: Tensor | None) -> str:

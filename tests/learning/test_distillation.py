@@ -144,14 +144,50 @@ def test_a_state_of_another_decoder_or_other_settings_is_refused(tmp_path: Path)
         recover(recovery_task(patience=6), Keeping(tmp_path, True))
 
 
+def put(name: str, tensor: Tensor) -> Any:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+def cast(name: str, dtype: torch.dtype) -> Any:
+    return lambda tensors: tensors.update({name: tensors[name].to(dtype)})
+
+
+def fill(name: str, value: float) -> Any:
+    return lambda tensors: tensors[name].fill_(value)
+
+
+def without_moments(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith("optimizer.")]:
+        del tensors[name]
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda tensors: tensors.pop("losses"), "losses"),
-        (lambda tensors: tensors.update(losses=torch.zeros(2, dtype=torch.float64)), "2 losses of 3 steps"),
-        (lambda tensors: tensors.update({"weight.up.0.weight": torch.zeros(3)}), "has the shape"),
-        (lambda tensors: tensors.update({"best.up.0.weight": torch.zeros(3)}), "has the shape"),
-        (lambda tensors: tensors.update({"optimizer.exp_avg.up.0.weight": torch.zeros(3)}), "has the shape"),
+        (lambda tensors: tensors.pop("losses"), "losses is not there"),
+        (lambda tensors: tensors.pop("held_out"), "held_out is not there"),
+        (lambda tensors: tensors.pop("best.up.0.weight"), "best.up.0.weight is not there"),
+        (
+            lambda tensors: tensors.pop("optimizer.step.up.0.weight"),
+            "step.up.0.weight is not there",
+        ),
+        (without_moments, "the optimizer has no state after step 3"),
+        (put("more", torch.ones(2)), r"more is float32 \[2\], but this run has no such tensor"),
+        (put("losses", torch.zeros(2, dtype=torch.float64)), r"losses is float64 \[2\], .* float64 \[3\]"),
+        (put("held_out", torch.zeros(0)), r"held_out is float32 \[0\]"),
+        (put("held_out", torch.tensor([[100.0, 1.0]], dtype=torch.float64)), r"steps \[100\], .* at \[0\]"),
+        (put("held_out", torch.tensor([[0.0, math.nan]], dtype=torch.float64)), "first KL .* not finite"),
+        (put("weight.up.0.weight", torch.zeros(3)), r"weight.up.0.weight is float32 \[3\]"),
+        (put("best.up.0.weight", torch.zeros(3)), r"best.up.0.weight is float32 \[3\]"),
+        (cast("best.up.0.weight", torch.int32), "best.up.0.weight is int32"),
+        (cast("optimizer.exp_avg_sq.up.0.weight", torch.int32), "exp_avg_sq.up.0.weight is int32"),
+        (put("optimizer.exp_avg.up.0.weight", torch.zeros(3)), r"exp_avg.up.0.weight is float32 \[3\]"),
+        (put("optimizer.step.up.0.weight", torch.ones(2, 2)), r"step.up.0.weight is float32 \[2, 2\]"),
+        (put("optimizer.step.up.0.weight", torch.tensor(99.0)), "99 steps of up.0.weight, but the run 3"),
+        (put("optimizer.step.up.0.weight", torch.tensor(1.5)), "1.5 steps of up.0.weight"),
+        (fill("best.up.0.weight", math.nan), "best.up.0.weight has values that are not finite"),
+        (fill("weight.up.0.weight", math.inf), "weight.up.0.weight has values that are not finite"),
+        (fill("optimizer.exp_avg_sq.up.0.weight", -1.0), "squared gradients of up.0.weight is negative"),
     ],
 )
 def test_a_damaged_state_is_refused(damage: Any, said: str, tmp_path: Path):
@@ -163,8 +199,31 @@ def test_a_damaged_state_is_refused(damage: Any, said: str, tmp_path: Path):
     tensors = load_file(file)
     damage(tensors)
     save_file(tensors, file, metadata=header)
+    task = recovery_task()
+    before, told = weights(task), []
     with pytest.raises(DataError, match=f"(?s)the state to resume from is damaged: .*{said}"):
-        recover(recovery_task(), Keeping(tmp_path, True))
+        recover(task, Keeping(tmp_path, True, told.append))
+    assert not told and all(torch.equal(one, before[name]) for name, one in task.student.trained.items())
+
+
+@pytest.mark.parametrize("call", [0, 1, 2])
+def test_a_run_that_was_stopped_while_it_measured_goes_on(tmp_path: Path, call: int):
+    expected = recover(recovery_task(), Keeping(tmp_path / "whole"))
+    task, calls = recovery_task(), []
+
+    def interrupted(ids_BT: Tensor) -> Predictions:
+        if not torch.is_grad_enabled():
+            calls.append(ids_BT)
+            if len(calls) == call * 2 + 1:
+                raise KeyboardInterrupt
+        return task.student.predictions(ids_BT)
+
+    stopped = replace(task, student=replace(task.student, predictions=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        recover(stopped, Keeping(tmp_path / "cut"))
+    assert saved_step(tmp_path / "cut") == 3 * call
+    found = recover(recovery_task(), Keeping(tmp_path / "cut", True))
+    assert (found.steps, found.held_out) == (expected.steps, expected.held_out)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path):

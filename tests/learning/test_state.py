@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from tests.processes import run_code
 TEXT = markov_tokens(2_000)
 CHOSEN = settings(steps=6, save_every=3)
 THIRTY = Budget(0.3)
-MOMENT = "optimizer.norm.bias.exp_avg"
+MOMENT, STEPS = "optimizer.norm.bias.exp_avg", "optimizer.norm.bias.step"
 
 # Runs in a process of its own; "kill" ends it in the middle of the fifth step's report.
 SCRIPT = """
@@ -297,11 +298,28 @@ def without_optimizer(tensors: dict[str, Tensor], position: dict[str, Any]) -> N
         (lambda tensors, _: tensors.pop(MOMENT), r"exp_avg is not there, but"),
         (lambda tensors, _: tensors.update({MOMENT: tensors[MOMENT].double()}), r"exp_avg is float64"),
         (lambda tensors, _: tensors.update(generator=tensors["generator"].int()), r"generator is int32"),
-        (lambda tensors, _: tensors.update(more=torch.ones(2)), r"more is float32 \[2\], but .* not there"),
+        (lambda tensors, _: tensors.update(more=torch.ones(2)), r"more is float32 \[2\], but .* no such"),
         (without_optimizer, r"exp_avg is not there"),
+        (lambda tensors, _: tensors[MOMENT].fill_(math.nan), r"exp_avg has values that are not finite"),
+        (
+            lambda tensors, _: tensors[f"{MOMENT}_sq"].fill_(-1.0),
+            r"the mean of squared gradients of .* is negative",
+        ),
+        (lambda tensors, _: tensors[STEPS].fill_(9), r"9 steps of .*, but the run 3"),
         (lambda _, position: position.update(bad_steps=7), "more bad steps than steps"),
     ],
-    ids=["short", "missing", "dtype", "generator", "more", "no optimizer", "bad steps"],
+    ids=[
+        "short",
+        "missing",
+        "dtype",
+        "generator",
+        "more",
+        "no-optimizer",
+        "nan",
+        "negative",
+        "steps",
+        "bad-steps",
+    ],
 )
 def test_a_state_whose_tensors_are_not_those_of_the_run_is_refused(tmp_path, change, message):
     run(tmp_path, chosen=replace(CHOSEN, steps=3))
