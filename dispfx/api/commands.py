@@ -31,7 +31,7 @@ from dispfx.settings import ModelSettings, TextSettings
 from dispfx.settings.trees import EvalSettings, ExportSettings, GenerateSettings
 from dispfx.settings.verb_settings import FormSettings
 from dispfx.source import encode
-from dispfx.source.source import context_of, longest_context
+from dispfx.source.source import beyond_context, context_of, longest_context
 from dispfx.source.text import ReadText, bos_tokens, read_text, with_bos
 from dispfx.verification.equivalence import require
 from dispfx.verification.graphs import exported_lines
@@ -72,11 +72,13 @@ def evaluate(model: Any, *, observer: Observer | None = None, **changes: Any) ->
     chosen = _measured_text(settings.text)
     ready = _ready(settings.model)
     text, begins = _known_text(chosen, ready)
-    Stages(observer).say(text.notes)
+    context = settings.evaluation.context or ready.context
+    window = min(context, len(text.tokens) + len(begins))
+    Stages(observer).say([*text.notes, *beyond_context(ready.config, window)])
     return measure(
         ready.decoder,
         text.tokens,
-        context=settings.evaluation.context or ready.context,
+        context=context,
         windows=settings.text.eval_windows,
         device=settings.model.device or "cpu",
         text=TextFacts(text.name, None, begins, text.unknown_share),

@@ -12,7 +12,7 @@ from dispfx.run.folders import is_output, open_folder
 from dispfx.run.opening import open_model
 from dispfx.settings import ModelSettings
 from dispfx.settings.trees import EvalSettings
-from dispfx.source.source import context_of, longest_context
+from dispfx.source.source import beyond_context, context_of, longest_context
 from dispfx.source.text import tokens_in_front
 from dispfx.words.option_names import option
 
@@ -40,6 +40,8 @@ def score_tasks(model: Any, *, observer: Observer | None = None, **changes: Any)
     watcher.stage("open")
     decoder, words, longest = _decoder(settings.model)
     context = asked.context or longest
+    for note in beyond_context(getattr(decoder, "config", None), context):
+        watcher.note(note)
     if bos == "on" and not tokens_in_front(words):
         raise DataError(
             "with lm-eval the tokenizer adds the beginning-of-sequence token, but this tokenizer adds none",

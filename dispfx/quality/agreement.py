@@ -80,13 +80,14 @@ def compare_on_text(
     text = text or TextFacts()
     check_measurable(tokens, context, windows, text)
     likelihoods, divergence = [0.0, 0.0], 0.0
-    same, count, used, first = 0, 0, 0, first_predicted(text.bos)
+    same, count, used, longest, first = 0, 0, 0, 0, first_predicted(text.bos)
     ways: list[LogitsByRows] = []
     with running_on(context, text), torch.no_grad():
         for ids_BT in windows_of(tokens, context, windows, 1, text.bos):
             ids_BT = ids_BT.to(device=device, dtype=torch.int64)
             place = 1
             used += 1
+            longest = max(longest, ids_BT.shape[1])
             ways = ways or [by_rows(decoder, ids_BT) for decoder in (dense, pruned)]
             chunks = (way.chunks(ids_BT, _DOUBLE_BYTES) for way in ways)
             for pair in zip(*chunks, strict=False):
@@ -101,6 +102,6 @@ def compare_on_text(
                 same += int((p_NV.argmax(-1) == q_NV.argmax(-1)).sum())
                 count += len(p_NV)
                 del pair, logits_BRV, p_NV, q_NV, p, q  # before the next chunks are made
-    protocol = protocol_of(text, context, used, count)
+    protocol = protocol_of(text, longest, used, count)
     of_dense, of_pruned = (Perplexity.of(likelihood / count, protocol) for likelihood in likelihoods)
     return Comparison(of_dense, of_pruned, Agreement(divergence / count, same / count, count))

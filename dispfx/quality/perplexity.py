@@ -50,8 +50,9 @@ class Perplexity:
     Args:
         value: exp of the mean negative log-likelihood over predicted tokens; infinite or NaN if the
             decoder's logits are.
-        protocol: `text` (its name), `context` (tokens per window), `windows` (their number), `tokens` (number
-            of predicted tokens), and `held_out_share`, `bos` and `unknown_share` of `TextFacts`.
+        protocol: `text` (its name), `context` (tokens of the longest window that was measured), `windows`
+            (their number), `tokens` (number of predicted tokens), and `held_out_share`, `bos` and
+            `unknown_share` of `TextFacts`.
     """
 
     value: float
@@ -90,7 +91,7 @@ def perplexity(
     text = text or TextFacts()
     check_measurable(tokens, context, windows, text)
     first = first_predicted(text.bos)
-    likelihood, predicted, used = 0.0, 0, 0
+    likelihood, predicted, used, longest = 0.0, 0, 0, 0
     way: LogitsByRows | None = None
     with torch.no_grad():
         for ids_BT in windows_of(tokens, context, windows, batch_size, text.bos):
@@ -103,7 +104,8 @@ def perplexity(
                 del logits_BRV  # before the next chunk is made
             predicted += ids_BT[:, first:].numel()
             used += len(ids_BT)
-    return Perplexity.of(likelihood / predicted, protocol_of(text, context, used, predicted))
+            longest = max(longest, ids_BT.shape[1])
+    return Perplexity.of(likelihood / predicted, protocol_of(text, longest, used, predicted))
 
 
 def check_measurable(tokens: Tensor, context: int, windows: int | None, text: TextFacts) -> None:
@@ -124,7 +126,11 @@ def check_measurable(tokens: Tensor, context: int, windows: int | None, text: Te
 
 
 def protocol_of(text: TextFacts, context: int, windows: int, tokens: int) -> dict[str, Any]:
-    """Return the protocol of a measurement, as `Perplexity` has it."""
+    """Return the protocol of a measurement, as `Perplexity` has it.
+
+    Args:
+        context: tokens of the longest window, which a short text does not fill.
+    """
     return {
         "text": text.name,
         "context": context,

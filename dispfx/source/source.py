@@ -49,3 +49,14 @@ def named_context(config: Any) -> int | None:
     """Return the context in a transformers config, or None."""
     longest = getattr(config, "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 1 else None
+
+
+def beyond_context(config: Any, tokens: int) -> list[str]:
+    """Return a note if sequences of so many tokens are longer than the context in a transformers config."""
+    named = named_context(config)
+    if named is None or tokens <= named:
+        return []
+    return [
+        f"windows of {tokens:,} tokens are longer than the {named:,} that the decoder's config names; "
+        "beyond them it may predict worse"
+    ]

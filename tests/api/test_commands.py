@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dispfx.api import agree, apply, evaluate, export, generate, inspect, learn_plan, load, verify
 from dispfx.errors import DataError, DispfxError, OutputError, SourceError, VerificationError
@@ -214,6 +215,18 @@ def test_evaluate_names_a_token_that_a_plain_module_does_not_know(tmp_path: Path
     save_file({"tokens": torch.tensor([1, 2, 90, 3])}, tmp_path / "tokens.safetensors")
     with pytest.raises(DataError, match=r"must be in \[0, 61\) .* holds 90"):
         evaluate(build_decoder(), eval_data=tmp_path / "tokens.safetensors", context=4)
+
+
+@pytest.mark.parametrize(("context", "notes"), [(32, 0), (64, 1), (100_000, 1)])
+def test_a_window_beyond_the_positions_of_the_config_is_noted(tokens: Path, context: int, notes: int):
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    watcher = Watcher()
+    evaluate(LlamaForCausalLM(config).eval(), eval_data=tokens, context=context, observer=watcher)
+    told = [line for line in watcher.notes if "longer than the 32" in line]
+    assert len(told) == notes and all(line.startswith(f"windows of {min(context, 600)} ") for line in told)
 
 
 def test_evaluate_measures_a_plain_module_on_tokens_of_a_given_window(tokens: Path):

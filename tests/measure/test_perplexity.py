@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dispfx.errors import DataError
 from dispfx.quality import logits_by_rows
+from dispfx.quality.agreement import compare_on_text
 from dispfx.quality.perplexity import TextFacts, perplexity
 
 TABLE = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125], [0.2, 0.2, 0.6]], dtype=torch.float64)
@@ -56,6 +57,17 @@ def test_a_single_token_at_the_end_is_no_window():
 def test_a_text_shorter_than_one_window_is_one_window():
     result = perplexity(bigram, torch.tensor([2, 0]), context=64)
     assert result.value == pytest.approx(1 / 0.2, rel=1e-6)
+    assert (result.protocol["context"], result.protocol["windows"], result.protocol["tokens"]) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(("tokens", "bos", "longest"), [(5, (), 5), (5, (2,), 6), (9, (), 8), (9, (2, 2), 8)])
+def test_the_protocol_names_the_longest_window_that_was_measured(
+    tokens: int, bos: tuple[int, ...], longest: int
+):
+    ids, text = torch.zeros(tokens, dtype=torch.int64), TextFacts(bos=bos)
+    assert perplexity(bigram, ids, context=8, text=text).protocol["context"] == longest
+    both = compare_on_text(bigram, bigram, ids, context=8, text=text)
+    assert both.dense.protocol["context"] == longest == both.pruned.protocol["context"]
 
 
 def test_a_limit_takes_the_first_windows_and_counts_the_last_short_one():
