@@ -34,7 +34,7 @@ from dispfx.settings.trees import BenchSettings
 from dispfx.settings.verb_settings import TIMED_BATCHES, TimingSettings
 from dispfx.source.experts import Experts, has_choice_of_experts
 from dispfx.source.loading import moved
-from dispfx.source.source import longest_context
+from dispfx.source.source import longest_context, named_context
 from dispfx.words.chosen_device import chosen_device
 
 MODES: dict[str, tuple[Mode, ...]] = {
@@ -212,8 +212,7 @@ class _Sides:
 
 def _steps(opened: Opened, device: torch.device, timing: TimingSettings) -> Steps:
     """Fill in defaults, and reject lengths that the decoder cannot read."""
-    longest = getattr(opened.config, "max_position_embeddings", None)
-    limit = longest if isinstance(longest, int) else max(LENGTHS["cuda"])
+    limit = named_context(opened.config) or max(LENGTHS["cuda"])
     for tokens in (*timing.prompt, *(past + 1 for past in timing.past)):
         if tokens > limit:
             raise DataError(f"{tokens} tokens were requested, but the decoder reads 1 to {limit}")

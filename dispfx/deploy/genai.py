@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dispfx.ir.cached_inputs import CACHED_INPUTS, CacheTensor
+from dispfx.source.source import named_context
 
 GENAI_FILE = "genai_config.json"
 _DEFAULT_CONTEXT = 2048
@@ -34,7 +35,7 @@ def write_genai_config(
         config, generation_config: the decoder's own; a token is taken from the second first.
     """
     keys = [cache for cache in caches if cache.name.endswith(".key")]
-    context = getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT
+    context = named_context(config) or _DEFAULT_CONTEXT
 
     def token(name: str) -> int | list[int] | None:
         return _token(name, vocabulary_size, generation_config, config)

@@ -3,17 +3,22 @@
 --seq-len, window of perplexity  →  inside `Program.lengths`?  →  graph = decoder at that length?
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
 
 from dispfx.analysis.lookups import longest_text
-from dispfx.capturing.module_capture import compare_at
+from dispfx.capturing.module_capture import compare_at, module_logits, token_ids
 from dispfx.errors import CaptureError, memory_shortage
 from dispfx.ir.lengths import Lengths
 from dispfx.ir.program import Program
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source import Source
 from dispfx.source.experts import experts_as, has_choice_of_experts
-from dispfx.source.source import context_of
+from dispfx.source.source import context_of, named_context
 
 
 def window_of(source: Source, program: Program, seq_len: int | None) -> int:
@@ -22,7 +27,39 @@ def window_of(source: Source, program: Program, seq_len: int | None) -> int:
     Args:
         seq_len: of learning, which a decoder whose config names no length has run at; None without learning.
     """
-    return longest_text(program, program.lengths.within(_named_window(source, seq_len)))
+    named = _named_window(source, seq_len)
+    hold_to_readable(source, program, named)
+    return longest_text(program, program.lengths.within(named))
+
+
+def hold_to_readable(source: Source, program: Program, tokens: int) -> None:
+    """Narrow the program's lengths to those that the decoder runs on, where no config names its context.
+
+    Args:
+        tokens: the longest sequence that may be needed.
+    """
+    if named_context(source.config) is not None or not program.measured:
+        return
+    tokens = longest_text(program, program.lengths.within(tokens))
+    known = max(shape[1] for shape in program.identity)
+    if tokens <= known or _stop(source, program, tokens) is None:
+        return
+    fails = partial(_stop, source, program)
+    most = known + bisect_left(range(known + 1, tokens), True, key=lambda one: fails(one) is not None)
+    end = fails(most + 1)
+    where = None if end is None else end.where
+    program.hold_to(replace(program.lengths, most=most, end="limit", where=where))
+
+
+def _stop(source: Source, program: Program, tokens: int) -> CaptureError | None:
+    """Return what a decoder raises for a sequence of so many tokens, or None if it runs."""
+    model = source.model
+    try:
+        with torch.no_grad():
+            module_logits(model, token_ids(model, program.known_tokens, (1, tokens)))
+    except CaptureError as error:
+        return None if memory_shortage(error) is not None else error
+    return None
 
 
 def require_lengths(

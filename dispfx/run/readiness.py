@@ -22,7 +22,7 @@ from dispfx.plan.latency_table import CostTable, latency_table
 from dispfx.run.decoder_files import require_writable
 from dispfx.run.fitting import fitted_settings
 from dispfx.run.learning_setup import device_of_learning
-from dispfx.run.length_checks import require_lengths, require_onnx_lengths
+from dispfx.run.length_checks import hold_to_readable, require_lengths, require_onnx_lengths
 from dispfx.run.mask_learning import LearningJob
 from dispfx.run.opening import open_model
 from dispfx.run.preflight import require_room_for_weights, require_room_to_learn, require_room_to_recover
@@ -113,6 +113,7 @@ def ready_to_learn(
                 select=asked.select,
                 longest=learning.seq_len,
             )
+    hold_to_readable(source, learned_on, learning.seq_len)
     learning = fitted(program=learned_on, note=stages.observer.note)
     require_readable(learned_on, learning.seq_len)
     with stages("check lengths"):

@@ -33,6 +33,7 @@ from dispfx.learning.text import Batches
 from dispfx.quality.agreement import Comparison
 from dispfx.report import Report
 from dispfx.run.folders import Opened, open_folder
+from dispfx.run.length_checks import hold_to_readable
 from dispfx.run.preflight import require_room_to_recover
 from dispfx.run.run_text import MeasuredText, Text, split_held_out
 from dispfx.run.students import graph_predictions, has_stream
@@ -233,6 +234,7 @@ def fitted_recovery(
         DataError, CaptureError: if a chosen length is more than the decoder reads.
         DispfxError: if the streams were to be compared and cannot be.
     """
+    hold_to_readable(source, program, settings.seq_len or context_of(source))
     if settings.seq_len is not None:
         require_readable(program, settings.seq_len)
     longest = longest_sequence(text, longest_text(program, program.lengths.within(context_of(source))))

@@ -31,6 +31,19 @@ class Source:
 
 
 DEMO_CONTEXT = 256
+# What configs call it, of transformers and of code that comes with a checkpoint.
+_NAMES_OF_CONTEXT = (
+    "max_position_embeddings",
+    "max_seq_len",
+    "max_seq_length",
+    "max_sequence_length",
+    "n_positions",
+    "n_ctx",
+    "seq_length",
+    "context_length",
+    "max_target_positions",
+    "model_max_length",
+)
 
 
 def context_of(source: Source) -> int:
@@ -47,8 +60,8 @@ def longest_context(config: Any) -> int:
 
 def named_context(config: Any) -> int | None:
     """Return the context in a transformers config, or None."""
-    longest = getattr(config, "max_position_embeddings", None)
-    return longest if isinstance(longest, int) and longest > 1 else None
+    found = (getattr(config, name, None) for name in _NAMES_OF_CONTEXT)
+    return next((longest for longest in found if type(longest) is int and longest > 1), None)
 
 
 def beyond_context(config: Any, tokens: int) -> list[str]:

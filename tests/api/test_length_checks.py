@@ -4,15 +4,17 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import MptConfig, MptForCausalLM, PretrainedConfig
 
 import dispfx
-from dispfx.api import apply, evaluate, load
+from dispfx.api import apply, evaluate, load, recover
 from dispfx.compiler.programs import analyse
 from dispfx.deploy.exported import PROGRAM_FILE, load_program, save_graph
 from dispfx.errors import CaptureError, DataError, DispfxError
@@ -20,6 +22,7 @@ from dispfx.ir.lengths import Lengths
 from dispfx.plan.plan import Plan
 from dispfx.report import load_report
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.source.source import named_context
 from tests.api.conftest import SETTINGS, Watcher, random_tokens
 from tests.learning_options import options_of
 from tests.lengths_decoders import long_texts, scaled
@@ -159,3 +162,68 @@ def test_an_onnx_model_that_could_not_refuse_a_single_token_is_not_written(tmp_p
 def test_learning_from_a_captured_program_asks_for_the_range_too():
     with pytest.raises(DispfxError, match="arithmetic changes at 25 tokens, and a sequence has 32"):
         dispfx.learn(analyse(long_texts()), random_tokens(), 0.3, settings=LONGER)
+
+
+def mpt(**words) -> MptForCausalLM:
+    """Return a decoder whose attention raises beyond a length that its config calls `max_seq_len`."""
+    torch.manual_seed(0)
+    config = MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=64, max_seq_len=40)
+    config.update(words)
+    return MptForCausalLM(config).eval()
+
+
+class Unnamed(nn.Module):
+    """A decoder with a limit that nothing names."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = mpt()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.decoder(ids, use_cache=False).logits
+
+
+class UnnamedConfig(PretrainedConfig):
+    """A config that names no length."""
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_seq_len", 40), ("n_ctx", 7), ("max_target_positions", 9)])
+def test_the_context_is_found_under_every_name_that_configs_have(name: str, value: int):
+    assert named_context(UnnamedConfig(**{name: value})) == value
+    assert named_context(UnnamedConfig(**{name: value}, max_position_embeddings=5)) == 5
+    for wrong in (True, 1, "40", None):
+        assert named_context(UnnamedConfig(**{name: wrong})) is None
+
+
+@pytest.mark.parametrize("build", [mpt, Unnamed])
+def test_a_decoder_that_raises_beyond_a_length_is_compiled_and_measured_within_it(
+    tmp_path: Path, tokens: Path, build: Callable[[], nn.Module]
+):
+    text, watcher = tokens, Watcher()
+    report = dispfx.compile(
+        build(), 0.3, out=tmp_path / "out", data=text, method="magnitude", align=1, export="none",
+        eval_data=text, eval_windows=2, observer=watcher, batch_size=2,
+    )  # fmt: skip
+    assert report.perplexity is not None and report.perplexity.protocol.context == 40
+    assert any("sequences of 40 tokens" in note for note in watcher.notes)
+    found = evaluate(str(tmp_path / "out"), eval_data=text, eval_windows=2)
+    assert found.protocol["context"] == 40
+    again = apply(build(), tmp_path / "out" / "plan.safetensors", out=tmp_path / "two", eval_data=text)
+    assert again.perplexity is not None and again.perplexity.protocol.context == 40
+
+
+def test_a_sequence_that_the_decoder_does_not_run_on_is_refused_with_the_longest(
+    tmp_path: Path, tokens: Path
+):
+    with pytest.raises(DataError, match="reads at most 40 tokens, and a sequence has 64") as error:
+        dispfx.compile(Unnamed(), 0.3, out=tmp_path / "out", data=tokens, method="magnitude", seq_len=64)
+    assert "`seq_len=40`" in str(error.value.hint) and not list(tmp_path.glob("out*"))
+
+
+def test_a_decoder_without_a_named_length_is_recovered_within_it(tmp_path: Path, tokens: Path):
+    words: dict[str, Any] = {"data": tokens, "eval_data": tokens, "eval_windows": 1, "batch_size": 2}
+    dispfx.compile(Unnamed(), 0.3, out=tmp_path / "out", method="magnitude", align=1, export="none", **words)
+    told = recover(
+        tmp_path / "out", dense=Unnamed(), out=tmp_path / "again", train="scales", steps=1, **words
+    )
+    assert told.protocol.context == 40
