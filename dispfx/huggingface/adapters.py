@@ -4,7 +4,6 @@ Adapters lie on the smaller modules inside those that read and write, so pruned 
 computation, whatever is learned.
 """
 
-import importlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from dispfx.errors import DispfxError
 from dispfx.settings.recovery_settings import RecoverySettings
+from dispfx.words.extras import library
 from dispfx.words.option_names import option
 
 
@@ -21,16 +21,11 @@ def peft_library() -> Any:
     """Return PEFT.
 
     Raises:
-        DispfxError: if it, or accelerate, is not installed.
+        DataError: if it, or accelerate, is not installed.
     """
-    try:
-        importlib.import_module("accelerate")
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise DispfxError(
-            f"adapters need PEFT and accelerate, which cannot be imported: {error}",
-            hint="pip install 'dispfx[peft]'",
-        ) from error
+    needed = "adapters need PEFT and accelerate, which"
+    library("accelerate", "peft", needed)
+    return library("peft", "peft", needed)
 
 
 def with_adapters(model: nn.Module, settings: RecoverySettings, base: str) -> Any:

@@ -8,8 +8,6 @@ templates, and the functions that they name.
 """
 
 import contextlib
-import difflib
-import importlib
 import io
 import logging
 import warnings
@@ -22,6 +20,8 @@ from typing import Any
 from torch import nn
 
 from dispfx.errors import DataError
+from dispfx.words.choices import closest
+from dispfx.words.extras import library
 from dispfx.words.option_names import option
 
 PAPER_METRICS: Mapping[str, str] = {
@@ -164,13 +164,9 @@ class Harness:
     def _leaves(self, name: str) -> list[str]:
         """Return the tasks of a name, after checking that they can be read."""
         if name not in self._manager.all_tasks:
-            close = difflib.get_close_matches(name, self._manager.all_tasks, 3)
-            raise DataError(
-                f"lm-eval has no task {name!r}",
-                hint=f"did you mean {', '.join(close)}?"
-                if close
-                else f"`lm_eval ls tasks` lists them; {option('task_folder')} adds your own",
-            )
+            others = f"`lm_eval ls tasks` lists them; {option('task_folder')} adds your own"
+            hint = closest(name, self._manager.all_tasks) or others
+            raise DataError(f"lm-eval has no task {name!r}", hint=hint)
         loaded = self._loaded(name)
         for task in loaded.values():
             self._require_readable(task)
@@ -254,14 +250,8 @@ def _manager(names: Sequence[str], folder: Path | None) -> Any:
 
 
 def _module(name: str) -> Any:
-    try:
-        with _silent():
-            return importlib.import_module(name)
-    except ImportError as error:
-        raise DataError(
-            f"tasks are measured by lm-eval, which cannot be imported: {error}",
-            hint="pip install 'dispfx[lm-eval]'",
-        ) from error
+    with _silent():
+        return library(name, "lm-eval", "tasks are measured by lm-eval, which")
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ reading     common to all forms: sharing the limit, joining, checking
 plain       UTF-8 files, and evenly spaced pieces of a large file
 json_lines  .jsonl, .ndjson, .json, or .gz   documents    records with a field → one text
 json_array  a list of JSON records
-parquet     .parquet (pyarrow)               extras       libraries that only some forms need
+parquet     .parquet (pyarrow)
 dataset     datasets:NAME (datasets)
 token_file  .safetensors, mapped into memory
 tokenizing  text → token ids, in bounded memory, and the tokens that every sequence begins with

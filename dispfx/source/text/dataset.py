@@ -16,7 +16,7 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from dispfx.errors import DataError
 from dispfx.source.quiet import short
 from dispfx.source.text.documents import joined, missing_field, text_of, until_full
-from dispfx.source.text.extras import library
+from dispfx.words.extras import library
 from dispfx.words.text_origin import DATASET, LINE_BREAK, TextOrigin
 
 _MOST_GROUPS = 16
@@ -73,7 +73,9 @@ class NamedDataset:
         return [self._documents(part, index) for index, part in enumerate(parts)]
 
     def _stream(self) -> Any:
-        datasets = library("datasets", where=self.where)
+        datasets = library(
+            "datasets", "data", "datasets is needed to read this text, but it", where=self.where
+        )
         datasets.disable_progress_bars()
         folder = Path(self._origin.place).expanduser()
         if not folder.is_dir():

@@ -7,8 +7,8 @@ from typing import Any
 
 from dispfx.errors import DataError
 from dispfx.source.text.documents import joined, missing_field, text_of, until_full
-from dispfx.source.text.extras import library
 from dispfx.source.text.plain import file_size, unreadable
+from dispfx.words.extras import library
 from dispfx.words.text_origin import LINE_BREAK
 
 _BATCH_ROWS = 256
@@ -45,7 +45,10 @@ class Parquet:
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
-        arrow, parquet = (library(name, where=self.where) for name in ("pyarrow", "pyarrow.parquet"))
+        needed = "pyarrow is needed to read this text, but it"
+        arrow, parquet = (
+            library(name, "data", needed, where=self.where) for name in ("pyarrow", "pyarrow.parquet")
+        )
         file_size(self._path)
         try:
             # Buffered, to avoid reading a complete row group into memory.
