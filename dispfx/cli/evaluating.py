@@ -1,6 +1,5 @@
 """The verbs that measure: eval for quality, bench for speed."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dispfx.cli.screen import Screen
@@ -38,7 +37,8 @@ def evaluate(settings: EvalSettings, screen: Screen) -> None:
         for one in (model, asked.dense) if asked.task_names else ():
             if one is not None:
                 scores.append(api.score_tasks(settings.changed(model=one), observer=observer))
-    found = replace(Evaluation(model, asked.dense, measured, alike, *scores), decoder=decoder)
+    own, other = (*scores, None, None)[:2]
+    found = Evaluation(model, asked.dense, measured, alike, own, other, decoder)
     files = [] if out is None else write_evaluation(found, out)
     screen.print_json(evaluation_plain(found))
     _show(screen, found)

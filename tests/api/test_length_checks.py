@@ -183,16 +183,17 @@ class Unnamed(nn.Module):
         return self.decoder(ids, use_cache=False).logits
 
 
-class UnnamedConfig(PretrainedConfig):
-    """A config that names no length."""
+def config_with(**entries: Any) -> PretrainedConfig:
+    """Return a config whose class names no length."""
+    return PretrainedConfig(**entries)
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_seq_len", 40), ("n_ctx", 7), ("max_target_positions", 9)])
 def test_the_context_is_found_under_every_name_that_configs_have(name: str, value: int):
-    assert named_context(UnnamedConfig(**{name: value})) == value
-    assert named_context(UnnamedConfig(**{name: value}, max_position_embeddings=5)) == 5
+    assert named_context(config_with(**{name: value})) == value
+    assert named_context(config_with(**{name: value}, max_position_embeddings=5)) == 5
     for wrong in (True, 1, "40", None):
-        assert named_context(UnnamedConfig(**{name: wrong})) is None
+        assert named_context(config_with(**{name: wrong})) is None
 
 
 @pytest.mark.parametrize("build", [mpt, Unnamed])
