@@ -31,13 +31,16 @@ def require_finite_weights(model: nn.Module) -> None:
         )
 
 
-def require_values(model: nn.Module) -> None:
+def require_values(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raise if the weights of a decoder are on the meta device, where it can only be inspected.
+
+    Args:
+        tensors: the weights, with their paths.
 
     Raises:
         SourceError: with the first of them.
     """
-    without = next((path for path, tensor in model.named_parameters() if tensor.is_meta), None)
+    without = next((path for path, tensor in tensors if tensor.is_meta), None)
     if without is not None:
         raise SourceError(
             "the weights must have values, and are on the meta device",

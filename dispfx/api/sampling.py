@@ -46,7 +46,7 @@ def sample(model: Any, out: Any = None, *, observer: Observer | None = None, **c
         chosen.check()
         source = open_model(settings.model)
         text = open_text(source, chosen)
-        require_values(source.model)
+        require_values(source.model.named_parameters())
         require_finite_weights(source.model)
         asked = fitted_sampling(settings.sampling, source)
         require_runs(source, asked, text.largest)

@@ -57,6 +57,7 @@ from dispfx.capturing.warm_up import length_bound, warm_up
 from dispfx.errors import CaptureError, first_line
 from dispfx.ir.logit_errors import logit_errors
 from dispfx.ir.program import Program, is_zero
+from dispfx.words.chosen_device import require_default_device
 from dispfx.words.option_names import option
 
 LONGEST = 2048
@@ -97,6 +98,7 @@ def capture(
             differs from the module by more than rounding explains; or if documents cannot be kept apart.
     """
     require_decoder(model)
+    require_default_device(meta=not _has_values(model))
     vocabulary = vocabulary_size or embedding_rows(model)
     with evaluation(model) as state, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -204,6 +204,8 @@ def token_vector(data: object, vocabulary_size: int) -> Tensor | np.ndarray:
             f"a vector of token ids was expected, found shape {tuple(tokens.shape)} of {tokens.dtype}",
             hint="give one long text: join the sequences of a batch with .flatten()",
         )
+    if isinstance(tokens, Tensor) and tokens.is_meta:
+        raise DataError("token ids must have values, and are on the meta device", hint="make them on the CPU")
     # numpy is several times faster here, and supports unsigned integers.
     ids = tokens.cpu().numpy() if isinstance(tokens, Tensor) else tokens
     for found in map(int, (ids.min(), ids.max()) if len(ids) else ()):

@@ -32,7 +32,7 @@ from dispfx.report import load_report
 from dispfx.source import load_folder_tokenizer
 from dispfx.source.experts import Experts
 from dispfx.verification.equivalence import Verification
-from dispfx.words.chosen_device import chosen_device
+from dispfx.words.chosen_device import chosen_device, require_default_device
 from dispfx.words.given import path_given
 from dispfx.words.preconditions import is_saved_again, refuse_adapter
 
@@ -251,11 +251,12 @@ def open_folder(
         experts: as in `dispfx.compiler.programs.capture`; `batched` to export what is opened.
 
     Raises:
-        DispfxError: if the device is not available.
+        DispfxError: if the device is not available, or the default device of torch is not the CPU.
         OutputError: if dispfx did not write the folder.
         DataError: if a file is missing or damaged.
         PlanMismatchError: if the folder's files do not belong together.
     """
+    require_default_device()
     device = chosen_device(device)
     path = path_given(folder, "a folder that `dispfx compile` wrote")
     refuse_adapter(path)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dispfx.analysis.finite_weights import require_values
 from dispfx.analysis.lookups import require_readable
 from dispfx.compiler.programs import gate, require_same_decoder
 from dispfx.distributed.ranks import ALONE, Ranks
@@ -28,6 +29,7 @@ from dispfx.plan.plan import Plan
 from dispfx.run.fitting import fitted_settings, settings_for
 from dispfx.run.learning_setup import device_of_learning, prepared_loss
 from dispfx.settings import BudgetSettings, ComputeSettings, LearnSettings, changed_settings, learn_settings
+from dispfx.words.chosen_device import require_default_device
 from dispfx.words.option_names import option
 from dispfx.words.own_function import shown
 
@@ -70,10 +72,13 @@ def learn(
         UnknownSettingError: if one of `changes` is no setting.
         PlanMismatchError: if the plan to start from was made for another decoder.
         BudgetError: if the sites cannot meet the ratio.
+        SourceError: if the weights have no values.
         DataError: if the data is not a vector of token ids, has ids that the decoder does not know, or is
             shorter than one sequence.
-        DispfxError: if the decoder cannot be run as `compute` requests.
+        DispfxError: if the decoder cannot be run as `compute` requests, or the default device of torch is not
+            the CPU.
     """
+    require_default_device()
     watch = watch or Watch()
     start_from = None
     if isinstance(start := changes.get("start"), Plan):
@@ -136,6 +141,7 @@ class LearningJob:
 def learn_within(job: LearningJob, watch: Watch) -> Plan:
     """As `learn`, from batches that are already cut."""
     program, settings = job.program, job.settings
+    require_values(program.tensors())
     require_readable(program, job.text.seq_len)
     _check_packing(program, settings)
     if settings.method != "learned":

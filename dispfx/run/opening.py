@@ -5,16 +5,17 @@ from torch import nn
 from dispfx.settings import ModelSettings
 from dispfx.source import Source, load_source
 from dispfx.source.transformers_classes import known_config
-from dispfx.words.chosen_device import chosen_device
+from dispfx.words.chosen_device import chosen_device, require_default_device
 
 
 def open_model(settings: ModelSettings) -> Source:
     """Return MODEL as a `Source`; a module is used as it is.
 
     Raises:
-        DispfxError: if the device is not available.
+        DispfxError: if the device is not available, or the default device of torch is not the CPU.
         SourceError: if MODEL is not a decoder, or does not exist.
     """
+    require_default_device()
     device = chosen_device(settings.device)
     if isinstance(settings.model, nn.Module):
         return _source_of(settings.model)

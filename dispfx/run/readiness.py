@@ -134,7 +134,7 @@ def analysed(
 ) -> Program:
     """Return the program of a decoder, captured as a timed stage; `longest` as for `analyse`."""
     with stages("capture"):
-        require_values(source.model)
+        require_values(source.model.named_parameters())
         require_finite_weights(source.model)
         program = analyse(source.model, skip=skip, select=select, longest=longest)
     stages.observer.found(program)

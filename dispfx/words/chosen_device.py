@@ -54,6 +54,26 @@ def check_device(device: "str | torch.device | None") -> None:
         )
 
 
+def require_default_device(*, meta: bool = False) -> None:
+    """Raise if torch makes new tensors elsewhere than on the CPU, where no device is named.
+
+    Args:
+        meta: whether they may have no values.
+
+    Raises:
+        DispfxError: with the default device.
+    """
+    import torch
+
+    default = torch.get_default_device()
+    if default.type != "cpu" and not (meta and default.type == "meta"):
+        raise DispfxError(
+            f"the default device of torch must be the CPU here, and it is {default}",
+            hint="call torch.set_default_device('cpu'), or leave `with torch.device(...)`; "
+            "decoders may be on any device",
+        )
+
+
 def local_device(device: str | None) -> str | None:
     """Return the GPU of this process if `cuda` was given and several processes share a host."""
     local = os.environ.get("LOCAL_RANK")
