@@ -202,7 +202,9 @@ def token_vector(data: object, vocabulary_size: int) -> Tensor | np.ndarray:
     if len(tokens.shape) != 1 or not _holds_integers(tokens):
         raise DataError(
             f"a vector of token ids was expected, found shape {tuple(tokens.shape)} of {tokens.dtype}",
-            hint="give one long text: join the sequences of a batch with .flatten()",
+            hint="give one long text: join the sequences of a batch with .flatten()"
+            if _holds_integers(tokens)
+            else "give the integers that a tokenizer returns for a text",
         )
     if isinstance(tokens, Tensor) and tokens.is_meta:
         raise DataError("token ids must have values, and are on the meta device", hint="make them on the CPU")

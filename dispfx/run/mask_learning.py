@@ -71,7 +71,7 @@ def learn(
     Raises:
         UnknownSettingError: if one of `changes` is no setting.
         PlanMismatchError: if the plan to start from was made for another decoder.
-        BudgetError: if the sites cannot meet the ratio.
+        BudgetError: if the ratio is no number, or the sites cannot meet it.
         SourceError: if the weights have no values.
         DataError: if the data is not a vector of token ids, has ids that the decoder does not know, or is
             shorter than one sequence.

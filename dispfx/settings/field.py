@@ -166,7 +166,9 @@ class Field:
             return value
         if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
             value = value.item()
-        if value is not None and not self.takes(value):
+        if value is None and self.value is None:
+            return value
+        if not self.takes(value):
             number = {bool: "True or False", int: "a whole number"}.get(self.typed, "a number")
             raise self.facts.error(f"{option(self.name)} must be {number}, and {value!r} was given")
         return value

@@ -44,6 +44,8 @@ RUN = RunSettings.of(model="demo", ratio=0.3, data=["a.txt"], out=Path("out"), s
         ({"resume": "no"}, "`resume` must be True or False, and 'no' was given"),
         ({"constrained": 1}, "`constrained` must be True or False, and 1 was given"),
         ({"eval_windows": "2"}, "`eval_windows` must be a whole number, and '2' was given"),
+        ({"ratio": None}, "`ratio` must be a number, and None was given"),
+        ({"seq_len": None}, "`seq_len` must be a whole number, and None was given"),
         ({"ratio": "0.3"}, "`ratio` must be a number, and '0.3' was given"),
         ({"steps": np.float64(2)}, "`steps` must be a whole number, and 2.0 was given"),
         ({"data_bytes": 3}, "`data_bytes` must be at least 1,048,576, and 3 was given"),
