@@ -7,12 +7,13 @@
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, Group, Parameter
+from cyclopts import App, Group, Parameter, Token
 
 from dispfx.cli.examples import epilog
 from dispfx.cli.faults import ends_with_message
@@ -121,7 +122,14 @@ class Verb:
             default=inspect.Parameter.empty if needed else None,
             annotation=Annotated[
                 one.typed,
-                Parameter(name=word, help=self._doc(one), negative=(), negative_iterable=()),
+                Parameter(
+                    name=word,
+                    help=self._doc(one),
+                    negative=(),
+                    negative_iterable=(),
+                    converter=_path(f"{word} must not be empty.") if one.is_path else None,
+                    validator=_named if one.names_place else None,
+                ),
                 _UNCHECKED,
             ],
         )
@@ -138,6 +146,7 @@ class Verb:
             negative_iterable=(),
             show_default=False,
             validator=_in_range(one),
+            converter=_path("It must not be empty.") if one.is_path else None,
             allow_leading_hyphen=one.typed in (str, list[str]),
             # If an option is given twice, the last one counts, unless a user would expect both.
             allow_repeating=None if one.facts.repeats else not one.facts.once,
@@ -176,3 +185,22 @@ def _in_range(one: Field) -> Callable[[Any, Any], None]:
                 raise ValueError(f"{allowed} {hint}." if hint else allowed)
 
     return check
+
+
+def _path(problem: str) -> Callable[[Any, Sequence[Token]], Any]:
+    """Return a converter of words to paths; an empty one would be the current folder, and is rejected."""
+
+    def convert(kind: Any, tokens: Sequence[Token]) -> Any:
+        words = [token.value for token in tokens]
+        if "" in words:
+            raise ValueError(problem)
+        paths = [Path(word) for word in words]
+        return paths if typing.get_origin(kind) is list else paths[0]
+
+    return convert
+
+
+def _named(kind: Any, value: Any) -> None:
+    """Reject an empty word for an argument without an option name."""
+    if value == "":
+        raise ValueError("It must not be empty.")

@@ -27,6 +27,8 @@ _KEY = "dispfx"
 _MOST = 2**31 - 1
 _LARGER = frozenset({"seed", "tokens", "data_bytes"})
 _MOST_OF_LARGER = 2**63 - 1
+# Texts that may name a file or a folder, beside the paths.
+_PLACES = frozenset({"model", "dense", "tokenizer", "data", "eval_data"})
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,26 @@ class Field:
         alone = self.facts.repeats is None and self.facts.takes is None
         return alone and {*_members(self.kind)} - {type(None)} <= {int, float, bool}
 
+    @property
+    def names_place(self) -> bool:
+        """Whether a value names a file, a folder, or what may be one."""
+        return self.is_path or self.name in _PLACES
+
+    @property
+    def is_path(self) -> bool:
+        """Whether a value is a path, or several."""
+        return Path in (self.facts.takes, self.facts.repeats, *_members(self.kind))
+
+    def require_named(self, value: Any) -> None:
+        """Raise for an empty path or name: as a path it would be the current folder.
+
+        Raises:
+            DispfxError: with the setting.
+        """
+        values = value if isinstance(value, list | tuple) else [value]
+        if self.names_place and any(isinstance(one, str) and not one for one in values):
+            raise self.facts.error(f"{option(self.name)} must not be empty")
+
     def plain(self, value: Any) -> Any:
         """Return a value as it is, or the number of Python's for one of numpy's or a tensor.
 
@@ -218,6 +240,7 @@ class Section:
             value = one.plain(getattr(self, one.name))
             if value is None:
                 continue
+            one.require_named(value)
             if one.is_number:
                 object.__setattr__(self, one.name, value)
             if one.choices and not (one.facts.functions and names_function(value)):

@@ -33,10 +33,12 @@ def path_given(value: Any, what: str) -> Path:
         what: it names, with its article, for messages.
 
     Raises:
-        DispfxError: if it is neither.
+        DispfxError: if it is neither, or empty, which would be the current folder.
     """
     if not isinstance(value, str | os.PathLike):
         raise DispfxError(f"the path of {what} was expected, but {shown(value)} was given")
+    if not os.fspath(value):
+        raise DispfxError(f"the path of {what} was expected, but an empty one was given")
     return Path(value).expanduser()
 
 

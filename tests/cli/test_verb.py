@@ -1,10 +1,13 @@
 """A verb is generated from its settings: one option each, with its help, choices, default and range."""
 
+from pathlib import Path
+
 import pytest
 
 from dispfx.settings.trees import RunSettings
 from tests.cli.asked import asked
 from tests.command_line import NAMED, options, run
+from tests.report.runs import write_run
 
 # What other programs may rely on.
 CONTRACT = {
@@ -147,3 +150,22 @@ def test_two_forms_in_one_run_are_refused_with_a_way_to_have_both(verb: str):
     assert found.exit_code == 2
     assert "--export takes one value, and was given twice" in found.stderr
     assert "`dispfx export` adds another one to the folder later" in found.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("report", ""), ("verify", ""), ("compare", "a", ""), ("bench", ""), ("inspect", ""), ("eval", ""),
+        ("apply", "demo", ""), ("compile", "demo", "--ratio", "0.3", "--out", ""),
+        ("compile", "demo", "--ratio", "0.3", "--data", "", "--out", "new"),
+        ("compile", "demo", "--ratio", "0.3", "--costs", "", "--out", "new"),
+        ("compile", "demo", "--config", "", "--out", "new"), ("bench", ".", "--dense", ""),
+        ("eval", "demo", "--eval-data", "text.txt", "--out", ""),
+    ],
+)  # fmt: skip
+def test_an_empty_path_is_not_the_current_folder(dispfx, tmp_path: Path, monkeypatch, words: tuple[str, ...]):
+    monkeypatch.chdir(write_run(tmp_path / "run"))
+    before = sorted(Path().iterdir())
+    result = dispfx(*words)
+    assert result.exit_code == 2 and "must not be empty" in " ".join(result.stderr.split()), result.stderr
+    assert sorted(Path().iterdir()) == before

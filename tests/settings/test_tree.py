@@ -44,6 +44,12 @@ RUN = RunSettings.of(model="demo", ratio=0.3, data=["a.txt"], out=Path("out"), s
         ({"resume": "no"}, "`resume` must be True or False, and 'no' was given"),
         ({"constrained": 1}, "`constrained` must be True or False, and 1 was given"),
         ({"eval_windows": "2"}, "`eval_windows` must be a whole number, and '2' was given"),
+        *(
+            ({name: ""}, f"`{name}` must not be empty")
+            for name in ("model", "data", "eval_data", "tokenizer")
+        ),
+        *(({name: ""}, f"`{name}` must not be empty") for name in ("out", "config", "costs")),
+        ({"data": ["text.txt", ""]}, "`data` must not be empty"),
         ({"ratio": None}, "`ratio` must be a number, and None was given"),
         ({"seq_len": None}, "`seq_len` must be a whole number, and None was given"),
         ({"ratio": "0.3"}, "`ratio` must be a number, and '0.3' was given"),

@@ -56,3 +56,11 @@ def test_a_plan_is_read_from_a_path_with_a_tilde(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("HOME", str(tmp_path))
     PLAN.save("~/plan.safetensors")
     assert Plan.load("~/plan.safetensors") == PLAN == Plan.load(tmp_path / "plan.safetensors")
+
+
+@pytest.mark.parametrize("call", [dispfx.load, api.verify, Plan.load, PLAN.save, api.bench, api.evaluate])
+def test_an_empty_path_is_not_the_current_folder(call: Callable[[str], Any], tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DispfxError, match=r"an empty one was given|must not be empty"):
+        call("")
+    assert not list(tmp_path.iterdir())
