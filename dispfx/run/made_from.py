@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dispfx.deploy.digests import identity_of
 from dispfx.errors import OutputError
 from dispfx.ir.content_digest import content_digest, program_digest
 from dispfx.ir.program import Program
@@ -17,7 +18,7 @@ from dispfx.learning.state import settings_identity
 from dispfx.plan.plan import Plan
 from dispfx.run.decoder_files import write_files
 from dispfx.run.readiness import Ready
-from dispfx.run.recovery_job import Recovery, decoder_files
+from dispfx.run.recovery_job import Recovery
 from dispfx.run.run_text import Text
 from dispfx.settings import RunSettings
 from dispfx.source import Source
@@ -64,7 +65,7 @@ def made_by_recovery(job: Recovery) -> dict[str, str]:
     chosen = {name: one for name, one in asdict(job.settings).items() if name != "save_every"}
     return {
         **made_from(job.dense, job.program, job.text),
-        "pruned decoder": settings_digest(decoder_files(job.folder)),
+        "pruned decoder": str(identity_of(job.folder)),
         "choice of settings": settings_digest(chosen, job.context, job.windows, job.merge, job.dtype),
     }
 

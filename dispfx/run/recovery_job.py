@@ -6,8 +6,6 @@
 Held-out text says when training ends; the second text says whether its result is kept.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +18,11 @@ from dispfx.analysis.finite_weights import require_finite_weights
 from dispfx.analysis.lookups import longest_text, require_readable
 from dispfx.compiler.pipelines import for_training
 from dispfx.compiler.programs import require_same_decoder
-from dispfx.deploy import exported
-from dispfx.deploy.digests import digests
-from dispfx.deploy.section import CONFIG_FILE
+from dispfx.deploy.digests import identity_of
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DataError
 from dispfx.fast_decoder.recovery_pass import fastest_pass
-from dispfx.ir.content_digest import program_digest
+from dispfx.ir.content_digest import content_digest, program_digest
 from dispfx.ir.program import Program
 from dispfx.learning.distillation import Keeping, RecoveryTask, recover
 from dispfx.learning.text import Batches
@@ -249,14 +245,6 @@ def _with_ends(text: Text) -> Text:
     return replace(text, learn=learn, held_out=held_out)
 
 
-def decoder_files(folder: Path) -> dict[str, str]:
-    """Return the digests of a pruned decoder's files; forms that are exported later do not count."""
-    found = digests(folder, "model*") | digests(folder, CONFIG_FILE)
-    return found or digests(folder, exported.PROGRAM_FILE)
-
-
 def _fingerprint(job: Recovery) -> str:
     """Identify the two decoders."""
-    found = decoder_files(job.folder)
-    found |= {"dense": program_digest(job.program), "dtype": str(job.dtype)}
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    return content_digest((str(identity_of(job.folder)), program_digest(job.program), str(job.dtype)))
