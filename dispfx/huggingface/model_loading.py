@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from dispfx.errors import DataError, DispfxError
+from dispfx.errors import DataError, DispfxError, PlanMismatchError
 from dispfx.huggingface.registering import register
 from dispfx.source.location import Location
 from dispfx.source.quiet import quiet
@@ -29,12 +29,24 @@ def load_model(
     options.setdefault("dtype", "auto")
     try:
         with quiet(Location(str(folder))):
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=trust_remote_code, **options
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **options,
             )
     except DispfxError:
         raise
     except Exception as error:
         # transformers may raise anything here; report it as an error of the folder.
         raise DataError(f"transformers cannot load this folder: {error}", where=str(folder)) from error
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        # transformers makes values for it.
+        raise PlanMismatchError(
+            f"{missing[0]} is not stored ({len(missing)} tensors are missing)",
+            where=str(folder),
+            hint="config.json and the weights must come from one compilation",
+        )
     return model.to(device).eval()

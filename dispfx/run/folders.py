@@ -31,6 +31,7 @@ from dispfx.plan.plan import Plan
 from dispfx.report import load_report
 from dispfx.source import load_folder_tokenizer
 from dispfx.source.experts import Experts
+from dispfx.source.transformers_classes import require_head
 from dispfx.verification.equivalence import Verification
 from dispfx.words.chosen_device import chosen_device, require_default_device
 from dispfx.words.given import path_given
@@ -252,7 +253,7 @@ def open_folder(
 
     Raises:
         DispfxError: if the device is not available, or the default device of torch is not the CPU.
-        OutputError: if dispfx did not write the folder.
+        OutputError: if dispfx did not write the folder, or transformers saved no decoder into it.
         DataError: if a file is missing or damaged.
         PlanMismatchError: if the folder's files do not belong together.
     """
@@ -260,6 +261,8 @@ def open_folder(
     device = chosen_device(device)
     path = path_given(folder, "a folder that `dispfx compile` wrote")
     refuse_adapter(path)
+    if is_saved_again(path):
+        require_head(path)
     if (path / PROGRAM_FILE).is_file() and not (path / CONFIG_FILE).is_file():
         return Opened(path, None, device, trust_remote_code, experts)
     return Opened(path, reload.read_plan(path), device, trust_remote_code, experts)

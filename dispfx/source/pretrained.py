@@ -16,7 +16,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
@@ -28,7 +27,7 @@ from dispfx.source.location import Location
 from dispfx.source.quiet import installation, quiet, short
 from dispfx.source.source import Source
 from dispfx.source.tokenizer import load_tokenizer
-from dispfx.source.transformers_classes import known_config
+from dispfx.source.transformers_classes import causal_classes, known_config
 from dispfx.words.model_origin import Origin
 from dispfx.words.option_names import option
 
@@ -99,7 +98,7 @@ def _config(location: Location, spec: str, trust_remote_code: bool) -> Any:
         named = list(getattr(config, "architectures", None) or ["its class"])
         if trust_remote_code:
             return config
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not _causal_classes().intersection(named):
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not causal_classes().intersection(named):
             raise _needs_own_code(named[0], spec)
     _check_decoder(config, spec)
     return config
@@ -155,7 +154,7 @@ def _check_decoder(config: Any, spec: str) -> None:
             hint="pass a decoder that reads and predicts only text; other models cannot be compiled",
         )
     named = list(getattr(config, "architectures", None) or [])
-    if named and not _causal_classes().intersection(named):
+    if named and not causal_classes().intersection(named):
         raise SourceError(
             f"its config names {named[0]}, which is not a causal language model",
             where=spec,
@@ -172,13 +171,6 @@ def _kind(config: Any) -> str:
         "it is an encoder": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     }
     return next((f": {kind}" for kind, names in kinds.items() if config.model_type in names), "")
-
-
-def _causal_classes() -> set[str]:
-    classes: set[str] = set()
-    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        classes.update((names,) if isinstance(names, str) else names)
-    return classes
 
 
 def _model(

@@ -3,11 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 
-from dispfx.errors import DataError
+from dispfx.errors import DataError, OutputError
 from dispfx.files.json_text import read_json
 from dispfx.source.own_code import is_own_code
 from dispfx.words.option_names import option
@@ -82,3 +86,31 @@ def code_files(auto_map: Any) -> list[str]:
     """Return the files that an `auto_map` names."""
     references = auto_map.values() if isinstance(auto_map, dict) else ()
     return sorted({f"{str(one).partition('.')[0]}.py" for one in references})
+
+
+def causal_classes() -> set[str]:
+    """Return the names of the classes that transformers has for decoders with a language-model head."""
+    classes: set[str] = set()
+    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        classes.update((names,) if isinstance(names, str) else names)
+    return classes
+
+
+def require_head(folder: Path) -> None:
+    """Require that transformers saved a decoder into a folder, and not its body, or with another head.
+
+    Raises:
+        OutputError: with the class that the config names.
+    """
+    try:
+        named = read_json(folder / "config.json").get("architectures") or []
+    except (OSError, ValueError, AttributeError):
+        return  # reading it reports the error
+    known = [name for name in named if isinstance(name, str) and hasattr(transformers, name)]
+    if known and not causal_classes().intersection(named):
+        raise OutputError(
+            f"the folder holds a {known[0]}, which has no language-model head, and a decoder is needed",
+            where=str(folder),
+            hint="save what AutoModelForCausalLM.from_pretrained loads from the folder that dispfx wrote; "
+            "transformers opens this one",
+        )

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import dispfx
 from dispfx.api import recover, verify
-from dispfx.errors import DataError, OutputError
+from dispfx.errors import DataError, OutputError, PlanMismatchError
 from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
 from dispfx.settings.recovery_settings import RecoverySettings, Train
@@ -161,3 +161,23 @@ def test_a_plan_of_another_compilation_is_not_taken_along(unverified: Folders, t
     assert not (tmp_path / "saved" / "plan.safetensors").exists()
     with pytest.raises(DataError, match=r"copy plan\.safetensors"):
         verify(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("kind", [AutoModel, AutoModelForSequenceClassification])
+def test_a_model_without_the_head_is_named_and_gets_no_head(
+    unverified: Folders, kind: Any, tmp_path: Path
+) -> None:
+    kind.from_pretrained(unverified("llama")).save_pretrained(tmp_path / "body")
+    for opened in (dispfx.load, verify):
+        with pytest.raises(OutputError, match=r"holds a Llama.*, which has no language-model head") as error:
+            opened(tmp_path / "body")
+        assert "AutoModelForCausalLM" in str(error.value.hint)
+
+
+def test_a_weight_that_is_not_stored_is_not_made_up(unverified: Folders, tmp_path: Path) -> None:
+    folder = saved(unverified("llama"), tmp_path / "saved")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PlanMismatchError, match=r"lm_head.weight is not stored \(1 tensors are missing\)"):
+        dispfx.load(folder)
