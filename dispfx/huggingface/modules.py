@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from dispfx.errors import PassError
+from dispfx.errors import DispfxError
 from dispfx.huggingface.layout import INDEX_NAMES, READ, SELECT, WRITE
 
 
@@ -34,9 +34,15 @@ class GatherInput:
     padded: bool
 
     def __call__(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple, dict[str, Any]]:
-        """Return the arguments with the first one gathered, by position or by name."""
+        """Return the arguments with the first one gathered, by position or by name.
+
+        Raises:
+            DispfxError: if the hook was copied to a module that took the pruned one's place.
+        """
+        if kwargs is None:
+            raise _without_index(module, READ)
         if args:
             return (self._gathered(module, args[0]), *args[1:]), kwargs
         first = next(iter(inspect.signature(module.forward).parameters))
@@ -113,7 +119,17 @@ def _owner(module: nn.Module, name: str) -> nn.Module:
     for inner in module.modules():
         if name in inner._buffers:
             return inner
-    raise PassError(f"{name} is not a buffer of {type(module).__name__}, which gathers by it")
+    raise _without_index(module, name)
+
+
+def _without_index(module: nn.Module, name: str) -> DispfxError:
+    kind = type(module)
+    return DispfxError(
+        f"a {kind.__name__} took the place of a pruned module and its hooks, but not its index {name}",
+        where=f"{kind.__module__}.{kind.__name__}",
+        hint="torch.ao.quantization replaces modules this way; quantize with torchao.quantization.quantize_ "
+        "(docs/huggingface.md), and replace modules with set_submodule",
+    )
 
 
 def _attach(module: nn.Module, gathers: list[GatherInput | GatherOutput]) -> None:

@@ -8,6 +8,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from dispfx.errors import DispfxError
+from dispfx.huggingface.layout import READ, WRITE
+from dispfx.huggingface.modules import GatherInput
 from dispfx.verification.graphs import zeroed_tensors
 from tests.huggingface.conftest import Folder
 from tests.programs import relative_error, token_ids
@@ -182,3 +185,23 @@ def test_lora_on_all_linear_layers_trains_saves_reloads_and_merges(llama: Folder
     with torch.no_grad():
         assert relative_error(reloaded(IDS).logits, trained) < 1e-5
     assert_pruned_places_are_zero(reloaded)
+
+
+def test_a_replacement_that_copies_hooks_without_their_indices_is_named(pruned: Any) -> None:
+    """torch.ao.quantization does so."""
+    path, old = next((path, module) for path, module in pruned.named_modules() if WRITE in module._buffers)
+    new = nn.Linear(old.in_features, old.out_features, bias=False)
+    for hook in old._forward_hooks.values():
+        new.register_forward_hook(hook)
+    parent, _, name = path.rpartition(".")
+    pruned.get_submodule(parent)._modules[name] = new
+    with pytest.raises(DispfxError, match=f"a Linear took the place of .* not its index {WRITE}") as error:
+        pruned(IDS)
+    assert error.value.exit_code == 2 and "torchao" in str(error.value.hint)
+
+
+def test_a_copied_hook_of_an_input_is_named_too() -> None:
+    new = nn.Linear(4, 4)
+    new.register_forward_pre_hook(GatherInput(padded=False))  # type: ignore[arg-type]
+    with pytest.raises(DispfxError, match=f"not its index {READ}"):
+        new(torch.zeros(1, 4))
