@@ -33,6 +33,7 @@ from dispfx.run.timed_stages import Stages
 from dispfx.settings import ComputeSettings, LearnSettings, RunSettings
 from dispfx.settings.sections import ALIGNMENT, Select
 from dispfx.source import Source
+from dispfx.source.loading import require_own_call
 from dispfx.source.source import context_of
 from dispfx.source.transformers_classes import unknown_class
 from dispfx.words.own_function import require_functions
@@ -136,6 +137,7 @@ def analysed(
     with stages("capture"):
         require_values(source.model.named_parameters())
         require_finite_weights(source.model)
+        require_own_call(source)
         program = analyse(source.model, skip=skip, select=select, longest=longest)
     stages.observer.found(program)
     if reason := unknown_class(source.model):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.capturing.logits import logits_of, widths_of
+from dispfx.capturing.module_state import in_evaluation_mode
 from dispfx.demo import DECODER_FOLDER
 from dispfx.errors import CaptureError, SourceError
 from dispfx.ir.logit_errors import logit_errors
@@ -206,6 +207,19 @@ def check_causal(model: nn.Module, name: str, device: torch.device) -> None:
             where=name,
             hint="encoders and models with bidirectional attention cannot be compiled",
         )
+
+
+def require_own_call(source: Source) -> None:
+    """Check that a decoder of transformers runs with its own default arguments, as its folder's decoder will.
+
+    Raises:
+        SourceError: if it cannot run, or does not return logits.
+    """
+    if source.config is None:
+        return
+    ids = torch.tensor(_IDS_BT[:1], device=next(source.model.parameters()).device)
+    with in_evaluation_mode(source.model):
+        _logits(source.model, ids, source.name)
 
 
 def _logits(model: nn.Module, ids_BT: Tensor, name: str) -> Tensor:
