@@ -195,10 +195,12 @@ def _recovered(task: Task, recovery: RecoverySettings, stages: Stages, ranks: Ra
     """Write the pruned decoder into the state, and DIR from it, trained."""
     assert task.state is not None and isinstance(task.settings, RunSettings)
     draft, measured = task.state / DRAFT, None
-    if not is_of_plan(draft, task.plan):
+    if is_of_plan(draft, task.plan):
+        # Its figures and its plan may be of another text to measure on.
+        task.plan.save(draft / PLAN_FILE)
+    else:
         shutil.rmtree(draft, ignore_errors=True)
         _written(replace(task, path=draft, is_draft=True), stages)
-        # An earlier run's draft may have been measured on other texts.
         measured = load_report(draft / "report.json")
     wait_for_draft(ranks, task.program)
     job = replace(

@@ -63,7 +63,12 @@ def learn_from(
             f"{plan.budget.align} of their features: {', '.join(plan.emptied[:3])}"
             + (" …" if len(plan.emptied) > 3 else "")
         )
-    if abs(plan.achieved - plan.budget.ratio) > LIMIT:
+    if all(one.full for one in plan.selections):
+        stages.observer.note(
+            f"nothing is removed: {plan.budget.ratio:g} of the counted parameters is less than a step of the "
+            "widths"
+        )
+    elif abs(plan.achieved - plan.budget.ratio) > LIMIT:
         stages.observer.note(
             f"{plan.achieved:.1%} are removed, not {plan.budget.ratio:.1%}: widths are multiples of "
             f"{plan.budget.align}, and a smaller {option('align')} comes closer"

@@ -65,6 +65,14 @@ def test_learn_plan_writes_the_plan_alone(tmp_path: Path, tokens: Path, compiled
     assert again == plan and watcher.notes[-1] == f"{path} is complete; there is nothing to do"
 
 
+def test_a_ratio_below_one_step_of_the_widths_removes_nothing_and_says_so(tmp_path: Path, tokens: Path):
+    watcher = Watcher()
+    given = {"out": tmp_path / "plan.safetensors", "method": "magnitude", "seq_len": 16, "observer": watcher}
+    plan = learn_plan(MODEL, 0.0001, tokens, **given)
+    assert plan.achieved == 0.0
+    assert [note for note in watcher.notes if "nothing is removed: 0.0001 of the counted" in note]
+
+
 def test_a_plan_does_not_take_the_place_of_a_file_that_appeared_while_it_was_learned(
     tmp_path: Path, tokens: Path, compiled: Compiled
 ):

@@ -385,6 +385,8 @@ def test_a_run_that_goes_on_with_other_texts_measures_both_decoders_on_these(tok
     report = compiled(tokens, tmp_path / "out", recover="weights", eval_data=texts["two"], resume=True)
     assert whole is not None and report.tuned == whole
     assert report.settings is not None and report.settings["text"]["eval_data"] == str(texts["two"])
+    again = compiled(tokens, tmp_path / "out", recover="weights", eval_data=texts["two"], resume=True)
+    assert again == report, "complete, and made from what this run asks for"
 
     # The same name, and another text.
     with pytest.raises(KeyboardInterrupt):
