@@ -32,7 +32,7 @@ from torch import fx
 
 from dispfx.analysis.coverage import unnamed
 from dispfx.analysis.flow import Flow
-from dispfx.analysis.label_map import Closure, Mismatch, Statistics, Surroundings, close, sums_over_several
+from dispfx.analysis.label_map import Closure, LabelContext, Mismatch, Statistics, close, sums_over_several
 from dispfx.analysis.links import Dimension, contractions
 from dispfx.analysis.stacked_experts import ByExpert, by_expert
 from dispfx.analysis.token_mixing import mixes_tokens
@@ -137,7 +137,7 @@ class _Search:
     def __post_init__(self) -> None:
         self.nodes = self.program.nodes
         self.flow = Flow.of(self.program.graph)
-        self.around = Surroundings.of(self.program, self.flow)
+        self.around = LabelContext.of(self.program, self.flow)
         self.owner: dict[Dimension, np.ndarray] = {}
         self.whole_stream = False
         # Buffers that products take as weights.
@@ -164,7 +164,7 @@ class _Search:
         seeds = [
             ((node, ops.rank(node) - 1), np.arange(width, dtype=np.int32)) for node in self.around.stream
         ]
-        alone = Surroundings(self.flow.dependent, frozenset(), frozenset(), self.program.caches)
+        alone = LabelContext(self.flow.dependent, frozenset(), frozenset(), self.program.caches)
         found = close(seeds, alone, statistics="kept")
         if isinstance(found, Mismatch):
             raise _no_whole_stream(found)

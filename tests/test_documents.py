@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dispfx.capturing.document_masks import positions_in_documents
 from dispfx.compiler.pipelines import for_learning
-from dispfx.compiler.programs import apart, capture, lower
+from dispfx.compiler.programs import capture, lower, separate_documents
 from dispfx.errors import CaptureError, DispfxError
 from dispfx.fast_decoder.comparison import sample_masks, value_and_gradient
 from dispfx.fast_decoder.decoder import TrainingDecoder
@@ -53,7 +53,7 @@ def test_no_token_is_asked_of_another_document():
 def test_packed_documents_have_the_loss_and_the_gradients_of_each_alone(name):
     model = tiny_transformer(name)
     program = capture(model)
-    twin = apart(model, program, END)
+    twin = separate_documents(model, program, END)
     gated = Pipeline([InsertGates()]).run(twin.clone())
     packed = torch.cat(documents(), 1)
     fast = TrainingDecoder(for_learning(gated, packed.shape[1]))
@@ -84,9 +84,9 @@ def test_a_plan_learned_on_documents_cuts_the_ordinary_program():
     settings = LearnSettings(steps=3, seq_len=24, batch_size=2, packing="documents")
     tokens = torch.cat(documents() * 40, 1)[0]
     text = TokenBatches.split(tokens, seq_len=24, batch_size=2)
-    with pytest.raises(DispfxError, match=r"dispfx\.api\.apart"):
+    with pytest.raises(DispfxError, match=r"dispfx\.api\.separate_documents"):
         learn(program, text, 0.3, settings=settings)
-    twin = apart(model, program, END)
+    twin = separate_documents(model, program, END)
     with pytest.raises(DispfxError, match="scores features once"):
         learn(twin, text, 0.3, settings=replace(settings, method="magnitude"))
     plan = learn(twin, text, 0.3, settings=settings)
@@ -98,10 +98,10 @@ def test_a_plan_learned_on_documents_cuts_the_ordinary_program():
 def test_a_decoder_without_positions_is_refused_by_name():
     model = build(FORMS["pre-norm"])
     with pytest.raises(CaptureError, match=r"takes position_ids.*\n?.*Decoder"):
-        apart(model, capture(model), END)
+        separate_documents(model, capture(model), END)
 
 
 def test_a_decoder_that_mixes_neighbours_all_the_same_is_refused():
     model = tiny_transformer("lfm2")
     with pytest.raises(CaptureError, match="documents cannot be kept apart: the logits"):
-        apart(model, capture(model), END)
+        separate_documents(model, capture(model), END)

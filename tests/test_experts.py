@@ -94,7 +94,7 @@ def test_every_expert_has_features_of_its_own_in_both(captures: tuple[Program, P
         } == stacked
         plan = Plan.random(program, 0.3, seed=1)
         for site in sites:
-            each = plan.kept[site.name].view(4, -1) % site.each
+            each = plan.kept[site.name].view(4, -1) % site.per_expert
             assert len({tuple(own) for own in each.tolist()}) == 4
 
 
@@ -202,7 +202,7 @@ def test_a_plan_with_one_selection_for_all_experts_is_applied_as_such(tmp_path: 
     old = replace(
         own,
         selections=tuple(
-            replace(one, size=site.each, kept=first[site.name], experts=1)
+            replace(one, size=site.per_expert, kept=first[site.name], experts=1)
             for site, one in zip(program.sites, own.selections, strict=True)
         ),
     )
@@ -215,6 +215,6 @@ def test_a_plan_with_one_selection_for_all_experts_is_applied_as_such(tmp_path: 
     for site in own_features:
         kept = (
             Plan.load(tmp_path / "out" / "plan.safetensors").kept[site.name].view(site.experts, -1)
-            % site.each
+            % site.per_expert
         )
         assert all(torch.equal(expert, first[site.name]) for expert in kept)

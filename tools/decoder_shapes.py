@@ -146,7 +146,8 @@ def periodic_plan(program: Program, ratio: float, *, period: int, align: int, se
 def _drawn(site: Site, number: int, generator: torch.Generator) -> Tensor:
     """Return `number` random features of a site, (number,) int32, ascending, equally many of each expert."""
     drawn = [
-        expert * site.each + torch.randperm(site.each, generator=generator)[: number // site.experts]
+        expert * site.per_expert
+        + torch.randperm(site.per_expert, generator=generator)[: number // site.experts]
         for expert in range(site.experts)
     ]
     return torch.cat(drawn).sort().values.to(torch.int32)

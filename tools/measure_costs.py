@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dispfx.benchmark.timing import compare_times, device_name, recorded
 from dispfx.files.disk import replacing
-from dispfx.plan.latency_table import CostTable
+from dispfx.plan.latency_table import LatencyTable
 
 SIZES = "256,512,1024,1536,2048,2560,3072,4096,5120,6144,8192,11008,13824"
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 def measure_costs(
     device: torch.device, dtype: torch.dtype, tokens: int, sizes: Sequence[int], *, rounds: int = 5
-) -> CostTable:
+) -> LatencyTable:
     """Return the times of products of `tokens` rows of activations with weights of all pairs of sizes.
 
     Args:
@@ -55,7 +55,7 @@ def measure_costs(
         tuple(_product_seconds(device, dtype, tokens, rows, columns, rounds) for columns in sizes)
         for rows in sizes
     ]
-    table = CostTable(
+    table = LatencyTable(
         device_name(device),
         str(dtype).removeprefix("torch."),
         tokens,

@@ -22,7 +22,7 @@ import numpy as np
 from torch import fx
 
 from dispfx.analysis.flow import Flow
-from dispfx.analysis.label_map import Closure, Mismatch, Statistics, Surroundings, close, sums_over_several
+from dispfx.analysis.label_map import Closure, LabelContext, Mismatch, Statistics, close, sums_over_several
 from dispfx.analysis.links import Dimension
 from dispfx.analysis.zero_values import not_zero
 from dispfx.ir import ops
@@ -134,7 +134,7 @@ class _Reasons:
         assert program.stream is not None
         self.program = program
         self.flow = Flow.of(program.graph)
-        self.around = Surroundings.of(program, self.flow)
+        self.around = LabelContext.of(program, self.flow)
         self.nodes = program.nodes
         self.weights = {str(node.target): node for node in program.graph.nodes if node.op == "get_attr"}
         self.leaf_of = {name: leaf for leaf in program.leaves for name in leaf.nodes}

@@ -100,7 +100,7 @@ class Closure:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class LabelContext:
     """What a closure may not cross.
 
     Args:
@@ -116,11 +116,11 @@ class Surroundings:
     caches: Mapping[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
 
     @staticmethod
-    def of(program: Program, flow: Flow) -> "Surroundings":
+    def of(program: Program, flow: Flow) -> "LabelContext":
         """Return what the features of one branch may not cross."""
         nodes = program.nodes
         assert program.stream is not None
-        return Surroundings(
+        return LabelContext(
             flow.dependent,
             frozenset(nodes[name] for name in program.stream.values),
             frozenset((nodes[leaf.top], nodes[leaf.user]) for leaf in program.leaves),
@@ -136,7 +136,7 @@ class _Refused(Exception):
 
 def close(
     seeds: list[tuple[Dimension, np.ndarray]],
-    surroundings: Surroundings,
+    context: LabelContext,
     *,
     crosses_products: bool = True,
     joins_features: bool = False,
@@ -146,14 +146,14 @@ def close(
 
     Args:
         seeds: dimensions and their labels.
-        surroundings: what the labels may not cross.
+        context: what the labels may not cross.
         crosses_products: whether a product may consume a labelled activation; not for writes.
         joins_features: whether features that share a position become one, as long as two are left; at
             most `_MOST_JOINS` times, so that a site costs no more than a few walks.
         statistics: whether means are taken over all features (norms then refuse the site), means and norms
             over kept features, or both refuse the site.
     """
-    found = _spread(seeds, surroundings, crosses_products, statistics)
+    found = _spread(seeds, context, crosses_products, statistics)
     for _ in range(_MOST_JOINS if joins_features else 0):
         if isinstance(found, Closure) or found.same is None:
             break
@@ -161,17 +161,17 @@ def close(
         if not fewer.any():
             break
         seeds = [(dimension, fewer[labels]) for dimension, labels in seeds]
-        found = _spread(seeds, surroundings, crosses_products, statistics)
+        found = _spread(seeds, context, crosses_products, statistics)
     return found
 
 
 def _spread(
     seeds: list[tuple[Dimension, np.ndarray]],
-    surroundings: Surroundings,
+    context: LabelContext,
     crosses_products: bool,
     statistics: Statistics,
 ) -> Closure | Mismatch:
-    walk = _Walk(surroundings, crosses_products, statistics)
+    walk = _Walk(context, crosses_products, statistics)
     try:
         for dimension, labels in seeds:
             walk.join(dimension, labels)
@@ -197,10 +197,10 @@ def _joined(features: int, same: np.ndarray) -> np.ndarray:
 class _Walk:
     """The state of one closure."""
 
-    def __init__(self, surroundings: Surroundings, crosses_products: bool, statistics: Statistics):
+    def __init__(self, context: LabelContext, crosses_products: bool, statistics: Statistics):
         self.closure = Closure()
         self._statistics = statistics
-        self._around = surroundings
+        self._context = context
         self._cuts: set[tuple[fx.Node, fx.Node]] = set()
         self._crosses_products = crosses_products
         self._pending: list[Dimension] = []
@@ -208,7 +208,7 @@ class _Walk:
     def join(self, dimension: Dimension, labels: np.ndarray) -> None:
         """Add labels to a dimension; refuse if they disagree with existing ones."""
         node, dim = dimension
-        if node in self._around.stream:
+        if node in self._context.stream:
             raise _Refused(Mismatch("the features reach the residual stream itself", node, stream=True))
         if ops.is_dynamic(node, dim):
             raise _Refused(Mismatch("the features reach a dimension whose size changes between runs", node))
@@ -224,7 +224,7 @@ class _Walk:
         if dimension not in self.closure.labels or not np.array_equal(merged, known):
             self.closure.labels[dimension] = merged
             self._pending.append(dimension)
-            for twin in self._around.caches.get(node, ()):
+            for twin in self._context.caches.get(node, ()):
                 self.join((twin, dim), merged)
 
     def run(self) -> None:
@@ -236,14 +236,14 @@ class _Walk:
 
     def _spread(self, dimension: Dimension, place: fx.Node) -> None:
         value, dim = dimension
-        if value is not place and (value, place) in self._around.writes and dim == ops.rank(value) - 1:
+        if value is not place and (value, place) in self._context.writes and dim == ops.rank(value) - 1:
             self._gate(dimension, place)
             return
         if place.op == "output":
-            if value in self._around.caches:
+            if value in self._context.caches:
                 return
             raise _Refused(Mismatch("the features reach the decoder's output", place))
-        if ops.contracts(place) and len(ops.activations(place, self._around.dependent)) > 1:
+        if ops.contracts(place) and len(ops.activations(place, self._context.dependent)) > 1:
             reason = "the features enter a product of two activations"
             raise _Refused(Mismatch(reason, place, grouped=True))
         connections = links(place)
@@ -317,7 +317,7 @@ class _Walk:
             raise _Refused(Mismatch("two weights are multiplied along the features", product))
 
     def _is_activation(self, node: fx.Node) -> bool:
-        return node in self._around.dependent and ops.weight_of(node) is None
+        return node in self._context.dependent and ops.weight_of(node) is None
 
     def _mix(self, dimension: Dimension, place: fx.Node, average: bool) -> None:
         if self._statistics == "kept" and ops.packet(place) in ops.STATISTICS:

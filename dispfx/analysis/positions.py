@@ -23,7 +23,7 @@ def kept_features(site: Site, kept: Tensor) -> np.ndarray:
     mask[kept.numpy()] = True
     if site.experts == 1:
         return mask
-    mask_EI = mask.reshape(site.experts, site.each)
+    mask_EI = mask.reshape(site.experts, site.per_expert)
     numbers = mask_EI.sum(axis=1)
     if (numbers != numbers[0]).any():
         raise PassError(

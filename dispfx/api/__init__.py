@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dispfx.api.tasks import score_tasks
     from dispfx.compiler.cached_programs import capture_cached, lower_cached
     from dispfx.compiler.pipelines import PASSES
-    from dispfx.compiler.programs import analyse, apart, capture, gate, gated, lower
+    from dispfx.compiler.programs import analyse, capture, gate, gated, lower, separate_documents
     from dispfx.estimate.run_estimate import estimate
     from dispfx.ir.cached_inputs import CachedDecoder
     from dispfx.run.fitting import settings_of
@@ -57,7 +57,7 @@ _NAMES = {
     "dispfx.api.tasks": "score_tasks",
     "dispfx.compiler.cached_programs": "capture_cached lower_cached",
     "dispfx.ir.cached_inputs": "CachedDecoder",
-    "dispfx.compiler.programs": "analyse apart capture gate gated lower",
+    "dispfx.compiler.programs": "analyse capture gate gated lower separate_documents",
     "dispfx.compiler.pipelines": "PASSES",
     "dispfx.estimate.run_estimate": "estimate",
     "dispfx.run.fitting": "settings_of",

@@ -122,7 +122,7 @@ def analyse(
             raise error from None
 
 
-def apart(
+def separate_documents(
     model: nn.Module,
     program: Program,
     separator: int,

@@ -260,7 +260,7 @@ class _Planner:
                 if owner_of(piece.parameter) == path and path in self.owners(site):
                     side = self._side(site, path, piece.parameter)
                     mask = self.masks[site.name]
-                    labels = np.arange(site.each) if piece.labels is None else np.asarray(piece.labels)
+                    labels = np.arange(site.per_expert) if piece.labels is None else np.asarray(piece.labels)
                     stays = kept_positions(labels, mask)
                     cuts.append(Cut((piece.parameter, piece.axis), side, site.name, stays, labels))
         sites = {side: {cut.site for cut in cuts if cut.side == side} for side in ("in", "out")}

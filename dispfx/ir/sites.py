@@ -116,7 +116,7 @@ class Site:
     experts: int = 1
 
     @property
-    def each(self) -> int:
+    def per_expert(self) -> int:
         """Number of features of one expert; of the site, where there are no experts."""
         return self.size // self.experts
 

@@ -37,7 +37,7 @@ from dispfx.learning.divergence import (
 from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
 from dispfx.learning.recovery_state import SavedRecovery, is_measured_at, moments_of
 from dispfx.learning.state import Position, load_state, save_state
-from dispfx.learning.text import Ahead, Batches
+from dispfx.learning.text import Batches, Prefetcher
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.words.option_names import option
 
@@ -277,7 +277,7 @@ class _Run:
             self.masters.values(), task.settings.lr, weight_decay=0.0, fused=True
         )
         self.gradients = task.faster or task.plain_pass
-        self.batches = Ahead(lambda index: task.ranks.rows(task.text.batch(index)), task.device)
+        self.batches = Prefetcher(lambda index: task.ranks.rows(task.text.batch(index)), task.device)
 
     @property
     def step(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dispfx.learning.learner import Problem, backward_decoder, check_gates, check_samples
 from dispfx.learning.scores import starting_logits
-from dispfx.learning.text import Ahead
+from dispfx.learning.text import Prefetcher
 
 HELD_OUT_BATCHES = 8
 # Encoded first steps of a run that resumes nothing, and of a run that does not start.
@@ -34,7 +34,7 @@ def follow(problem: Problem) -> None:
         check_samples(problem)
     if begin.is_new and settings.start == "sensitivity":
         starting_logits(problem)
-    batches = Ahead(problem.batch, problem.device)
+    batches = Prefetcher(problem.batch, problem.device)
     for step in range(begin.step, settings.steps):
         masks = problem.ranks.send(torch.empty(problem.mask_shape, device=problem.device))
         if says_stop(masks):

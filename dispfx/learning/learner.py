@@ -1,7 +1,7 @@
 """One step of learning, and its state.
 
     logits = sharpness · hypernetwork()                      (N,)
-    masks, slopes = estimator.sample(logits)                 (S, N) each; the masks are a leaf
+    masks, surrogate = estimator.sample(logits)              (S, N) each; no gradient passes the masks
     loss = loss of the predictions(gated(ids, masks split by site)) + λ · R
     ∂loss/∂logits = Σ over S of ∂loss/∂mask · slope          then one backward pass of the hypernetwork
 
@@ -30,8 +30,8 @@ from dispfx.learning.hypernetwork import build_hypernetwork
 from dispfx.learning.interrupt import uninterrupted
 from dispfx.learning.objective import NEXT_TOKEN, OBJECTIVES, Objective, loss_of_logits
 from dispfx.learning.state import Position, restore_run, run_tensors
-from dispfx.learning.text import Ahead, Batches
-from dispfx.learning.update import Slopes, Update, fastest_update
+from dispfx.learning.text import Batches, Prefetcher
+from dispfx.learning.update import Surrogate, Update, fastest_update
 from dispfx.plan.hardening import Groups, ParameterCount
 from dispfx.settings.learning_settings import LearnSettings, seed_for
 from dispfx.words.option_names import option
@@ -164,7 +164,7 @@ class Learner:
         self._optimizer = torch.optim.AdamW(
             self._hypernetwork.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, fused=True
         )
-        self._batches = Ahead(problem.batch, device)
+        self._batches = Prefetcher(problem.batch, device)
         self._shape = problem.mask_shape
         plain = Update(
             self._hypernetwork, self._count, problem.target, settings.lambda_, settings.budget_width
@@ -212,9 +212,11 @@ class Learner:
         assert masks.grad is not None
         problem.ranks.average(masks.grad)
         problem.ranks.average(loss)
-        of_masks = Slopes(masks.grad, sample.slope * sharpness)
+        of_masks = Surrogate(masks.grad, sample.slope * sharpness)
         counted = (
-            Slopes(masks, of_masks.slopes) if self._counts_masks else _probabilities(logits_N, sharpness)
+            Surrogate(masks, of_masks.surrogate)
+            if self._counts_masks
+            else _probabilities(logits_N, sharpness)
         )
         on_device = self._update.gradients(loss, of_masks, counted)
         with uninterrupted():
@@ -252,13 +254,13 @@ class Learner:
             self.position = Position(before.step + 1, before.bad_steps + 1, before.bad_in_a_row + 1)
 
 
-def _probabilities(logits_N: Tensor, sharpness: float) -> Slopes:
+def _probabilities(logits_N: Tensor, sharpness: float) -> Surrogate:
     """Return the probability that each feature is kept, and its slope for the unsharpened logit."""
     keep_N = torch.sigmoid(logits_N)
-    return Slopes(keep_N, keep_N * (1 - keep_N) * sharpness)
+    return Surrogate(keep_N, keep_N * (1 - keep_N) * sharpness)
 
 
-def backward_decoder(problem: Problem, batches: Ahead, sampled: Tensor, step: int) -> Tensor:
+def backward_decoder(problem: Problem, batches: Prefetcher, sampled: Tensor, step: int) -> Tensor:
     """Add the gradient of a step's loss to the masks, and return the loss, both for this rank's sequences."""
     passes = problem.settings.accumulate
     total = torch.zeros((), device=problem.device)

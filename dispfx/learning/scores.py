@@ -295,7 +295,7 @@ class _Recorder(fx.Interpreter):
     def __init__(self, graph_module: fx.GraphModule, sites: Sequence[Site]):
         super().__init__(graph_module)
         self.moments = [_Moments(0, *torch.zeros(3, site.size, dtype=torch.float64)) for site in sites]
-        self._each = [site.each for site in sites]
+        self._each = [site.per_expert for site in sites]
         self._points = {
             f"gate_{index}_{at}": (index, point)
             for index, site in enumerate(sites)

@@ -229,7 +229,7 @@ def _ids(tokens: Tensor | np.ndarray) -> Tensor:
     return torch.from_numpy(tokens.astype("int64"))
 
 
-class Ahead:
+class Prefetcher:
     """Batches by index, on a device; a thread prepares the next batch in the meantime.
 
     On a GPU, batches wait in pinned memory, so that copies do not block the computation.  On a CPU there is

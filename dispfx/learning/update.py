@@ -33,11 +33,11 @@ _TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
-class Slopes:
+class Surrogate:
     """Values of the features and ∂value/∂logit, both (N,) or (S, N)."""
 
     values: Tensor
-    slopes: Tensor
+    surrogate: Tensor
 
 
 class Update:
@@ -68,12 +68,12 @@ class Update:
         assert self._logits_N is not None
         return self._logits_N.detach()
 
-    def gradients(self, loss: Tensor, of_masks: Slopes, counted: Slopes) -> Tensor:
+    def gradients(self, loss: Tensor, of_masks: Surrogate, counted: Surrogate) -> Tensor:
         """Set the gradients of the parameters, or `outer`, for the last returned logits.
 
         Args:
             loss: of the decoder, a scalar.
-            of_masks: gradient of the loss for the masks, and their slopes (see `Sample`).
+            of_masks: gradient of the loss for the masks, and their surrogate gradient (see `Sample`).
             counted: input of the budget loss.
 
         Returns:
@@ -90,14 +90,14 @@ class Update:
             parameter.grad = gradient
         return found.numbers
 
-    def _back(self, logits_N: Tensor, loss: Tensor, of_masks: Slopes, counted: Slopes) -> "_Gradients":
+    def _back(self, logits_N: Tensor, loss: Tensor, of_masks: Surrogate, counted: Surrogate) -> "_Gradients":
         leaf = counted.values.detach().requires_grad_()
         left = self._count(leaf)
         over_budget = budget_loss(left, self._target)
         pull = self._weight * eased(over_budget, self._width).mean()
         (of_counted,) = torch.autograd.grad(pull, leaf)
-        of_logits_N = _over_samples(of_masks.values * of_masks.slopes)
-        of_logits_N = of_logits_N + _over_samples(of_counted * counted.slopes)
+        of_logits_N = _over_samples(of_masks.values * of_masks.surrogate)
+        of_logits_N = of_logits_N + _over_samples(of_counted * counted.surrogate)
         outer = self.hypernetwork.outer_gradients(of_logits_N)
         others = [parameter for parameter in self.hypernetwork.parameters() if parameter not in outer]
         gradients = torch.autograd.grad(logits_N, others, of_logits_N) if others else ()
@@ -135,7 +135,7 @@ class ReplayedUpdate(Update):
         device = next(self.hypernetwork.parameters()).device
         self._loss = torch.zeros((), device=device)
         self._of_masks, self._counted = (
-            Slopes(torch.ones(each, device=device), torch.ones(each, device=device))
+            Surrogate(torch.ones(each, device=device), torch.ones(each, device=device))
             for each in (shape, counted)
         )
         warm_up(lambda: self._once(self.hypernetwork()), _WARM_UPS, device)
@@ -152,12 +152,12 @@ class ReplayedUpdate(Update):
         self._before.replay()
         return self._given_N
 
-    def gradients(self, loss: Tensor, of_masks: Slopes, counted: Slopes) -> Tensor:
+    def gradients(self, loss: Tensor, of_masks: Surrogate, counted: Surrogate) -> Tensor:
         """As `Update.gradients`; the next call overwrites the gradients."""
         self._loss.copy_(loss.detach())
         for place, given in ((self._of_masks, of_masks), (self._counted, counted)):
             place.values.copy_(given.values.detach())
-            place.slopes.copy_(given.slopes.detach())
+            place.surrogate.copy_(given.surrogate.detach())
         self._behind.replay()
         return self._set(self._found)
 
@@ -198,8 +198,8 @@ def _agree(replayed: Update, update: Update, shape: Shape, counted: Shape, devic
     def numbers_of(shape: Shape) -> Tensor:
         return torch.rand(shape, generator=generator).to(device)
 
-    of_masks = Slopes(numbers_of(shape), numbers_of(shape))
-    kept = Slopes(numbers_of(counted).round(), numbers_of(counted))
+    of_masks = Surrogate(numbers_of(shape), numbers_of(shape))
+    kept = Surrogate(numbers_of(counted).round(), numbers_of(counted))
     results = []
     for way in (update, replayed):
         logits_N = way.logits().clone()

@@ -157,7 +157,7 @@ def _check(site: Site, cut: Slice, shapes: Mapping[str, tuple[int, ...]]) -> Non
             where=site.name,
         )
     length = shape[cut.axis]
-    features_each = site.each if cut.by_expert else site.size
+    features_each = site.per_expert if cut.by_expert else site.size
     if cut.by_expert and (cut.axis == 0 or shape[0] != site.experts):
         raise PassError(
             f"axis 0 of {cut.parameter} (shape {shape}) must hold the {site.experts} experts of its site",

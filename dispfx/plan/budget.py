@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from dispfx.errors import BudgetError
-from dispfx.plan.latency_table import CostTable
+from dispfx.plan.latency_table import LatencyTable
 from dispfx.settings.sections import RatioOf
 from dispfx.words.choices import check_choices
 
@@ -23,7 +23,7 @@ class Budget:
     ratio: float
     of: RatioOf = "blocks"
     align: int = 1
-    costs: CostTable | None = None
+    costs: LatencyTable | None = None
 
     def __post_init__(self) -> None:
         """Check every value.

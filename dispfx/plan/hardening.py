@@ -26,7 +26,7 @@ from dispfx.ir.sites import Site
 from dispfx.plan.budget import Budget
 from dispfx.plan.class_widths import Ranking, Widths
 from dispfx.plan.groups import Groups
-from dispfx.plan.latency_table import CostTable, branch_costs
+from dispfx.plan.latency_table import LatencyTable, branch_costs
 from dispfx.plan.parameter_count import ParameterCount
 from dispfx.plan.width_search import CLOSE, WidthSearch
 from dispfx.words.option_names import option
@@ -87,7 +87,7 @@ def harden(
 
 
 def _never_slower(
-    search: WidthSearch, sites: Sequence[Site], groups: Groups, costs: CostTable | None
+    search: WidthSearch, sites: Sequence[Site], groups: Groups, costs: LatencyTable | None
 ) -> tuple[WidthSearch, Tensor]:
     """Return the search with slower branches kept dense, and its widths."""
     of_site = torch.tensor(groups.of_site)

@@ -1,7 +1,7 @@
 """Latency of products on a device, so that pruning does not make a branch slower.
 
 A smaller product is not always faster: a GPU computes in tiles, and selecting and placing features takes
-extra time.  A `CostTable` holds measured seconds; `slower_branches` compares every cut branch with the dense
+extra time.  A `LatencyTable` holds seconds; `slower_branches` compares every cut branch with the dense
 one. The table is part of the budget and of the plan, so the same logits and table always give the same
 selections.
 """
@@ -21,7 +21,7 @@ from dispfx.ir.sites import UNTOUCHED, Site
 
 
 @dataclass(frozen=True)
-class CostTable:
+class LatencyTable:
     """Seconds of a product of activations with a weight (rows, columns), at one number of tokens.
 
     Args:
@@ -48,14 +48,14 @@ class CostTable:
         return float(_at(self.columns, by_column, columns))
 
     @staticmethod
-    def of_plain(plain: Any) -> "CostTable":
+    def of_plain(plain: Any) -> "LatencyTable":
         """Return the table from plain JSON data.
 
         Raises:
             DataError: if it is not a latency table.
         """
         try:
-            table = CostTable(
+            table = LatencyTable(
                 str(plain["device"]),
                 str(plain["dtype"]),
                 int(plain["tokens"]),
@@ -85,7 +85,7 @@ class CostTable:
             raise DataError("the times of a latency table must be positive numbers", hint=_HINT)
 
 
-def read_costs(path: str | Path) -> CostTable:
+def read_costs(path: str | Path) -> LatencyTable:
     """Read a table from a JSON file.
 
     Raises:
@@ -95,16 +95,16 @@ def read_costs(path: str | Path) -> CostTable:
         plain = read_json(Path(path).expanduser())
     except (OSError, ValueError) as error:
         raise DataError(f"a latency table was expected: {error}", where=str(path), hint=_HINT) from error
-    return CostTable.of_plain(plain)
+    return LatencyTable.of_plain(plain)
 
 
-def latency_table(costs: CostTable | str | Path | None) -> CostTable | None:
+def latency_table(costs: LatencyTable | str | Path | None) -> LatencyTable | None:
     """Return a table, reading it if a path is given; None stays None.
 
     Raises:
         DataError: as `read_costs`.
     """
-    return costs if costs is None or isinstance(costs, CostTable) else read_costs(costs)
+    return costs if costs is None or isinstance(costs, LatencyTable) else read_costs(costs)
 
 
 _HINT = "make one with tools/measure_costs.py on the device that the result is for"
@@ -137,7 +137,7 @@ class BranchCost:
 
 
 def branch_costs(
-    table: CostTable,
+    table: LatencyTable,
     sites: Sequence[Site],
     shapes: Mapping[str, tuple[int, ...]],
     masks: Sequence[Tensor],

@@ -29,7 +29,7 @@ from dispfx.ir.shown_tables import plan_html, plan_text
 from dispfx.ir.sites import STREAM, Site
 from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import ParameterCount, hard_masks, harden
-from dispfx.plan.latency_table import CostTable
+from dispfx.plan.latency_table import LatencyTable
 from dispfx.settings.sections import RatioOf, Select
 from dispfx.words.given import path_given, require_given
 
@@ -77,9 +77,9 @@ class Selection:
         if (self.size, self.experts) == (site.size, site.experts):
             return self
         each_EK = self.kept.view(self.experts, -1) % (self.size // self.experts)
-        if self.size // self.experts != site.each or bool((each_EK != each_EK[0]).any()):
+        if self.size // self.experts != site.per_expert or bool((each_EK != each_EK[0]).any()):
             return None
-        starts_E1 = torch.arange(site.experts, dtype=torch.int32)[:, None] * site.each
+        starts_E1 = torch.arange(site.experts, dtype=torch.int32)[:, None] * site.per_expert
         return replace(self, size=site.size, kept=(starts_E1 + each_EK[0]).flatten(), experts=site.experts)
 
 
@@ -427,7 +427,7 @@ def _checked_lengths(entry: dict[str, Any] | None) -> Lengths | None:
 
 
 def _checked_budget(entry: dict[str, Any]) -> Budget:
-    costs = CostTable.of_plain(entry["costs"]) if entry.get("costs") is not None else None
+    costs = LatencyTable.of_plain(entry["costs"]) if entry.get("costs") is not None else None
     try:
         return Budget(float(entry["ratio"]), entry["of"], int(entry["align"]), costs)
     except DispfxError as error:

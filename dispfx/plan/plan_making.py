@@ -224,7 +224,7 @@ def _check_range(site: Site, kept: Tensor) -> None:
 
 
 def _check_experts(site: Site, kept: Tensor) -> None:
-    counts = torch.bincount(kept // site.each, minlength=site.experts)
+    counts = torch.bincount(kept // site.per_expert, minlength=site.experts)
     if bool((counts != counts[0]).any()):
         raise _misfit(site, f"every expert keeps equally many features, found {counts.tolist()}")
 

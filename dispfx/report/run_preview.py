@@ -64,8 +64,8 @@ def preview_lines(found: Preview, written: str) -> list[str]:
         f"that are multiples of {budget.align}",
         f"parameters: {found.parameters:,} → about {found.parameters_left:,} ({missed:+.1%})",
         f"text: {found.tokens:,} tokens to learn from, {found.tokens_measured:,} to measure on",
-        f"learning: {settings.steps:,} steps of {settings.batch_size} × {settings.seq_len} tokens read "
-        f"{seen / max(found.tokens, 1):.1f} times as many",
+        f"learning: {settings.steps:,} steps of {settings.batch_size} × {settings.seq_len} tokens, "
+        f"{seen / max(found.tokens, 1):.1f} passes over the text",
         *estimate_lines(found.estimate),
     ]
     if found.cpu_seconds is not None:

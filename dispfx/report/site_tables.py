@@ -78,7 +78,7 @@ def site_rows(program: Program) -> list[Row]:
     """
     groups: dict[tuple[str, str, str, int, int, int], list[str]] = {}
     for site in program.sites:
-        sizes = (site.experts, site.each, len(site.slices))
+        sizes = (site.experts, site.per_expert, len(site.slices))
         key = (NUMBER.sub("#", site.name), site.symbol, site.kind, *sizes)
         groups.setdefault(key, []).append(site.name)
     return [

@@ -251,7 +251,7 @@ def _check_packing(program: Program, settings: LearnSettings) -> None:
         raise DispfxError(
             f"{option('packing', 'documents')} needs a program that keeps documents apart, "
             "but this one does not",
-            hint="learn on the program that `dispfx.api.apart` returns",
+            hint="learn on the program that `dispfx.api.separate_documents` returns",
         )
     if settings.method != "learned":
         raise DispfxError(

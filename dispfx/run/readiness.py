@@ -13,12 +13,12 @@ from functools import partial
 
 from dispfx.analysis.finite_weights import require_finite_weights, require_values
 from dispfx.analysis.lookups import require_readable
-from dispfx.compiler.programs import analyse, apart
+from dispfx.compiler.programs import analyse, separate_documents
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.ir.program import Program
 from dispfx.learning.text import Batches
 from dispfx.plan.budget import Budget
-from dispfx.plan.latency_table import CostTable, latency_table
+from dispfx.plan.latency_table import LatencyTable, latency_table
 from dispfx.run.decoder_files import require_writable
 from dispfx.run.fitting import fitted_settings
 from dispfx.run.learning_setup import device_of_learning
@@ -40,7 +40,7 @@ from dispfx.words.own_function import require_functions
 from dispfx.words.preconditions import check_select
 
 
-def budget_of(settings: RunSettings, program: Program, costs: CostTable | None) -> Budget:
+def budget_of(settings: RunSettings, program: Program, costs: LatencyTable | None) -> Budget:
     """Return the budget of a run, whose widths suit the device that the result will run on."""
     asked = settings.budget
     align = asked.align or ALIGNMENT[asked.target or device_of_learning(program, settings.compute).type]
@@ -106,7 +106,7 @@ def ready_to_learn(
     learned_on = program
     if separator is not None:
         with stages("capture documents"):
-            learned_on = apart(
+            learned_on = separate_documents(
                 source.model,
                 program,
                 separator,

@@ -191,9 +191,9 @@ def random_plan(program: Program, ratio: float, seed: int = 0) -> Plan:
 
 def _random_indices(site: Site, keep: float, generator: torch.Generator) -> Tensor:
     """Return sorted kept indices; every expert keeps equally many of its own."""
-    width = max(1, round(keep * site.each))
-    drawn = torch.rand(site.experts, site.each, generator=generator).topk(width).indices.sort().values
-    return (drawn + site.each * torch.arange(site.experts).unsqueeze(1)).flatten()
+    width = max(1, round(keep * site.per_expert))
+    drawn = torch.rand(site.experts, site.per_expert, generator=generator).topk(width).indices.sort().values
+    return (drawn + site.per_expert * torch.arange(site.experts).unsqueeze(1)).flatten()
 
 
 def _compared(

@@ -51,8 +51,8 @@ def planned(program: Program, model: Any, shares: dict[str, float], odd: bool) -
     """Plan the modules for a plan that keeps a share of each kind of site, in eights or in odd numbers."""
     kept = []
     for number, site in enumerate(program.sites):
-        width = int(shares[site.kind] * site.each) // 8 * 8 + (1 + 2 * (number % 3) if odd else 0)
-        first_of_expert = torch.arange(0, site.size, site.each)[:, None]
+        width = int(shares[site.kind] * site.per_expert) // 8 * 8 + (1 + 2 * (number % 3) if odd else 0)
+        first_of_expert = torch.arange(0, site.size, site.per_expert)[:, None]
         kept.append((first_of_expert + torch.arange(width)).flatten().to(torch.int32))
     plan = Plan.of(program, Budget(0.5, "blocks", 1), kept, 0)
     found = plan_modules(program, plan.kept, model)
@@ -87,7 +87,7 @@ def test_widths_in_eights_that_are_alike_cost_nothing(mixture: tuple[Program, An
 
 def test_odd_widths_cost_what_the_next_eight_costs(mixture: tuple[Program, Any]):
     program, _ = mixture
-    inner, read = (next(s for s in program.sites if s.kind == kind).each for kind in ("inner", "read"))
+    inner, read = (next(s for s in program.sites if s.kind == kind).per_expert for kind in ("inner", "read"))
     for share in (0.9, 0.5, 0.3):
         found = excess(mixture, {"read": share, "write": share, "inner": share}, odd=True)
         assert 0 < found < (1 + 8 / (share * inner)) * (1 + 8 / (share * read)) - 1

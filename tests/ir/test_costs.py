@@ -12,13 +12,13 @@ from dispfx.errors import BudgetError, DataError
 from dispfx.ir.program import Program
 from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import ParameterCount, hard_masks, harden
-from dispfx.plan.latency_table import CostTable, branch_costs, read_costs
+from dispfx.plan.latency_table import LatencyTable, branch_costs, read_costs
 from dispfx.plan.plan import Plan
 from dispfx.run.folder_report import left_dense
 from tests.programs import program_of
 
 # A product costs what its weight has, in microseconds.
-FAIR = CostTable("a card", "float32", 64, (1, 1000), (1, 1000), ((1e-6, 1e-3), (1e-3, 1.0)))
+FAIR = LatencyTable("a card", "float32", 64, (1, 1000), (1, 1000), ((1e-6, 1e-3), (1e-3, 1.0)))
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def hardened(program: Program, budget: Budget, seed: int = 0) -> list[torch.Tens
     return harden(logits, program.sites, count, budget)
 
 
-def costs_of(program: Program, table: CostTable, kept: list[torch.Tensor]):
+def costs_of(program: Program, table: LatencyTable, kept: list[torch.Tensor]):
     masks = hard_masks(program.sites, kept).split([site.size for site in program.sites])
     return branch_costs(table, program.sites, program.shapes, masks)
 
@@ -43,7 +43,7 @@ def removed(program: Program, kept: list[torch.Tensor]) -> float:
 
 
 def test_times_are_linear_between_sizes_and_in_proportion_beyond():
-    table = CostTable("a card", "float32", 1, (10, 20), (100, 300), ((1.0, 2.0), (3.0, 6.0)))
+    table = LatencyTable("a card", "float32", 1, (10, 20), (100, 300), ((1.0, 2.0), (3.0, 6.0)))
     assert table.product_seconds(10, 100) == 1.0 and table.product_seconds(20, 300) == 6.0
     assert table.product_seconds(15, 100) == 2.0 and table.product_seconds(15, 200) == 3.0
     assert table.product_seconds(40, 300) == 12.0 and table.product_seconds(20, 600) == 12.0
@@ -107,7 +107,7 @@ def test_a_plan_keeps_its_table(program: Program, tmp_path: Path):
     plan = Plan.of(program, Budget(0.3, costs=FAIR), kept, seed=0)
     plan.save(tmp_path / "plan.safetensors")
     assert Plan.load(tmp_path / "plan.safetensors").budget == plan.budget
-    assert CostTable.of_plain(json.loads(json.dumps(asdict(FAIR)))) == FAIR
+    assert LatencyTable.of_plain(json.loads(json.dumps(asdict(FAIR)))) == FAIR
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_a_plan_keeps_its_table(program: Program, tmp_path: Path):
 )
 def test_a_damaged_table_is_refused(change: dict, problem: str):
     with pytest.raises(DataError, match=problem):
-        CostTable.of_plain({**asdict(FAIR), **change})
+        LatencyTable.of_plain({**asdict(FAIR), **change})
     with pytest.raises(DataError, match="not a latency table"):
-        CostTable.of_plain([1, 2])
+        LatencyTable.of_plain([1, 2])
 
 
 def test_a_table_is_read_from_json_and_nothing_else(tmp_path: Path):

@@ -65,7 +65,7 @@ def test_every_expert_has_its_own_features(case):
     program = dispfx.capture(model)
     site = inner_site(program)
     assert not program.refused
-    assert (site.size, site.experts, site.each) == (EXPERTS * EACH, EXPERTS, EACH)
+    assert (site.size, site.experts, site.per_expert) == (EXPERTS * EACH, EXPERTS, EACH)
     assert {point.rows.kind for point in site.gates if point.rows} == {OWN[case]}
     assert all(cut.by_expert for cut in site.slices)
     require_one_function(model, program)

@@ -5,18 +5,18 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from dispfx.learning.text import Ahead
+from dispfx.learning.text import Prefetcher
 
 
-def made_by_a_thread(batch) -> Ahead:
+def made_by_a_thread(batch) -> Prefetcher:
     """Return batches as a GPU gets them, without the pinned memory that only a GPU needs."""
-    ahead = Ahead(batch, torch.device("cpu"))
+    ahead = Prefetcher(batch, torch.device("cpu"))
     ahead._thread = ThreadPoolExecutor(1)
     ahead._pinned = batch  # type: ignore[method-assign]
     return ahead
 
 
-@pytest.mark.parametrize("make", [lambda batch: Ahead(batch, torch.device("cpu")), made_by_a_thread])
+@pytest.mark.parametrize("make", [lambda batch: Prefetcher(batch, torch.device("cpu")), made_by_a_thread])
 def test_every_batch_is_the_one_that_was_asked_for(make):
     ahead = make(lambda index: torch.tensor([index]))
     assert [int(ahead.get(index)) for index in (0, 1, 2, 7, 8, 3)] == [0, 1, 2, 7, 8, 3]

@@ -11,7 +11,7 @@ from dispfx.errors import DispfxError, PassError
 from dispfx.ir.gate import gate
 from dispfx.learning.learner import Learner, Problem, check_gates, check_samples
 from dispfx.learning.state import Position
-from dispfx.learning.update import Slopes, Update
+from dispfx.learning.update import Surrogate, Update
 from dispfx.plan.hardening import Groups, ParameterCount
 from tests.learning.tiny_decoder import batches, markov_tokens, settings, untrained_decoder
 
@@ -108,8 +108,8 @@ def test_sharpened_logits_have_gradients_that_much_larger(monkeypatch):
     slopes: list[Tensor] = []
     gradients = Update.gradients
 
-    def watched(update: Update, loss: Tensor, of_masks: Slopes, counted: Slopes) -> Tensor:
-        slopes.append(of_masks.slopes.clone())
+    def watched(update: Update, loss: Tensor, of_masks: Surrogate, counted: Surrogate) -> Tensor:
+        slopes.append(of_masks.surrogate.clone())
         return gradients(update, loss, of_masks, counted)
 
     monkeypatch.setattr(Update, "gradients", watched)
@@ -123,10 +123,10 @@ def test_sharpened_logits_have_gradients_that_much_larger(monkeypatch):
 
 @pytest.mark.parametrize("budget_on", ["masks", "probabilities"])
 def test_what_the_budget_counts_is_as_asked(budget_on: str, monkeypatch):
-    counted: list[Slopes] = []
+    counted: list[Surrogate] = []
     gradients = Update.gradients
 
-    def watched(update: Update, loss: Tensor, of_masks: Slopes, given: Slopes) -> Tensor:
+    def watched(update: Update, loss: Tensor, of_masks: Surrogate, given: Surrogate) -> Tensor:
         counted.append(given)
         return gradients(update, loss, of_masks, given)
 
@@ -139,7 +139,7 @@ def test_what_the_budget_counts_is_as_asked(budget_on: str, monkeypatch):
     outcome = learner.advance()
     if budget_on == "probabilities":
         assert torch.equal(counted[0].values, keep_N)
-        assert torch.allclose(counted[0].slopes, sharpness * keep_N * (1 - keep_N))
+        assert torch.allclose(counted[0].surrogate, sharpness * keep_N * (1 - keep_N))
     else:
         assert counted[0].values.shape == (2, len(keep_N)) and set(counted[0].values.unique().tolist()) == {
             0,

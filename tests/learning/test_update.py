@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dispfx.learning.hypernetwork import ElementwiseLogits
 from dispfx.learning.objective import budget_loss
-from dispfx.learning.update import Slopes, Update, fastest_update
+from dispfx.learning.update import Surrogate, Update, fastest_update
 from dispfx.plan.hardening import ParameterCount
 from tests.learning.tiny_decoder import untrained_decoder
 
@@ -26,7 +26,7 @@ def update(target: float = 0.5 * COUNT.dense, width: float = 0.0) -> Update:
     return Update(ElementwiseLogits(SIZES, 0.3), COUNT.count, target, WEIGHT, width)
 
 
-def gradient_of(given: Update, of_masks: Slopes, counted: Slopes) -> tuple[Tensor, Tensor]:
+def gradient_of(given: Update, of_masks: Surrogate, counted: Surrogate) -> tuple[Tensor, Tensor]:
     given.logits()
     found = given.gradients(torch.tensor(2.5), of_masks, counted)
     (gradient_N,) = (parameter.grad for parameter in given.hypernetwork.parameters())
@@ -41,7 +41,7 @@ def test_the_budget_of_masks_reaches_the_logits_by_the_slopes_of_the_masks(shape
     over = budget_loss(COUNT.count(leaf), 0.5 * COUNT.dense).mean()
     (of_budget,) = torch.autograd.grad(WEIGHT * over, leaf)
     expected = ((of_loss + of_budget) * slopes).reshape(-1, FEATURES).sum(0)
-    gradient, found = gradient_of(update(), Slopes(of_loss, slopes), Slopes(masks, slopes))
+    gradient, found = gradient_of(update(), Surrogate(of_loss, slopes), Surrogate(masks, slopes))
     torch.testing.assert_close(gradient, expected)
     left = COUNT.count(masks).mean()
     assert found.tolist() == pytest.approx([2.5, over.item(), left.item(), expected.norm().item()])
@@ -55,7 +55,9 @@ def test_the_budget_of_probabilities_has_the_gradient_of_their_count():
     keep = torch.sigmoid(sharpness * logits_N)
     nothing = torch.zeros(SAMPLES, FEATURES)
     gradient, found = gradient_of(
-        update(), Slopes(nothing, nothing), Slopes(keep, keep * (1 - keep) * sharpness)
+        update(),
+        Surrogate(nothing, nothing),
+        Surrogate(keep, keep * (1 - keep) * sharpness),
     )
     torch.testing.assert_close(gradient, expected)
     assert found[1].item() == pytest.approx(over.item())
@@ -70,10 +72,10 @@ def test_the_count_of_probabilities_is_the_mean_count_of_the_masks_drawn_with_th
 
 def test_an_eased_budget_pulls_less_near_the_budget_and_is_recorded_as_it_is():
     keep = numbers(FEATURES)
-    kept, nothing = Slopes(keep, keep * (1 - keep)), torch.zeros(FEATURES)
+    kept, nothing = Surrogate(keep, keep * (1 - keep)), torch.zeros(FEATURES)
     close = float(COUNT.count(keep)) / 1.01
-    plain, found = gradient_of(update(close), Slopes(nothing, nothing), kept)
-    gradient, again = gradient_of(update(close, width=0.1), Slopes(nothing, nothing), kept)
+    plain, found = gradient_of(update(close), Surrogate(nothing, nothing), kept)
+    gradient, again = gradient_of(update(close, width=0.1), Surrogate(nothing, nothing), kept)
     assert again[1].item() == pytest.approx(found[1].item()) == pytest.approx(math.log(1.01))
     torch.testing.assert_close(gradient, plain * math.log(1.01) / 0.1)
 
@@ -82,7 +84,7 @@ def test_a_budget_that_is_met_pulls_at_nothing():
     keep = numbers(FEATURES)
     met = update(target=float(COUNT.count(keep)))
     nothing = torch.zeros(FEATURES)
-    _, found = gradient_of(met, Slopes(nothing, nothing), Slopes(keep, keep * (1 - keep)))
+    _, found = gradient_of(met, Surrogate(nothing, nothing), Surrogate(keep, keep * (1 - keep)))
     assert found[1].item() == pytest.approx(0.0, abs=1e-9)
 
 

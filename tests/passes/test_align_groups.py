@@ -37,8 +37,8 @@ def lowered(program: Program, widths: dict[str, int]) -> Program:
     """Lower a program whose sites of the mixture keep the first so many features, each expert of its own."""
     selections = {}
     for site in program.sites:
-        width = widths.get(site.kind, site.each) if site.branch_kind == "mlp" else site.each
-        starts = torch.arange(0, site.size, site.each, dtype=torch.int32)
+        width = widths.get(site.kind, site.per_expert) if site.branch_kind == "mlp" else site.per_expert
+        starts = torch.arange(0, site.size, site.per_expert, dtype=torch.int32)
         selections[site.name] = (starts[:, None] + torch.arange(width, dtype=torch.int32)).flatten()
     return Pipeline([InsertGates(), LowerGates(selections)]).run(program.clone())
 
