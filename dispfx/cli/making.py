@@ -114,8 +114,8 @@ def _preview(screen: Screen, settings: RunSettings, written: str) -> None:
 
 
 def command_line() -> str:
-    """Return the command as the user gave it."""
-    return shlex.join(["dispfx", *sys.argv[1:]])
+    """Return the command that gives this result again; `--resume` has no part in it."""
+    return shlex.join(["dispfx", *(word for word in sys.argv[1:] if word != "--resume")])
 
 
 def _show_folder(screen: Screen, report: "Report", settings: RunSettings | ApplySettings) -> None:

@@ -76,8 +76,8 @@ def speed_line(row: SpeedRow) -> str:
     kernels = f"{row.dense.kernels} → {row.pruned.kernels}"
     slower = ", SLOWER than dense" if row.is_slower else ""
     return (
-        f"{what}: {_time(row.dense)} → {_time(row.pruned)}, × {row.speedup:.3f} of {row.bound:.3f} "
-        f"({row.share_of_bound:.0%}) [{kernels}]{slower}"
+        f"{what}: dense {_time(row.dense)}, pruned {_time(row.pruned)}, {row.speedup:.3f} × as fast "
+        f"({row.share_of_bound:.0%} of the bound of {row.bound:.3f}; kernels {kernels}){slower}"
     )
 
 

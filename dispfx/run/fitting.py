@@ -85,8 +85,9 @@ def _within(longest: int, settings: LearnSettings, note: Note) -> LearnSettings:
     if "seq_len" not in settings.adaptable or settings.seq_len <= longest:
         return settings
     times = round(settings.seq_len / longest) if "batch_size" in settings.adaptable else 1
-    note(f"sequences of {longest} tokens: the decoder does not read longer ones")
-    return _of_batch(replace(settings, seq_len=longest), settings.batch_size * times)
+    found = _of_batch(replace(settings, seq_len=longest), settings.batch_size * times)
+    note(f"batches of {found.batch_size} × {longest} tokens: the decoder does not read longer sequences")
+    return found
 
 
 def _of_batch(settings: LearnSettings, batch_size: int) -> LearnSettings:

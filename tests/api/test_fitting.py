@@ -40,7 +40,7 @@ def test_a_decoder_of_short_texts_gets_more_of_them_and_a_note_says_so(recipe):
     found = fitted_settings(of_recipe, context=512, note=said.append)
     assert (found.seq_len, found.batch_size) == (512, 4 * of_recipe.batch_size)
     assert found.samples == (found.batch_size if of_recipe.samples > 1 else 1)
-    assert said == ["sequences of 512 tokens: the decoder does not read longer ones"]
+    assert said == [f"batches of {found.batch_size} × 512 tokens: the decoder does not read longer sequences"]
     assert fitted_settings(of_recipe, context=4096, note=pytest.fail) == of_recipe
 
 
@@ -81,7 +81,9 @@ def test_all_limits_count_at_once_whatever_is_known_first(named, length):
     program, of_recipe, said = with_table(), learn_settings("a-model"), []
     found = fitted_settings(of_recipe, context=named, program=program, note=said.append)
     assert (found.seq_len, found.batch_size) == (length, 2 * round(2048 / length))
-    assert said == [f"sequences of {length} tokens: the decoder does not read longer ones"]
+    assert said == [
+        f"batches of {found.batch_size} × {length} tokens: the decoder does not read longer sequences"
+    ]
     program.context = named
     assert settings_of(program, of_recipe) == found
 

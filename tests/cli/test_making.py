@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dispfx.cli.making import command_line
 from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan, Selection
 from dispfx.report import Report, from_json
@@ -268,3 +269,8 @@ def test_apply_refuses_a_plan_that_is_not_there(dispfx, replaced, tmp_path: Path
     apply = replaced("run_apply")
     result = dispfx("apply", "demo", tmp_path / "absent", "--out", tmp_path / "out")
     assert result.exit_code == 2 and "plan file does not exist" in result.stderr and not apply.called
+
+
+def test_the_command_that_gives_a_result_again_does_not_resume(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["dispfx", "compile", "demo", "--resume", "--out", "a b"])
+    assert command_line() == "dispfx compile demo --out 'a b'"

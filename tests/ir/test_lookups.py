@@ -68,7 +68,7 @@ def test_learning_takes_the_sequences_that_a_table_allows_or_says_which_they_are
     tokens = torch.randint(VOCABULARY, (4_000,), generator=torch.Generator().manual_seed(0))
     plan = dispfx.learn(program, tokens, 0.3, steps=2, batch_size=2, watch=Watch(note=said.append))
     assert plan.achieved == pytest.approx(0.3, abs=0.005)
-    assert said[0] == "sequences of 64 tokens: the decoder does not read longer ones"
+    assert said[0] == "batches of 2 × 64 tokens: the decoder does not read longer sequences"
     for settings in (None, learn_settings(None)):
         with pytest.raises(DataError, match="ends after 64"):
             dispfx.learn(program, tokens, 0.3, settings=settings, steps=2, batch_size=2, seq_len=65)

@@ -37,7 +37,7 @@ def test_a_preview_in_sentences():
         lines[0] == "ratio: 30.00% of blocks requested, 30.04% possible with widths that are multiples of 8"
     )
     assert lines[1] == "parameters: 1,000 → about 760 (-24.0%)"
-    assert lines[3].startswith("learning: 100 steps of 2 × 50 tokens read 0.5 times")
+    assert lines[3].startswith("learning: 100 steps of 2 × 50 tokens, 0.5 passes over the text")
     assert "  this CPU: about 4.0 min for 100 steps" in lines
     assert "then recovery, not counted above: scales, at most 600 steps of 8 × 512 tokens" in lines
     assert lines[-2] == "would write out/x (a plan), and meanwhile out/x.state, resuming at step 40"

@@ -25,7 +25,7 @@ def test_a_row_says_how_much_faster_and_what_share_of_the_bound_that_is():
         "a decoder", "prefill", "2 × 512", "compiled", "4.000 ms", "2.500 ms ᵍ", "1.60", "2.00", "80%",
         "256,000 → 409,600", "8.00 GB → 5.00 GB", "20 → 25 s", "attention 8%",
     ]  # fmt: skip
-    assert "× 1.600 of 2.000 (80%) [library → generated]" in speed_line(row())
+    assert "1.600 × as fast (80% of the bound of 2.000; kernels library → generated)" in speed_line(row())
 
 
 def test_a_decode_step_names_its_cached_tokens():
