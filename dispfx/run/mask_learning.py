@@ -86,8 +86,9 @@ def learn(
         start_from = start.for_sites(program.sites)
         changes["start"] = "uniform"
     # All other settings of a budget act before learning, on the program.
-    asked = BudgetSettings(ratio, **{name: changes.pop(name) for name in _OF_BUDGET if name in changes})
+    of_budget = {name: changes.pop(name) for name in _OF_BUDGET if name in changes}
     whole = learn_settings(None, **changes) if settings is None else changed_settings(settings, changes)
+    asked = BudgetSettings(ratio=ratio, **of_budget)
     require_program(program)
     if hasattr(data, "held_out_batches"):  # already cut
         chosen, text = settings_for(program, whole, watch.note), cast(Batches, data)

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGUFReader
 from safetensors import SafetensorError, safe_open
 
 from dispfx.demo import DECODER_FOLDER
@@ -76,6 +75,8 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _gguf_elements(path: Path) -> int:
+    from gguf import GGUFReader
+
     reader: Any = GGUFReader(path)
     return sum(int(tensor.n_elements) for tensor in reader.tensors)
 
