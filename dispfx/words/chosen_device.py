@@ -13,7 +13,7 @@ from dispfx.words.option_names import option
 if TYPE_CHECKING:
     import torch
 
-_WORD = re.compile(r"cpu(:0)?|cuda(:\d{1,4})?")
+_WORD = re.compile(r"cpu(:0)?|cuda(:(0|[1-9][0-9]{0,3}))?")
 
 
 def chosen_device(device: "str | torch.device | None") -> "torch.device":

@@ -21,6 +21,8 @@ UNKNOWN = (
     "",
     "cuda:",
     "cuda:-1",
+    "cuda:01",
+    "cuda:１",
     "cuda:x",
     "CUDA",
     "cuda:99999",
