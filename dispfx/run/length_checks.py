@@ -16,13 +16,9 @@ from dispfx.errors import CaptureError, memory_shortage
 from dispfx.ir.lengths import Lengths
 from dispfx.ir.program import Program
 from dispfx.settings.learning_settings import LearnSettings
-from dispfx.settings.verb_settings import LONGEST_CONTEXT
 from dispfx.source import Source
 from dispfx.source.experts import experts_as, has_choice_of_experts
 from dispfx.source.source import context_of, named_context
-
-# Where neither config nor graph names a length, and the run's own are shorter.
-_UNNAMED = (256, 128, 64, 32)
 
 
 def window_of(source: Source, program: Program, seq_len: int | None) -> int:
@@ -90,19 +86,7 @@ def require_lengths(
                 program.lengths.require(named)
             note(f"perplexity in windows of {window:,} tokens: the graph holds for {program.lengths}")
         longest = max(longest, window)
-    compare_longest(source, program, max(longest, _claimed(source, program)), note)
-
-
-def _claimed(source: Source, program: Program) -> int:
-    """Return the longest sequence that graph and config claim to be right, 2048 at most; 0 if it cannot run.
-
-    A condition on the length that `torch.export` has made a constant of shows nowhere else.
-    """
-    named = program.context or program.lengths.most
-    if named is not None:
-        return longest_text(program, program.lengths.within(min(named, LONGEST_CONTEXT)))
-    tried = _UNNAMED if program.measured else ()
-    return next((tokens for tokens in tried if _stop(source, program, tokens) is None), 0)
+    compare_longest(source, program, longest, note)
 
 
 def compare_longest(source: Source, program: Program, tokens: int, note: Callable[[str], None]) -> None:

@@ -1,7 +1,6 @@
 """A run whose sequences are longer than those for which the decoder's graph holds."""
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from dispfx.report import load_report
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source.source import named_context
 from tests.api.conftest import SETTINGS, Watcher, random_tokens
-from tests.api.plain import build_decoder
 from tests.learning_options import options_of
 from tests.lengths_decoders import long_texts, scaled
 from tests.programs import relative_error, token_ids
@@ -230,31 +228,3 @@ def test_a_decoder_without_a_named_length_is_recovered_within_it(tmp_path: Path,
         tmp_path / "out", dense=Unnamed(), out=tmp_path / "again", train="scales", steps=1, **words
     )
     assert told.protocol.context == 40
-
-
-class Switching(nn.Module):
-    """A decoder whose logits change beyond a length that `torch.export` makes a constant of."""
-
-    def __init__(self, factor: Callable[[Tensor], float]):
-        super().__init__()
-        self.decoder, self.factor = build_decoder(), factor
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.decoder(ids) * self.factor(ids)
-
-
-@pytest.mark.parametrize(
-    "factor",
-    [
-        lambda ids: 2.0 if len(ids[0]) > 24 else 1.0,
-        lambda ids: 1.0 / max(1.0, ids.shape[1] / 24),
-        lambda ids: max(1.0, math.log(ids.shape[1]) / math.log(24)),
-    ],
-    ids=["len", "max", "log"],
-)
-def test_graph_and_decoder_are_compared_beyond_the_lengths_of_a_run(
-    tmp_path: Path, tokens: Path, factor: Callable[[Tensor], float]
-):
-    with pytest.raises(CaptureError, match=r"at \(1, 64\) tokens it differs"):
-        dispfx.compile(Switching(factor), 0.3, tokens, tmp_path / "out", method="magnitude", seq_len=16)
-    assert not (tmp_path / "out").exists()
