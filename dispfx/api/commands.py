@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dispfx.capturing.module_capture import module_logits
 from dispfx.capturing.unlifting import fingerprint
@@ -44,7 +44,7 @@ class _Ready:
 
     Args:
         compiled_from: fingerprint of the dense decoder, of an output folder.
-        fingerprints: of MODEL, as stored in each dtype that a folder of it may have.
+        module: of MODEL.
     """
 
     decoder: Callable[[Tensor], Any]
@@ -54,7 +54,7 @@ class _Ready:
     name: str
     vocabulary_size: int | None
     compiled_from: str | None = None
-    fingerprints: frozenset[str] = frozenset()
+    module: nn.Module | None = None
 
 
 def evaluate(model: Any, *, observer: Observer | None = None, **changes: Any) -> Perplexity:
@@ -125,7 +125,7 @@ def agree(folder: Any, **changes: Any) -> Agreement:
     before = _ready(replace(model, model=settings.evaluation.dense))
     after = _ready(replace(model, model=str(model.model), revision=None, dtype=None))
     require_one_tokenizer(after.tokenizer, before.tokenizer, ours_of=after.name, theirs_of=before.name)
-    if after.compiled_from is not None and after.compiled_from not in before.fingerprints:
+    if not _is_dense_of(before, after):
         raise PlanMismatchError(
             f"{after.name} was compiled from a decoder with other weights",
             where=before.name,
@@ -141,6 +141,17 @@ def agree(folder: Any, **changes: Any) -> Agreement:
         device=model.device or "cpu",
         text=TextFacts(text.name, None, begins, text.unknown_share),
     ).agreement
+
+
+def _is_dense_of(dense: _Ready, pruned: _Ready) -> bool:
+    """Whether a folder was compiled from weights like these, or does not say from which.
+
+    In float16 a folder has rounded them before the fingerprint does.
+    """
+    wanted, module = pruned.compiled_from, dense.module
+    if wanted is None or module is None:
+        return wanted is None
+    return any(fingerprint(module, stored=dtype) == wanted for dtype in (None, torch.float16))
 
 
 def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> list[Path]:
@@ -266,7 +277,6 @@ def _ready(settings: ModelSettings) -> _Ready:
     source = open_model(settings)
     decoder = partial(module_logits, source.model)
     known = vocabulary_of(source.config) or _width_of_logits(source.model)
-    found = frozenset(fingerprint(source.model, stored=dtype) for dtype in (None, torch.float16))
     return _Ready(
         decoder,
         source.tokenizer,
@@ -274,7 +284,7 @@ def _ready(settings: ModelSettings) -> _Ready:
         context_of(source),
         source.name,
         known,
-        fingerprints=found,
+        module=source.model,
     )
 
 

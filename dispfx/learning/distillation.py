@@ -16,7 +16,7 @@ Legend: B batch, T tokens.
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +148,11 @@ class RecoveryTask:
     @property
     def identity(self) -> dict[str, Any]:
         """What a run that is resumed must share with this one."""
-        free = ("save_every",)
         return {
             "decoder": self.decoder,
             "sites": [],
             "budget": {},
-            "settings": {name: one for name, one in asdict(self.settings).items() if name not in free},
+            "settings": self.settings.identity,
             "text": self.text.digest,
             "device": self.device.type,
         }

@@ -62,11 +62,12 @@ def made_by(settings: RunSettings, ready: Ready) -> dict[str, str]:
 
 def made_by_recovery(job: Recovery) -> dict[str, str]:
     """Return the digests of what a recovery trains, and how."""
-    chosen = {name: one for name, one in asdict(job.settings).items() if name != "save_every"}
     return {
         **made_from(job.dense, job.program, job.text),
         "pruned decoder": str(identity_of(job.folder)),
-        "choice of settings": settings_digest(chosen, job.context, job.windows, job.merge, job.dtype),
+        "choice of settings": settings_digest(
+            job.settings.identity, job.context, job.windows, job.merge, job.dtype
+        ),
     }
 
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from dispfx.errors import DispfxError
-from dispfx.settings.field import Section, same_as, setting
+from dispfx.settings.field import Section, same_as, section_fields, setting
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.words.option_names import option
 
@@ -71,6 +71,12 @@ class RecoverySettings(Section):
     alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0.0)
     seed: int = setting(0, "Seed of the adapters' first values and of the order of sequences.", least=0)
     save_every: int = same_as(LearnSettings, "save_every")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a run that is resumed must share, by name."""
+        own = section_fields(type(self))
+        return {one.name: getattr(self, one.name) for one in own if not one.facts.per_run}
 
     def fitted(self, context: int, *, demo: bool = False, stream: bool = True) -> Self:
         """Return the settings with nothing left open.
