@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Measure how many tokens vLLM makes with a pruned folder, next to the dense decoder in the same run.
+"""Measure how many tokens vLLM makes with pruned folders, next to the dense decoder in the same run.
 
     python tools/bench_vllm.py DIR --dense MODEL
+    python tools/bench_vllm.py DIR30 DIR50 --dense MODEL --out speed.json
     python tools/bench_vllm.py DIR --dense MODEL --dtype bfloat16 --batches 1,32,128 --prompt 2048 --new 256
 
-Needs a Python with vLLM and dispfx.  Both engines live in this process and take turns, so that a busy or hot
-machine slows both; the least time of each counts.  Prompts are random tokens, and prefixes are not cached.
+Needs a Python with vLLM and dispfx.  All engines live in this process and take turns, so that a busy or hot
+machine slows all; the least time of each counts.  Prompts are random tokens, and prefixes are not cached.
 On a CPU the unit is tokens per second of CPU time in this process, on a GPU tokens per second.
 
     prefill   all tokens of the prompts, and one new token for each
@@ -13,17 +14,20 @@ On a CPU the unit is tokens per second of CPU time in this process, on a GPU tok
 """
 
 import argparse
+import json
 import os
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # The engine runs in this process, where its CPU time is seen.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-HEAD = "| what | dense, {unit} | pruned, {unit} | times as fast |\n|---|---|---|---|"
+HEAD = "| what | folder | dense, {unit} | pruned, {unit} | times as fast |\n|---|---|---|---|---|"
+DENSE = "dense"
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,25 @@ def main() -> None:
 
     clock = time.process_time if current_platform.is_cpu() else time.perf_counter
     unit = "tokens per CPU second" if current_platform.is_cpu() else "tokens per second"
-    engines = {name: engine(path, args) for name, path in (("dense", args.dense), ("pruned", args.folder))}
+    engines = {DENSE: engine(args.dense, args)} | {path: engine(path, args) for path in args.folders}
     print(f"\n{HEAD.format(unit=unit)}", flush=True)
+    found: dict[str, dict[str, float]] = {}
     for batch in args.batches:
         load = Load(batch, args.prompt, args.new)
-        rates = measured(engines, load, args.repeats, clock)
-        for what, (dense, pruned) in rates.items():
-            print(f"| {what} | {dense:,.0f} | {pruned:,.0f} | {pruned / dense:.2f} |", flush=True)
+        for what, rates in measured(engines, load, args.repeats, clock).items():
+            found[what] = rates
+            print_rates(what, rates)
+        if args.out:
+            args.out.write_text(json.dumps({"unit": unit, "rates": found}, indent=1), encoding="utf-8")
+
+
+def print_rates(what: str, rates: dict[str, float]) -> None:
+    """Print a line of the table for each pruned folder."""
+    dense = rates[DENSE]
+    for path, pruned in rates.items():
+        if path != DENSE:
+            name = Path(path).name
+            print(f"| {what} | {name} | {dense:,.0f} | {pruned:,.0f} | {pruned / dense:.2f} |", flush=True)
 
 
 def parsed() -> argparse.Namespace:
@@ -72,7 +88,9 @@ def parsed() -> argparse.Namespace:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("folder", metavar="DIR", help="the pruned folder")
+    options.add_argument(
+        "folders", metavar="DIR", nargs="*", help="pruned folders; none measures the dense one"
+    )
     options.add_argument(
         "--dense", required=True, metavar="MODEL", help="folder or hub id of the dense decoder"
     )
@@ -87,6 +105,7 @@ def parsed() -> argparse.Namespace:
     options.add_argument(
         "--threads", type=int, default=0, help="threads on a CPU; 0 leaves the choice to vLLM"
     )
+    options.add_argument("--out", type=Path, help="JSON file for tokens per second, written after every load")
     options.add_argument("--eager", action="store_true", help="do not compile the decoders")
     return options.parse_args()
 
@@ -113,20 +132,20 @@ def engine(path: str, args: argparse.Namespace) -> Any:
 
 def measured(
     engines: dict[str, Any], load: Load, repeats: int, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Return tokens per second of the engines, in turns, by what was measured."""
+) -> dict[str, dict[str, float]]:
+    """Return tokens per second of each engine, by what was measured.  The engines take turns."""
     seconds: dict[tuple[str, int], list[float]] = {}
     for _ in range(repeats):
         for name, one in engines.items():
             for new in (1, load.new):
                 seconds.setdefault((name, new), []).append(_seconds(one, load, new, clock))
     least = {key: min(times) for key, times in seconds.items()}
-    prefill = [load.batch * load.prompt / least[name, 1] for name in engines]
-    steps = load.batch * (load.new - 1)
-    decode = [steps / (least[name, load.new] - least[name, 1]) for name in engines]
+    tokens, steps = load.batch * load.prompt, load.batch * (load.new - 1)
     return {
-        f"prefill {load.batch} × {load.prompt}": prefill,
-        f"decode {load.batch} ({load.prompt})": decode,
+        f"prefill {load.batch} × {load.prompt}": {name: tokens / least[name, 1] for name in engines},
+        f"decode {load.batch} ({load.prompt})": {
+            name: steps / (least[name, load.new] - least[name, 1]) for name in engines
+        },
     }
 
 
