@@ -72,6 +72,7 @@ NOT_RUN = {
     "VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model DIR "
     "--enforce-eager": "needs vLLM; tests/serving serves the same folders without the server",
     "python tools/bench_vllm.py DIR --dense MODEL": "needs a Python with vLLM",
+    "python tools/vllm_shapes.py --out OUT": _ON_A_GPU,
     "python tools/openvino_genai.py DIR/onnx OUT": "needs a Python with openvino-genai",
     "python tools/executorch_program.py DIR OUT.pte": "needs a Python with executorch",
     "DISPFX_VLLM=ENV/bin/python tools/test tests/serving": "needs a Python with vLLM",
