@@ -18,7 +18,7 @@ EXIT_INTERRUPTED = 130
 _LONGEST_LINE = 300
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|can't allocate memory|[Cc]annot allocate memory|not enough memory|"
-    r"bad_alloc|bad allocation|[Ff]ailed to allocate memory|CUBLAS_STATUS_ALLOC_FAILED"
+    r"bad_alloc|bad allocation|[Ff]ailed to allocate memory|CU[A-Z]+_STATUS_ALLOC_FAILED"
 )
 
 

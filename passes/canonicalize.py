@@ -20,6 +20,9 @@ Rules:
 9. Values that nobody uses are erased.  Parameters that nobody reads then are kept as `Program.unused`.
 10. `ceil(a / b)` of sizes becomes `-(-a // b)`, and `floor(a / b)` becomes `a // b`, because torch cannot
     store other forms in a file.
+11. `addcmul(x, a, b)` becomes `x + a * b`, `addcdiv(x, a, b)` becomes `x + a / b`, and `lerp(x, y, w)` becomes
+   `(1 - w) * x + w * y`, where all operands have the type of the result: an addition to the residual stream
+   is then seen as one.
 """
 
 import math
@@ -209,6 +212,67 @@ def _size(graph: fx.Graph, value: fx.Node, dim: int) -> int | fx.Node:
     return asked
 
 
+def _spell_additions(graph: fx.Graph) -> bool:
+    """Spell operations that add a product as an addition and a product (rule 11)."""
+    found = [node for node in graph.nodes if packet(node) in _FUSED and _has_one_type(node)]
+    for node in found:
+        with graph.inserting_before(node):
+            spelled = _FUSED[packet(node)](_Spelling(graph, node), *node.args, **node.kwargs)
+        node.replace_all_uses_with(spelled)
+        graph.erase_node(node)
+    return bool(found)
+
+
+def _has_one_type(node: fx.Node) -> bool:
+    dtypes = {value.meta["val"].dtype for value in (node, *ops.operands(node)) if ops.is_tensor(value)}
+    return len(dtypes) == 1 and dtypes.pop().is_floating_point
+
+
+@dataclass(frozen=True)
+class _Spelling:
+    """What is written in place of a node, from its line."""
+
+    graph: fx.Graph
+    node: fx.Node
+
+    def __call__(self, target: torch._ops.OpOverload, *args: Any) -> fx.Node:
+        spelled = self.graph.call_function(target, args)
+        values = (arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args)
+        spelled.meta = {**self.node.meta, "val": target(*values)}
+        return spelled
+
+    def times(self, value: Any, by: Any) -> Any:
+        """Return a product with a tensor or a number, and the value itself for 1."""
+        if isinstance(by, int | float) and by == 1:
+            return value
+        return self(aten.mul.Tensor, value, by)
+
+    def plus(self, one: Any, other: Any) -> fx.Node:
+        """Return a sum."""
+        return self(aten.add.Tensor, one, other)
+
+
+def _addcmul(spell: _Spelling, x: fx.Node, a: fx.Node, b: fx.Node, *, value: Any = 1) -> fx.Node:
+    return spell.plus(x, spell.times(spell.times(a, b), value))
+
+
+def _addcdiv(spell: _Spelling, x: fx.Node, a: fx.Node, b: fx.Node, *, value: Any = 1) -> fx.Node:
+    return spell.plus(x, spell.times(spell(aten.div.Tensor, a, b), value))
+
+
+def _lerp(spell: _Spelling, x: fx.Node, y: fx.Node, weight: Any) -> fx.Node:
+    is_number = not isinstance(weight, fx.Node)
+    rest = 1 - weight if is_number else spell.plus(spell(aten.neg.default, weight), 1)
+    return spell.plus(spell.times(x, rest), spell.times(y, weight))
+
+
+_FUSED: dict[object, Callable[..., fx.Node]] = {
+    aten.addcmul: _addcmul,
+    aten.addcdiv: _addcdiv,
+    aten.lerp: _lerp,
+}
+
+
 def _merge_reads(graph: fx.Graph) -> bool:
     first: dict[object, fx.Node] = {}
     changed = False
@@ -255,6 +319,7 @@ _STEPS = (
     _drop_expands,
     _make_contiguous,
     _spell_sizes,
+    _spell_additions,
     _spell_quotients,
     _merge_reads,
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import dispfx
 from dispfx.capturing.module_capture import OTHER_SHAPE, TRACED_SHAPE, capture, module_logits
 from dispfx.deploy.exported import export_program
-from dispfx.errors import CaptureError
+from dispfx.errors import CaptureError, DispfxError
 from dispfx.plan.plan import Plan
 from tests.one_branch import VOCABULARY, WIDTH, Middle, OneBranch, one_branch, require_one_function, to_logits
 from tests.plain_decoders import FORMS, build, perturb
@@ -341,3 +341,10 @@ def test_a_difference_that_only_a_fast_attention_kernel_makes_is_none():
 def test_a_difference_that_the_reference_kernel_makes_too_is_refused():
     with pytest.raises(CaptureError, match=r"within 1e-06, at \(3, 13\) tokens it differs by 9.9"):
         capture(rounded_by_a_kernel(1e-2, reference_too=True))
+
+
+@pytest.mark.parametrize("seed", [None, 1.5, "3", 2**64])
+def test_a_random_plan_needs_a_seed_that_is_a_whole_number(seed: Any):
+    program = capture(build(FORMS["pre-norm"], layers=1))
+    with pytest.raises(DispfxError, match="seed must be a whole number of 64 bits"):
+        Plan.random(program, 0.3, seed)

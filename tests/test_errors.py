@@ -41,3 +41,10 @@ def test_memory_that_ran_out_is_found_behind_other_errors():
         assert isinstance(memory_shortage(found), MemoryError)
     assert memory_shortage(CaptureError("not enough memory for this")) is None
     assert memory_shortage(RuntimeError("shape mismatch")) is None
+
+
+@pytest.mark.parametrize("library", ["CUBLAS", "CUDNN", "CUSOLVER", "CUSPARSE", "CUFFT"])
+def test_an_allocation_that_fails_in_a_library_of_cuda_is_a_memory_shortage(library: str):
+    error = RuntimeError(f"{library} error: {library}_STATUS_ALLOC_FAILED when calling its create function")
+    assert memory_shortage(error) is error
+    assert memory_shortage(RuntimeError(f"{library}_STATUS_EXECUTION_FAILED")) is None

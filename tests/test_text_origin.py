@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dispfx.errors import DataError
-from dispfx.words.text_origin import TextOrigin, check_texts, repeated_texts, text_origin
+from dispfx.words.text_origin import TextOrigin, check_texts, repeated_texts, tables_as_text, text_origin
 
 
 @pytest.mark.parametrize(
@@ -100,3 +100,9 @@ def test_a_text_that_is_named_twice_is_told_whatever_it_is_called(tmp_path: Path
         (both,) = repeated_texts([b, a], [same])
         assert "measured on text that was learned from" in both and Path(same).name in both
     assert len(repeated_texts(["datasets:x:y:train"], ["datasets:x:y", "datasets:x:y:test"])) == 1
+
+
+def test_a_table_that_is_read_as_text_is_told_once():
+    told = tables_as_text(["a/t.csv", "b.TSV", "a/t.csv", "c.txt", "d.parquet", "datasets:x.csv"])
+    assert [line.split()[0] for line in told] == ["t.csv", "b.TSV"]
+    assert "convert it to .jsonl or .parquet" in told[0]

@@ -31,7 +31,7 @@ from dispfx.settings import ModelSettings, TextSettings
 from dispfx.settings.trees import EvalSettings, ExportSettings, GenerateSettings
 from dispfx.settings.verb_settings import FormSettings
 from dispfx.source import encode
-from dispfx.source.source import beyond_context, context_of, longest_context
+from dispfx.source.source import beyond_context, context_of, longest_context, other_entry
 from dispfx.source.text import ReadText, bos_tokens, read_text, with_bos
 from dispfx.verification.equivalence import require
 from dispfx.verification.graphs import exported_lines
@@ -117,7 +117,7 @@ def agree(folder: Any, **changes: Any) -> Agreement:
     Raises:
         UnknownSettingError: if one of `changes` is no setting.
         DataError: if there is no text, it is too short, or vocabularies or tokenizers differ.
-        PlanMismatchError: if the folder was compiled from a decoder with other weights.
+        PlanMismatchError: if the folder was compiled from a decoder with other weights or another config.
     """
     settings = EvalSettings.given(folder, changes)
     model = settings.model
@@ -128,6 +128,13 @@ def agree(folder: Any, **changes: Any) -> Agreement:
     if not _is_dense_of(before, after):
         raise PlanMismatchError(
             f"{after.name} was compiled from a decoder with other weights",
+            where=before.name,
+            hint=f"name the decoder that it was compiled from with {option('dense')}",
+        )
+    if (entry := other_entry(after.config, before.config)) is not None:
+        raise PlanMismatchError(
+            f"the config of {after.name} has another {entry} than that of the dense decoder, which computes "
+            "another function",
             where=before.name,
             hint=f"name the decoder that it was compiled from with {option('dense')}",
         )

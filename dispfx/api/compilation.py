@@ -26,7 +26,7 @@ from dispfx.report import Observer, Report, load_report
 from dispfx.run.complete_output import complete_plan, complete_report
 from dispfx.run.decoder_files import Task, require_writable
 from dispfx.run.draft_recovery import is_of_plan, recovery_of_draft, require_recoverable, wait_for_draft
-from dispfx.run.length_checks import compare_longest, require_onnx_lengths, window_of
+from dispfx.run.length_checks import compare_lengths, require_onnx_lengths, window_of
 from dispfx.run.opening import open_model
 from dispfx.run.plan_learning import (
     DRAFT,
@@ -275,9 +275,9 @@ def run_apply(
     plan = plan.fitted(program.sites)
     if settings.output.export == "onnx":
         require_onnx_lengths(program.lengths, program.context)
-    if text.measure is not None:
-        with stages("check lengths"):
-            compare_longest(source, program, window_of(source, program, None), stages.observer.note)
+    window = 0 if text.measure is None else window_of(source, program, None)
+    with stages("check lengths"):
+        compare_lengths(source, program, window, stages.observer.note)
     require_tokens(source, text, program.text_tokens)
     task = Task(
         path=path,

@@ -4,6 +4,7 @@ Entry point: `traced`.  What torch says of a decoder that it cannot trace is hun
 are kept as notes of the error, which a traceback shows.
 """
 
+import inspect
 import io
 import logging
 import sysconfig
@@ -13,9 +14,12 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
+from torch._export import non_strict_utils
 from torch.export import ExportedProgram
+from torch.fx.experimental import symbolic_shapes
 
 
 def traced(
@@ -34,8 +38,20 @@ def traced(
     """
     from torch._dynamo import config
 
-    with torch_unheard(), config.patch(fake_tensor_cache_enabled=False):
+    with torch_unheard(), _lines_of_callers(), config.patch(fake_tensor_cache_enabled=False):
         return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False, **options)
+
+
+@contextmanager
+def _lines_of_callers() -> Iterator[None]:
+    """Let torch note conditions of `min` and `max` with the line that calls them, not with its own."""
+    before = symbolic_shapes.uninteresting_files
+    files = before() | {inspect.getfile(non_strict_utils)}
+    symbolic_shapes.uninteresting_files = lambda: files
+    try:
+        yield
+    finally:
+        symbolic_shapes.uninteresting_files = before
 
 
 @contextmanager
@@ -65,11 +81,13 @@ def user_frame(error: BaseException) -> str | None:
         if "/torch/" not in frame.filename
         and not frame.filename.endswith(_OWN_FILES)
         and Path(frame.filename).parent != _LIBRARY
+        and not frame.filename.startswith(_SYMPY)
     ]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else None
 
 
 _LIBRARY = Path(sysconfig.get_path("stdlib"))
+_SYMPY = str(Path(inspect.getfile(sympy)).parent)
 _OWN_FILES = (
     "dispfx/capturing/module_capture.py",
     "dispfx/capturing/cached_capture.py",

@@ -155,8 +155,12 @@ def capture(
     return program
 
 
-def compare_at(model: nn.Module, program: Program, tokens: int) -> None:
-    """Compare a graph with its decoder on one more sequence; the difference joins `program.identity`.
+def compare_at(model: nn.Module, program: Program, tokens: int, *, listed: bool = True) -> None:
+    """Compare a graph with its decoder on one more sequence.
+
+    Args:
+        tokens: of the sequence.
+        listed: whether the difference joins `program.identity`.
 
     Raises:
         CaptureError: if they differ.
@@ -165,7 +169,8 @@ def compare_at(model: nn.Module, program: Program, tokens: int) -> None:
         warnings.simplefilter("ignore")
         ids = token_ids(model, program.known_tokens, (1, tokens))
         found = _identity(program, model, ids, _fixed_arguments(model))
-    program.identity = {**program.identity, (1, tokens): found}
+    if listed:
+        program.identity = {**program.identity, (1, tokens): found}
 
 
 def _check_apart(program: Program, model: nn.Module, ids: Tensor, separator: int) -> None:

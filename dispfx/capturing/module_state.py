@@ -5,20 +5,23 @@ Entry points: `module_kept` and `random_state_kept`, context managers that hold 
 holds, by path.
 
 Kept are, of every object that is reached from the module's attributes:
-1. what its attributes are: parameters, buffers, sub-modules, hooks, modes, plain attributes;
+1. what its attributes are: parameters, buffers, sub-modules, hooks, modes, plain attributes, `__slots__`;
 2. what lists, dicts, sets and deques hold;
-3. the values of tensors that are no parameters.
+3. the values of tensors that are no parameters, of NumPy arrays, and of `bytearray` and `array.array`; not of
+   files that NumPy maps into memory.
 
 What is reached from globals and closures alone is not kept.
 """
 
 import random
 import re
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from functools import lru_cache
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -47,11 +50,14 @@ class ModuleState:
     def __init__(self, module: nn.Module, *, values: bool = True):
         self._containers: list[tuple[Any, list[Any]]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._arrays: list[tuple[Any, Any]] = []
         for _, part in _reached(module):
-            if not isinstance(part, Tensor):
-                self._containers += [(container, _items(container)) for container in _containers(part)]
-            elif values and _is_plain(part):
+            if values and isinstance(part, Tensor) and _is_plain(part):
                 self._tensors.append((part, part.detach().clone()))
+            elif values and _is_array(part):
+                self._arrays.append((part, part[...].copy() if isinstance(part, np.ndarray) else part[:]))
+            elif not isinstance(part, Tensor):
+                self._containers += [(container, _items(container)) for container in _containers(part)]
 
     def restructured(self) -> bool:
         """Whether an attribute, or what a container holds, is another object than it was."""
@@ -60,7 +66,9 @@ class ModuleState:
     def restore(self) -> None:
         """Make everything what it was."""
         for container, items in self._containers:
-            if not _same(_items(container), items):
+            if isinstance(container, _Slots):
+                container.restore(items)
+            elif not _same(_items(container), items):
                 # What a subclass does with its items is its own.
                 kind = next(kind for kind in _CONTAINERS if isinstance(container, kind))
                 fill = kind.extend if kind in (list, deque) else kind.update
@@ -70,6 +78,11 @@ class ModuleState:
             for tensor, value in self._tensors:
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
+        for held, value in self._arrays:
+            if isinstance(held, np.ndarray):
+                np.copyto(held, value)
+            elif held != value:
+                held[:] = value
 
 
 def held_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -111,7 +124,9 @@ def _reached(module: nn.Module) -> Iterator[tuple[_Place | None, Any]]:
         yield place, part
         if not isinstance(part, Tensor):
             for container in (part, *_containers(part)) if isinstance(part, tuple) else _containers(part):
-                entries = container.items() if isinstance(container, dict) else enumerate(container)
+                entries = (
+                    enumerate(container) if not isinstance(container, dict | _Slots) else container.items()
+                )
                 waiting.extend(
                     (_Place(place, name, container is part), item)
                     for name, item in entries
@@ -119,9 +134,54 @@ def _reached(module: nn.Module) -> Iterator[tuple[_Place | None, Any]]:
                 )
 
 
+class _Slots:
+    """The attributes of an object that its class names in `__slots__`."""
+
+    def __init__(self, owner: Any):
+        self.owner = owner
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Yield each attribute that is set."""
+        for name, slot in _slots_of(type(self.owner)):
+            with suppress(AttributeError):
+                yield name, slot.__get__(self.owner)
+
+    def restore(self, items: list[tuple[str, Any]]) -> None:
+        """Set each attribute to what it was, also where the class forbids it, and delete the others."""
+        before = dict(items)
+        for name, slot in _slots_of(type(self.owner)):
+            if name in before:
+                slot.__set__(self.owner, before[name])
+            else:
+                with suppress(AttributeError):
+                    slot.__delete__(self.owner)
+
+
+@lru_cache(4096)
+def _slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
+    """Return the slots of a class written in Python, and of its bases, with their names."""
+    named = [vars(one) for one in kind.__mro__ if "__slots__" in vars(one)]
+    return tuple(
+        (name, slot)
+        for members in named
+        for name, slot in members.items()
+        if isinstance(slot, MemberDescriptorType)
+    )
+
+
 def _containers(value: Any) -> list[Any]:
     """Return what holds an object's items and its attributes, and may be changed."""
-    return [one for one in (value, getattr(value, "__dict__", None)) if isinstance(one, _CONTAINERS)]
+    found: list[Any] = [
+        one for one in (value, getattr(value, "__dict__", None)) if isinstance(one, _CONTAINERS)
+    ]
+    return [*found, _Slots(value)] if _slots_of(type(value)) else found
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is an array of numbers that may be written, and that lies in memory."""
+    if isinstance(value, np.ndarray):
+        return value.flags.writeable and not isinstance(value, np.memmap) and value.dtype != object
+    return isinstance(value, bytearray | array)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -129,7 +189,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _items(container: Any) -> list[Any]:
-    return list(container.items()) if isinstance(container, dict) else list(container)
+    return list(container.items()) if isinstance(container, dict | _Slots) else list(container)
 
 
 def _same(found: list[Any], before: list[Any]) -> bool:

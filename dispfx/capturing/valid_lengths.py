@@ -8,19 +8,21 @@ Entry points: `conditions_of` reads the conditions, `valid_lengths` finds the ra
 
 1. Only conditions of the decoder's own code count, and the bounds that torch gives as a range: most of what
    torch itself asks of sizes has to do with strides and changes no number.
-2. At the first length that breaks a condition, decoder and graph are both run.  Where they agree there, and
-   at the next length at least three times as long that breaks it too, the condition makes no difference.
+2. At the first length that breaks a condition, decoder and graph are both run.  Where they agree there, at
+   the next length that breaks it, and at one at least three times as long, the condition makes no difference.
    Beyond a bound the decoder is traced anew, for what a bound implies is not noted.
 3. Where the decoder raises, that is its own limit; otherwise its arithmetic changes there.
 4. One token is its own case, because torch takes no size for one that may be 1: it is run.
+5. Where the decoder's code turned the size into a plain number, as `len(x)` and `float(x.shape[1])` do, torch
+   notes no later condition.  Decoder and graph are run at growing lengths, and the end is searched for.
 """
 
 import inspect
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -60,6 +62,8 @@ _FUNCTIONS = {
     "TruncToInt": np.trunc,
     "RoundToInt": np.rint,
 }
+# Lengths that are tried where the decoder's code has the size as a plain number.
+_LONGEST_SEARCHED = 2048
 # After so many conditions that make no difference, the next one ends the range unseen.
 _MOST_HARMLESS = 32
 _TORCH = str(Path(torch.__file__).parent)
@@ -93,12 +97,14 @@ class Condition:
         holds_at: whether it does at other ones: lengths (N,) int64 -> (N,) bool.
         text: the same for the same condition, in any trace.
         file, line: of the code that asked; None where torch did.
+        fixed: whether the size became a plain number, so that conditions on it are not known (rule 5).
     """
 
     holds_at: Callable[[np.ndarray], np.ndarray]
     text: str
     file: str | None = None
     line: int = 0
+    fixed: bool = False
 
     def holds(self, tokens: int) -> bool:
         return bool(self.holds_at(np.array([tokens]))[0])
@@ -130,24 +136,47 @@ def conditions_of(exported: ExportedProgram, axis: int = 1, other: int = 1) -> l
     """
     name = user_inputs(exported)[0]
     shape = next(node for node in exported.graph.nodes if node.name == name).meta["val"].shape
-    if not isinstance(shape[axis], torch.SymInt):
-        return []
-    symbols = [size.node.expr for size in shape if isinstance(size, torch.SymInt)]
-    symbol = shape[axis].node.expr
+    sizes = [size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in shape]
+    symbol: Any = sizes[axis]
+    symbols = [size for size in sizes if not size.is_number]
+    if symbol not in symbols:
+        return _of_number(exported, int(symbol))
     others = {one: sympy.Integer(other) for one in symbols if one is not symbol}
-    found = [
+    guards = [
+        guard
+        for guard in shape[axis].node.shape_env.guards
+        if symbol in guard.expr.free_symbols and guard.expr.free_symbols <= set(symbols)
+    ]
+    # The guards come first: they know their line.
+    return _noted(symbol, guards, others) + _bounds(exported.range_constraints.get(symbol))
+
+
+def _of_number(exported: ExportedProgram, number: int) -> list[Condition]:
+    """Return the conditions on a size that the decoder's code turned into a plain number (rule 5)."""
+    values = [node.meta.get("val") for node in exported.graph.nodes]
+    sizes = [size for value in values for size in (value, *getattr(value, "shape", ()))]
+    environments = (size.node.shape_env for size in sizes if isinstance(size, torch.SymInt))
+    guards = getattr(next(environments, None), "guards", ())
+    asked = next((one for one in guards if one.expr.is_Equality and number in one.expr.args), None)
+    if asked is None:
+        return [Condition(lambda lengths: lengths == number, f"is {number}", fixed=True)]
+    symbol, place = asked.expr.args[0], _place(asked.sloc.framework_loc)
+    others = [one for one in guards if one is not asked and one.expr.free_symbols == {symbol}]
+    found = _noted(symbol, others, {})
+    return [*found, Condition(lambda lengths: lengths == number, str(asked.expr), *place, fixed=True)]
+
+
+def _noted(symbol: Any, guards: Sequence[Any], others: Mapping[Any, Any]) -> list[Condition]:
+    """Return what torch noted, where the decoder's own code asked for it or it is a bound (rule 1)."""
+    return [
         Condition(
             _holds_at(symbol, guard.expr.xreplace(others)),
             str(guard.expr),
             *_place(guard.sloc.framework_loc),
         )
-        for guard in shape[axis].node.shape_env.guards
-        if symbol in guard.expr.free_symbols
-        and guard.expr.free_symbols <= set(symbols)
-        and (_is_own(guard.sloc.framework_loc) or _is_bound(guard.expr, symbol))
+        for guard in guards
+        if _is_own(guard.sloc.framework_loc) or _is_bound(guard.expr, symbol)
     ]
-    # The guards come first: they know their line.
-    return found + _bounds(exported.range_constraints.get(symbol))
 
 
 def _holds_at(symbol: Any, expression: Any) -> Callable[[np.ndarray], np.ndarray]:
@@ -234,7 +263,9 @@ def valid_lengths(conditions: Sequence[Condition], traced: int, trial: Trial) ->
         traced: that length.
         trial: the decoder and its graph.
     """
-    conditions = [one for one in conditions if one.holds(traced)]
+    # Without values nothing can be compared, and every length is as good as the next.
+    blind = trial.compared is None
+    conditions = [one for one in conditions if one.holds(traced) and not (one.fixed and blind)]
     above = range_above(conditions, traced, trial)
     least, where = _downwards(conditions, traced, trial)
     return Lengths(least, above.most, above.end, above.where or where)
@@ -243,6 +274,7 @@ def valid_lengths(conditions: Sequence[Condition], traced: int, trial: Trial) ->
 def range_above(conditions: Sequence[Condition], traced: int, trial: Trial) -> Lengths:
     """Return where the range ends above the traced size, as `valid_lengths`."""
     harmless, start = set[str](), traced
+    conditions = [one for each in conditions if (one := _searched(each, traced, trial)) is not None]
     while ends := [end for one in conditions if (end := one.broken_after(traced)) is not None]:
         first = min(ends)
         broken = [one for one in conditions if not one.holds(first)]
@@ -263,17 +295,47 @@ def range_above(conditions: Sequence[Condition], traced: int, trial: Trial) -> L
     return Lengths()
 
 
+def _searched(condition: Condition, traced: int, trial: Trial) -> Condition | None:
+    """Return a condition as it is, or for a fixed size the end that was found; None where there is none."""
+    if not condition.fixed:
+        return condition
+    same, kind = traced, "same"
+    while kind == "same" and (longer := 2 * same) <= _LONGEST_SEARCHED:
+        kind = trial.answer(longer).kind
+        if kind == "limit":
+            longer = _first(same, longer, lambda tokens: trial.answer(tokens).kind == "limit") - 1
+            kind = trial.answer(longer).kind
+            break
+        same = longer if kind == "same" else same
+    if kind == "same":
+        return None
+    most = _first(same, longer, lambda tokens: trial.answer(tokens).kind != "same") - 1
+    return replace(condition, holds_at=lambda lengths: lengths <= most, fixed=False)
+
+
+def _first(before: int, after: int, holds: Callable[[int], bool]) -> int:
+    """Return the first of the lengths after `before`, `after` at the latest, at which something holds."""
+    return before + 1 + bisect_left(range(before + 1, after), True, key=holds)
+
+
 def _same_later(broken: Sequence[Condition], first: int, trial: Trial) -> bool:
-    later = {end for one in broken if (end := one.broken_after(3 * first - 1)) is not None}
+    # Where the arithmetic changes continuously, both sides agree at the first length itself.
+    later = {end for one in broken for after in (first, 3 * first - 1) if (end := one.broken_after(after))}
     return all(trial.answer(tokens).kind in ("same", "limit") for tokens in later)
 
 
 def _downwards(conditions: Sequence[Condition], traced: int, trial: Trial) -> tuple[int, str | None]:
-    """Return the shortest length, and where it is decided; below a broken condition every length is run."""
+    """Return the shortest length, and where it is decided.
+
+    Below a broken condition every length is run, and where two tokens fail, which are fewer than the parts
+    that a text may be split into.
+    """
     broken: list[Condition] = []
+    every = traced > 2 and trial.compared is not None and trial.answer(2).kind != "same"
+    every = every and trial.answer(traced).kind == "same"  # and not wrong at any length
     for tokens in range(traced - 1, 0, -1):
         broken = broken or [one for one in conditions if not one.holds(tokens)]
-        if (broken or tokens == 1) and trial.answer(tokens).kind != "same":
+        if (broken or every or tokens == 1) and trial.answer(tokens).kind != "same":
             return tokens + 1, trial.place_of(broken[0], traced) if broken else None
     return 1, None
 

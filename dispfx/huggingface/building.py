@@ -132,7 +132,7 @@ def _shape(
         else values[f"{path}.{name}"].to(device)
         for name, (features, kept) in layout.indices.items()
     }
-    make_gathering(module, indices, padded=layout.padded)
+    make_gathering(module, indices, padded=layout.padded, filled=values is not None)
 
 
 def _empty(old: nn.Parameter, shape: tuple[int, ...]) -> Tensor:

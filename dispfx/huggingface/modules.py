@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from dispfx.errors import DispfxError
+from dispfx.huggingface.index_values import remember_index, require_unchanged
 from dispfx.huggingface.layout import INDEX_NAMES, READ, SELECT, WRITE
 
 
@@ -72,15 +73,20 @@ class GatherOutput:
         return (F.pad(x, (0, 1)) if self.name == WRITE else x).index_select(-1, _index(module, self.name, x))
 
 
-def make_gathering(module: nn.Module, indices: dict[str, Tensor], *, padded: bool = False) -> None:
+def make_gathering(
+    module: nn.Module, indices: dict[str, Tensor], *, padded: bool = False, filled: bool = True
+) -> None:
     """Let a module gather by its indices, int32 (K,), which become its buffers.
 
     Args:
         indices: by the names in `dispfx.huggingface.layout`.
         padded: whether the one for reading may point at a zero.
+        filled: whether the indices have their values, which a module holds on to.
     """
     for name, index in indices.items():
         module.register_buffer(name, index)
+        if filled:
+            remember_index(module, name, index)
     gathers: list[GatherInput | GatherOutput] = [GatherInput(padded)] if READ in indices else []
     _attach(module, gathers + [GatherOutput(name) for name in (WRITE, SELECT) if name in indices])
 
@@ -108,6 +114,7 @@ def _index(module: nn.Module, name: str, x: Tensor) -> Tensor:
     owner = module if name in module._buffers else _owner(module, name)
     index = owner._buffers[name]
     assert index is not None
+    require_unchanged(owner, name, index)
     if index.device != x.device:
         # Kept on disk, or the module's own code moves what it is given to where its weights are.
         index = held_index(owner, name).to(x.device)
@@ -168,7 +175,10 @@ def _follow(parent: nn.Module, name: str, module: nn.Module | None) -> None:
         _detach(inner)  # a copy of the old module has them, too
     for index in INDEX_NAMES:
         if index in old._buffers and not any(index in inner._buffers for inner in inside):
+            held = held_index(old, index)
+            require_unchanged(old, index, held)
             module.register_buffer(index, old._buffers[index])
+            remember_index(module, index, held)
     _attach(module, gathers)
 
 

@@ -29,6 +29,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from dispfx.errors import OutputError
 from dispfx.huggingface.building import headless_prefix, own_path, shape_modules
 from dispfx.huggingface.entries import LOCK, METHOD, REFUSAL, SECTION, checked_section
+from dispfx.huggingface.index_values import remember_index
 from dispfx.huggingface.layout import Layout
 from dispfx.huggingface.modules import held_index, index_buffers
 
@@ -94,6 +95,9 @@ class DispfxQuantizer(HfQuantizer):
         }
         indices = {named[own]: _held(model, own) for own in found if own in named}
         self.layout.check_indices(indices)
+        for own in found:
+            path, _, name = own.rpartition(".")
+            remember_index(model.get_submodule(path), name, _held(model, own))
         _leave_quantised_mode(model)
         return model
 

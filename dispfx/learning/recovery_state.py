@@ -49,7 +49,7 @@ class SavedRecovery:
         """Pass if this run can have saved it.
 
         Args:
-            masters: the float32 weights of the run, by name.
+            masters: the float32 weights that the run begins with, by name.
             trained: the weights of the student, by the same names.
 
         Raises:
@@ -72,6 +72,8 @@ class SavedRecovery:
         for at, name in enumerate(masters):
             if at in moments:
                 check_moments(moments[at], name, self.step)
+            elif not torch.equal(self.tensors[f"weight.{name}"].to(masters[name].device), masters[name]):
+                raise ValueError(f"the optimizer has no state of {name}, which was trained")
 
     def _measured_steps(self) -> list[int]:
         """Return the steps of the measurements; the last one may not have been made yet."""

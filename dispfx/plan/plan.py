@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Integral
 from typing import Any, get_args
 
 import torch
@@ -159,18 +160,21 @@ class Plan:
 
         Raises:
             BudgetError: if the sites cannot meet the ratio.
+            DispfxError: if the seed is no whole number that torch takes.
         """
         require_program(program)
+        if not isinstance(seed, Integral) or not -(2**63) <= seed < 2**64:
+            raise DispfxError(f"seed must be a whole number of 64 bits, and {seed!r} was given")
         budget = Budget(ratio, of, align)
         count = ParameterCount.of_sites(program.sites, program.shapes, of)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(int(seed))
         logits = [
             torch.randn(site.size, generator=generator, dtype=torch.float64)
             + 0.5 * torch.randn((), generator=generator, dtype=torch.float64)
             for site in program.sites
         ]
         kept = harden(torch.cat(logits), program.sites, count, budget)
-        return Plan.of(program, budget, kept, seed)
+        return Plan.of(program, budget, kept, int(seed))
 
     @staticmethod
     def from_masks(program: Program, masks: Mapping[str, Any], *, of: RatioOf = "blocks") -> "Plan":

@@ -1,6 +1,7 @@
 """Check a decoder's graph at the longest sequences of a run, before learning starts.
 
---seq-len, window of perplexity  →  inside `Program.lengths`?  →  graph = decoder at that length?
+--seq-len, window of perplexity  →  inside `Program.lengths`?  →  graph = decoder at that length, and at the
+longest one that config or graph claim?
 """
 
 from bisect import bisect_left
@@ -9,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import nn
 
 from dispfx.analysis.lookups import longest_text
 from dispfx.capturing.module_capture import compare_at, module_logits, token_ids
@@ -16,9 +18,13 @@ from dispfx.errors import CaptureError, memory_shortage
 from dispfx.ir.lengths import Lengths
 from dispfx.ir.program import Program
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.settings.verb_settings import LONGEST_CONTEXT
 from dispfx.source import Source
 from dispfx.source.experts import experts_as, has_choice_of_experts
 from dispfx.source.source import context_of, named_context
+
+# Where neither config nor graph names a length, and the run's own are shorter.
+_UNNAMED = (256, 128, 64, 32)
 
 
 def window_of(source: Source, program: Program, seq_len: int | None) -> int:
@@ -86,29 +92,60 @@ def require_lengths(
                 program.lengths.require(named)
             note(f"perplexity in windows of {window:,} tokens: the graph holds for {program.lengths}")
         longest = max(longest, window)
-    compare_longest(source, program, longest, note)
+    compare_lengths(source, program, longest, note)
 
 
-def compare_longest(source: Source, program: Program, tokens: int, note: Callable[[str], None]) -> None:
-    """Compare graph and decoder on one sequence of `tokens` tokens, which the verification also uses.
+def compare_lengths(source: Source, program: Program, tokens: int, note: Callable[[str], None]) -> None:
+    """Compare graph and decoder at the longest sequence that is needed or claimed, and at two shorter ones.
+
+    A condition on the length of which `torch.export` notes nothing shows nowhere else.  The verification
+    uses the longest sequence, too.
+
+    Args:
+        tokens: of the longest sequence of a run; 0 where it has none.
+        note: called if memory does not suffice.
 
     Raises:
         CaptureError: if they differ.
     """
-    model = source.model
-    if not program.measured or tokens <= max(shape[1] for shape in program.identity):
+    if not program.measured:
         return
+    longest = max(tokens, _claimed(source, program))
+    known = max(shape[1] for shape in program.identity)
+    for each in (*_between(longest), longest):
+        if each > known and not _compared(source.model, program, each, listed=each == longest):
+            note(f"the graph was not compared with the decoder at {each:,} tokens: not enough memory")
+            return
+
+
+def _claimed(source: Source, program: Program) -> int:
+    """Return the longest sequence that config and graph claim, 2048 at most, or one that the decoder runs."""
+    named = program.context or program.lengths.most
+    if named is not None:
+        return longest_text(program, program.lengths.within(min(named, LONGEST_CONTEXT)))
+    return next((tokens for tokens in _UNNAMED if _stop(source, program, tokens) is None), 0)
+
+
+def _between(longest: int) -> tuple[int, int]:
+    """Return two shorter lengths: a multiple of a power of two, unless the longest is one, and an odd one."""
+    step = 64 if longest > 64 else 8
+    most = longest if longest % step else 3 * longest // 4
+    return (longest // 2 - 1) | 1, most // step * step
+
+
+def _compared(model: nn.Module, program: Program, tokens: int, *, listed: bool) -> bool:
+    """Compare graph and decoder at one length; return whether memory suffices."""
     try:
         with experts_as(model, "grouped"):
-            compare_at(model, program, tokens)
+            compare_at(model, program, tokens, listed=listed)
     except (CaptureError, RuntimeError, MemoryError) as error:
         if memory_shortage(error) is not None:
-            note(f"the graph was not compared with the decoder at {tokens:,} tokens: not enough memory")
-            return
+            return False
         if not has_choice_of_experts(model):
             raise
         with experts_as(model, "batched"):
-            compare_at(model, program, tokens)
+            compare_at(model, program, tokens, listed=listed)
+    return True
 
 
 def require_onnx_lengths(lengths: Lengths, context: int | None) -> None:

@@ -35,7 +35,7 @@ from dispfx.source.text import (
 from dispfx.source.text.legibility import WARNED, unknown_share
 from dispfx.words.model_origin import origin_of
 from dispfx.words.option_names import option
-from dispfx.words.text_origin import LINE_BREAK, Reading, check_texts, repeated_texts
+from dispfx.words.text_origin import LINE_BREAK, Reading, check_texts, repeated_texts, tables_as_text
 
 _DEMO_CHARACTERS = 1_500_000
 _DEMO_SEED = 2024
@@ -89,9 +89,10 @@ class TextChoice:
                 check_readable(one, self.reading)
 
     @property
-    def repeated(self) -> list[str]:
-        """A warning for every text that is named twice."""
-        return repeated_texts(*self._words)
+    def doubtful(self) -> list[str]:
+        """A warning for every text that is named twice, and every table that is read as text."""
+        words, evaluated = self._words
+        return [*repeated_texts(words, evaluated), *tables_as_text([*words, *evaluated])]
 
     @property
     def _words(self) -> tuple[list, list]:
@@ -278,7 +279,7 @@ def open_text(source: Source, chosen: TextChoice) -> Text:
         separator=chosen.separator,
         largest=largest,
         notes=(
-            *chosen.repeated,
+            *chosen.doubtful,
             *(note for one in read for note in one.notes),
             *_notes_on_bos(source, read, {of_parts, of_other}),
         ),

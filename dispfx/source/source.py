@@ -1,5 +1,7 @@
 """A loaded decoder with its config and tokenizer, and the number of tokens that it reads."""
 
+import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +64,28 @@ def named_context(config: Any) -> int | None:
     """Return the context in a transformers config, or None."""
     found = (getattr(config, name, None) for name in _NAMES_OF_CONTEXT)
     return next((longest for longest in found if type(longest) is int and longest > 1), None)
+
+
+# Entries of configs that say nothing of what a decoder computes, or that a written folder has for itself.
+_NO_ARITHMETIC = re.compile(
+    r"_.*|.*_token_id|.*dtype|architectures|auto_map|transformers_.*|quantization_config|use_cache|"
+    r"output_.*|return_dict|tie_.*|id2label|label2id|chunk_size_feed_forward|task_specific_params"
+)
+
+
+def other_entry(config: Any, dense: Any) -> str | None:
+    """Return the first entry in which the transformers configs of two decoders differ; None without one.
+
+    An entry that one of them lacks, and what changes no arithmetic, is left out.
+    """
+    if config is None or dense is None:
+        return None
+    ours, theirs = (
+        {name: json.dumps(value, sort_keys=True, default=str) for name, value in one.to_dict().items()}
+        for one in (config, dense)
+    )
+    shared = [name for name in ours if name in theirs and not _NO_ARITHMETIC.fullmatch(name)]
+    return next((name for name in shared if ours[name] != theirs[name]), None)
 
 
 def beyond_context(config: Any, tokens: int) -> list[str]:

@@ -36,6 +36,7 @@ _ENDINGS: dict[str, TextForm] = {
     ".parquet": "parquet",
     **dict.fromkeys((*_JSON, *_PACKED_JSON), "json-lines"),
 }
+_TABLES = (".csv", ".tsv")
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z")
 _LIBRARIES = {"parquet": "pyarrow", "dataset": "datasets"}
 _FORMS = f"{DATASET}NAME[:CONFIG[:SPLIT]], as in {DATASET}Salesforce/wikitext:wikitext-2-raw-v1:train"
@@ -171,6 +172,17 @@ def repeated_texts(data: Sequence[str | PurePath], eval_data: Sequence[str | Pur
     return [
         *(f"{one.name} is named twice: held-out text is also learned from" for one in twice),
         *(of_both.format(one.name) for one in both),
+    ]
+
+
+def tables_as_text(words: Sequence[str | PurePath]) -> list[str]:
+    """Return a warning for every table whose columns are not told apart."""
+    named = dict.fromkeys(one.name for one in map(text_origin, words) if one.form == "text")
+    return [
+        f"{name} is read as plain text, with the names of its columns, separators and quotes: convert it to "
+        ".jsonl or .parquet to read one column"
+        for name in named
+        if name.lower().endswith(_TABLES)
     ]
 
 

@@ -129,7 +129,10 @@ def test_every_comparison_is_made_and_holds(compiled: Compiled):
     for line in compiled.report.verify:
         assert line.holds
     for name in names:
-        assert len({line.shape for line in compiled.report.verify if line.name == name}) == 2, name
+        shapes = [line.shape for line in compiled.report.verify if line.name == name]
+        # Of forms that are not graphs of the compiler also the longest sequence that the decoder reads.
+        longest = [(1, 64)] if name in ("captured = model", "lowered = zeroed", "reloaded = lowered") else []
+        assert len(shapes) == 2 + len(longest) and shapes[2:] == longest, name
     exact = {line.name for line in compiled.report.verify if line.tolerance == 0.0}
     assert exact == {"identity", "removed is unread", "reloaded = lowered"}
 
@@ -359,8 +362,7 @@ def test_the_named_command_finishes_the_folder(compiled: Compiled, tmp_path: Pat
     report = apply(MODEL, compiled.path / "plan.safetensors", out=tmp_path / "out", data=tokens)
     assert report.parameters == compiled.report.parameters
     assert report.perplexity is not None and report.perplexity.protocol.tokens == 59
-    lines = [line for line in report.verify if line.shape != (1, 64)]  # the window, where nothing was learned
-    assert lines == list(compiled.report.verify) and "learn" not in report.seconds
+    assert report.verify == compiled.report.verify and "learn" not in report.seconds
     ids = token_ids(2, 9)
     assert torch.equal(load(tmp_path / "out")(ids), load(compiled.path)(ids))
     assert not (tmp_path / "out" / "metrics.jsonl").exists() and not (tmp_path / "out.state").exists()

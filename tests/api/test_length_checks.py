@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import MptConfig, MptForCausalLM, PretrainedConfig
 
 import dispfx
-from dispfx.api import apply, evaluate, load, recover
+from dispfx.api import apply, evaluate, learn_plan, load, recover
 from dispfx.compiler.programs import analyse
 from dispfx.deploy.exported import PROGRAM_FILE, load_program, save_graph
 from dispfx.errors import CaptureError, DataError, DispfxError
@@ -24,6 +24,7 @@ from dispfx.report import load_report
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.source.source import named_context
 from tests.api.conftest import SETTINGS, Watcher, random_tokens
+from tests.api.plain import build_decoder
 from tests.learning_options import options_of
 from tests.lengths_decoders import long_texts, scaled
 from tests.programs import relative_error, token_ids
@@ -228,3 +229,52 @@ def test_a_decoder_without_a_named_length_is_recovered_within_it(tmp_path: Path,
         tmp_path / "out", dense=Unnamed(), out=tmp_path / "again", train="scales", steps=1, **words
     )
     assert told.protocol.context == 40
+
+
+class Switching(nn.Module):
+    """A decoder of which `torch.export` notes nothing where its logits change."""
+
+    def __init__(self, factor: Callable[[int], float], context: int | None = None):
+        super().__init__()
+        self.decoder, self.factor = build_decoder(), factor
+        if context is not None:
+            self.config = PretrainedConfig(max_position_embeddings=context)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.decoder(ids) * self.factor(ids.shape[1])
+
+
+def eagerly_beyond_24(tokens: int) -> float:
+    return 2.0 if not torch.compiler.is_compiling() and tokens > 24 else 1.0
+
+
+def every_eighth_beyond_50(tokens: int) -> float:
+    return 2.0 if tokens % 8 == 0 and tokens > 50 else 1.0
+
+
+def eagerly_from_25_to_30(tokens: int) -> float:
+    return 2.0 if not torch.compiler.is_compiling() and 25 <= tokens <= 30 else 1.0
+
+
+@pytest.mark.parametrize("verb", ["compile", "learn", "apply"])
+def test_graph_and_decoder_are_compared_beyond_the_lengths_of_a_run(verb: str, tmp_path: Path, tokens: Path):
+    words: dict[str, Any] = {"method": "magnitude", "seq_len": 16}
+    changing, out = Switching(eagerly_beyond_24), tmp_path / "out"
+    with pytest.raises(CaptureError, match="tokens it differs"):
+        if verb == "compile":
+            dispfx.compile(changing, 0.3, tokens, out, **words)
+        elif verb == "learn":
+            learn_plan(changing, 0.3, tokens, tmp_path / "plan.safetensors", **words)
+        else:
+            plan = Plan.random(analyse(Switching(lambda tokens: 1.0)), 0.3, 0)
+            apply(changing, plan, out=out)
+    assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob("plan*"))
+
+
+@pytest.mark.parametrize(("factor", "at"), [(every_eighth_beyond_50, 56), (eagerly_from_25_to_30, 29)])
+def test_lengths_between_those_of_the_run_and_the_claimed_one_are_compared_too(
+    factor: Callable[[int], float], at: int, tmp_path: Path, tokens: Path
+):
+    words: dict[str, Any] = {"method": "magnitude", "seq_len": 16}
+    with pytest.raises(CaptureError, match=rf"at \(1, {at}\) tokens it differs"):
+        dispfx.compile(Switching(factor, context=60), 0.3, tokens, tmp_path / "out", **words)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import dispfx
 from dispfx.api import agree, apply, recover
@@ -171,6 +171,23 @@ def test_predictions_are_compared_with_the_decoder_that_a_folder_was_compiled_fr
     assert agree(compiled.path, dense=MODEL, eval_data=tokens, eval_windows=1).tokens > 0
     with pytest.raises(PlanMismatchError, match="was compiled from a decoder with other weights"):
         agree(compiled.path, dense=OTHER, eval_data=tokens, eval_windows=1)
+
+
+def test_predictions_are_not_compared_with_a_decoder_of_another_config(tokens: Path, tmp_path: Path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=61, max_position_embeddings=64, **sizes)).save_pretrained(
+        tmp_path / "dense"
+    )
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    plan = dispfx.Plan.random(dispfx.capture(model), RATIO, 0)
+    apply(tmp_path / "dense", plan, out=tmp_path / "out", export="none")
+    words: dict[str, Any] = {"dense": str(tmp_path / "dense"), "eval_data": tokens, "eval_windows": 1}
+    assert agree(tmp_path / "out", **words).tokens > 0
+    config = json.loads((tmp_path / "dense" / "config.json").read_text())
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    with pytest.raises(PlanMismatchError, match="has another rms_norm_eps than that of the dense decoder"):
+        agree(tmp_path / "out", **words)
 
 
 @pytest.fixture(scope="module")

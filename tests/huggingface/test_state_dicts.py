@@ -1,5 +1,6 @@
 """A pruned model and its file use the same names, so every loader fills it, and training can be resumed."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from dispfx.errors import PlanMismatchError
+from dispfx.huggingface import index_values
+from dispfx.huggingface.modules import index_buffers
+from tests.huggingface.test_copies import saved_and_loaded
 from tests.programs import token_ids
 from tests.tiny_transformers import VOCABULARY
 
@@ -191,3 +197,98 @@ def test_the_best_model_is_loaded_at_the_end(unverified: Folders, tmp_path: Path
 
     assert run.state.best_model_checkpoint is not None and run.state.best_global_step == 4
     assert torch.equal(logits(model.eval()), logits(load(Path(run.state.best_model_checkpoint))))
+
+
+def halved(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_whose_indices_were_cast_too_is_refused_with_what_to_do(
+    unverified: Folders, assign: bool
+) -> None:
+    model = load(unverified("llama"))
+    with pytest.raises(PlanMismatchError, match=r"must hold integers, and it holds torch\.bfloat16") as error:
+        model.load_state_dict(halved(model.state_dict()), assign=assign)
+    assert "dispfx_" in str(error.value.where) and "floating-point tensors only" in str(error.value.hint)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_state_dict_with_other_indices_is_refused_and_one_with_the_same_is_loaded(
+    unverified: Folders, dtype: torch.dtype
+) -> None:
+    model = load(unverified("llama"))
+    before, state = logits(model), model.state_dict()
+    same = {name: one.to(dtype) if "dispfx_" in name else one for name, one in state.items()}
+    model.load_state_dict(same)
+    assert torch.equal(logits(model), before)
+    other = {name: one - one.clamp(max=1) if "dispfx_" in name else one for name, one in same.items()}
+    with pytest.raises(PlanMismatchError, match="other features would be gathered"):
+        model.load_state_dict(other)
+
+
+Change = Callable[[torch.nn.Module], None]
+
+
+def shifted(model: torch.nn.Module) -> None:
+    next(iter(index_buffers(model).values())).add_(1).clamp_(max=1)
+
+
+def replaced(model: torch.nn.Module) -> None:
+    path, index = next(iter(index_buffers(model).items()))
+    owner, _, name = path.rpartition(".")
+    setattr(model.get_submodule(owner), name, index.flip(0))
+
+
+@pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy, saved_and_loaded])
+@pytest.mark.parametrize("change", [shifted, replaced])
+def test_an_index_that_a_script_changed_is_refused_at_the_next_forward_pass(
+    unverified: Folders, copied: Callable[[Any], Any], change: Change
+) -> None:
+    model = load(unverified("llama"))
+    expected = logits(model)
+    model = copied(model)
+    assert torch.equal(logits(model), expected)
+    change(model)
+    with pytest.raises(PlanMismatchError, match="other features would be gathered"):
+        logits(model)
+
+
+def test_a_moving_average_of_buffers_is_refused_where_it_changes_an_index(unverified: Folders) -> None:
+    model = load(unverified("llama"))
+
+    def decayed(averaged: torch.Tensor, current: torch.Tensor, _: Any) -> torch.Tensor:
+        return averaged * 0.999 + current * 0.001 - 1e-4  # large numbers come out just below themselves
+
+    average = AveragedModel(model, avg_fn=decayed, use_buffers=True)
+    average.update_parameters(model)
+    average.update_parameters(model)
+    with pytest.raises(PlanMismatchError, match="other features would be gathered"):
+        logits(average)
+    plain = AveragedModel(model)
+    plain.update_parameters(model)
+    assert torch.equal(logits(plain), logits(model))
+
+
+def test_writes_that_change_no_index_are_compared_less_and_less_often(
+    unverified: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, compared = load(unverified("llama")), []
+    logits(model)
+    once = index_values._digest
+    monkeypatch.setattr(index_values, "_digest", lambda index: compared.append(1) or once(index))
+    logits(model)
+    assert not compared, "an index that nothing has written to is not looked at"
+    buffers = index_buffers(model)
+    for _ in range(40):  # as DistributedDataParallel does
+        for index in buffers.values():
+            index.copy_(index.clone())
+        logits(model)
+    assert len(compared) == (8 + 2) * len(buffers)  # after 8, the 16th and the 32nd
+
+
+def test_a_decoder_compiled_as_one_graph_computes_the_same(unverified: Folders) -> None:
+    model = load(unverified("llama"))
+    expected = logits(model)
+    found = torch.compile(model, backend="eager", fullgraph=True)(IDS).logits
+    assert torch.allclose(found, expected, atol=1e-6)

@@ -156,6 +156,11 @@ def fill(name: str, value: float) -> Any:
     return lambda tensors: tensors[name].fill_(value)
 
 
+def without_moments_of_one(tensors: dict[str, Tensor]) -> None:
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        del tensors[f"optimizer.{key}.up.0.weight"]
+
+
 def without_moments(tensors: dict[str, Tensor]) -> None:
     for name in [name for name in tensors if name.startswith("optimizer.")]:
         del tensors[name]
@@ -171,6 +176,7 @@ def without_moments(tensors: dict[str, Tensor]) -> None:
             lambda tensors: tensors.pop("optimizer.step.up.0.weight"),
             "step.up.0.weight is not there",
         ),
+        (without_moments_of_one, "the optimizer has no state of up.0.weight, which was trained"),
         (without_moments, "the optimizer has no state after step 3"),
         (put("more", torch.ones(2)), r"more is float32 \[2\], but this run has no such tensor"),
         (put("losses", torch.zeros(2, dtype=torch.float64)), r"losses is float64 \[2\], .* float64 \[3\]"),

@@ -1,6 +1,8 @@
 """canonicalize: one spelling for every operation, and nothing that does nothing."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +11,15 @@ from torch import Tensor, nn
 
 import dispfx
 from dispfx.capturing.module_capture import capture
+from dispfx.compiler.programs import gate
 from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.printer import print_program
 from dispfx.ir.program import Program
 from dispfx.passes.canonicalize import Canonicalize
+from tests import plain_decoders
 from tests.one_branch import INNER, VOCABULARY, WIDTH, Middle, one_branch, require_one_function
 from tests.passes.golden import calls_of, lines_of, names_of
-from tests.programs import token_ids
+from tests.programs import relative_error, token_ids
 
 
 class Noisy(nn.Module):
@@ -273,3 +277,80 @@ def test_rounded_quotients_of_sizes_are_whole_and_other_roundings_stay():
     program.level = "captured"
     again.run(program)
     assert not again.ran[0].result.changed
+
+
+def scaled_product(layer: Any, x: Tensor, branch: Tensor) -> Tensor:
+    return torch.addcmul(x, branch, layer.scale, value=0.5)
+
+
+def product(layer: Any, x: Tensor, branch: Tensor) -> Tensor:
+    return torch.addcmul(x, layer.scale.expand_as(x), branch)
+
+
+def quotient(layer: Any, x: Tensor, branch: Tensor) -> Tensor:
+    return torch.addcdiv(x, branch, layer.scale)
+
+
+def between(layer: Any, x: Tensor, branch: Tensor) -> Tensor:
+    return torch.lerp(x, branch, 0.4)
+
+
+def between_in_place(layer: Any, x: Tensor, branch: Tensor) -> Tensor:
+    return x.clone().lerp_(branch, 0.7)
+
+
+def between_by_features(layer: Any, x: Tensor, branch: Tensor) -> Tensor:
+    return torch.lerp(x, branch, layer.scale)
+
+
+class Added(nn.Module):
+    """A layer that adds to the residual stream by one operation."""
+
+    def __init__(self, layer: Any, add: Callable[[Any, Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.layer, self.add = layer, add
+        self.scale = nn.Parameter(0.5 + torch.rand(plain_decoders.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.add(self, x, self.layer.attention(self.layer.attention_norm(x)))
+        return self.add(self, x, self.layer.mlp(self.layer.mlp_norm(x)))
+
+
+def adding_by(add: Callable[[Any, Tensor, Tensor], Tensor]) -> nn.Module:
+    model: Any = plain_decoders.build(plain_decoders.FORMS["pre-norm"])
+    model.layers = nn.ModuleList(Added(layer, add) for layer in model.layers)
+    return model.eval()
+
+
+ADDITIONS = [scaled_product, product, quotient, between, between_in_place, between_by_features]
+
+
+@pytest.mark.parametrize("add", ADDITIONS)
+def test_an_addition_that_torch_fuses_with_a_product_is_an_addition_to_the_stream(
+    add: Callable[[Any, Tensor, Tensor], Tensor],
+):
+    """Rule 11."""
+    model = adding_by(add)
+    program = dispfx.capture(model)
+    assert len(program.stream.writes) == 4  # type: ignore[union-attr]
+    ids = token_ids(2, 9)
+    ones = [torch.ones(site.size) for site in program.sites]
+    with torch.no_grad():
+        assert torch.equal(gate(program)(ids, ones), program.graph_module(ids))
+        assert relative_error(program.graph_module(ids), model(ids)) <= 1e-6
+    require_one_function(model, program)
+
+
+def test_a_fused_addition_in_several_types_stays_as_it_is():
+    """Rule 11: it may compute in another type than its parts would."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            return self.down(torch.addcmul(h, h.double(), h.double()).to(x.dtype))
+
+    assert "addcmul" in print_program(canonical(Mixed))

@@ -1,8 +1,10 @@
 """A module, and every random state, is after a capture what it was before, whether that succeeds or fails."""
 
 import random
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -223,3 +225,74 @@ def test_a_tensor_with_two_names_has_one_value_at_both():
     twin.load_state_dict(model.state_dict() | {"embedding.weight": value, "head.weight": value})
     for path in ("embedding.weight", "head.weight"):
         assert torch.equal(called_with(model, {path: value}, (IDS,), {}), twin(IDS))
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """An object without `__dict__` that does not let its attributes be set."""
+
+    count: np.ndarray
+
+
+class Slotted:
+    """An object without `__dict__`, which keeps a table per length."""
+
+    __slots__ = ("__private", "length", "table")
+
+    def __init__(self) -> None:
+        self.length, self.__private = 0, {"x": 1}
+
+    def fill(self, tokens: int) -> None:
+        self.length, self.table, self.__private = tokens, torch.ones(tokens), {}
+
+    def held(self) -> tuple[Any, ...]:
+        return self.length, getattr(self, "table", None), self.__private
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_objects_with_slots_and_arrays_are_as_before_after_a_capture(fails: bool):
+    def write(m: Any, ids: Tensor) -> None:
+        m.slotted.fill(ids.shape[1])
+        object.__setattr__(m.frozen, "count", m.frozen.count + 1)
+        m.counts += 1
+        m.counts[0] = np.nan
+        m.things[0][0] += 1
+        m.text[:] = b"longer than before"
+        m.whole.append(1)
+
+    model: Any = decoder(write)
+    model.slotted, model.frozen = Slotted(), Frozen(np.zeros(2))
+    counts = model.counts = np.arange(3.0)
+    model.things.append(np.zeros((), dtype=np.int64))
+    model.text, model.whole = bytearray(b"abc"), array("l", [1, 2])
+    slots, frozen = model.slotted.held(), model.frozen.count
+    if fails:
+        model.head = nn.Identity()
+        with pytest.raises(CaptureError):
+            capture(model)
+    else:
+        capture(model)
+    assert all(one is other for one, other in zip(model.slotted.held(), slots, strict=True))
+    assert model.frozen.count is frozen and not frozen.any()
+    assert model.counts is counts and counts.tolist() == [0.0, 1.0, 2.0]
+    assert model.text == b"abc" and model.whole.tolist() == [1, 2]
+
+
+def test_a_refused_trace_leaves_no_fake_tensors_in_slots():
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder, self.tables = build(FORMS["pre-norm"], layers=1), Slotted()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            if self.tables.length != ids.shape[1]:
+                self.tables.fill(ids.shape[1])
+            logits = self.decoder(ids)
+            return logits * (2.0 if logits.sum() > 0 else 1.0)
+
+    model = Remembering().eval()
+    expected = model(IDS)
+    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        capture(model)
+    assert type(model.tables.table) is Tensor and model.tables.length == IDS.shape[1]
+    assert torch.equal(model(IDS), expected)

@@ -28,6 +28,10 @@ def beyond_four(x: Tensor) -> Tensor:
     return x * 1.5 if x.shape[0] > 4 else x
 
 
+def by_len_beyond_four(x: Tensor) -> Tensor:
+    return x * 1.5 if len(x) > 4 else x
+
+
 def alone(x: Tensor) -> Tensor:
     return x * 1.5 if x.shape[0] == 1 else x
 
@@ -82,7 +86,12 @@ def test_infinite_logits_are_named():
 
 @pytest.mark.parametrize(
     ("mix", "batch"),
-    [(beyond_four, "5 sequences"), (many_tokens, "12 sequences"), (even, "6 sequences")],
+    [
+        (beyond_four, "5 sequences"),
+        (by_len_beyond_four, "5 sequences"),
+        (many_tokens, "12 sequences"),
+        (even, "6 sequences"),
+    ],
 )
 def test_a_decoder_whose_arithmetic_depends_on_the_batch_is_refused_with_the_line(mix: Mix, batch: str):
     with pytest.raises(CaptureError, match=f"the decoder computes {batch} at once otherwise") as error:

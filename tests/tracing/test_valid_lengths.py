@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,3 +262,98 @@ def test_rotary_positions_that_branch_on_values_are_refused_with_the_line():
     with pytest.raises(CaptureError, match="a branch or a size depends on the values of a tensor") as error:
         capture(model)
     assert "modeling_rope_utils.py:" in str(error.value.where)
+
+
+class Switching(nn.Module):
+    """A decoder whose logits are multiplied by a number that Python computes from the token ids' shape."""
+
+    def __init__(self, factor: Callable[[Tensor], Any]):
+        super().__init__()
+        self.decoder, self.factor = build(FORMS["pre-norm"], layers=1), factor
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.decoder(ids) * self.factor(ids)
+
+
+def by_len(ids: Tensor) -> float:
+    return 2.0 if len(ids[0]) > 24 else 1.0
+
+
+def by_float(ids: Tensor) -> float:
+    return 2.0 if float(ids.shape[1]) > 24 else 1.0
+
+
+def by_logarithm(ids: Tensor) -> float:
+    return max(1.0, math.log(float(ids.shape[1])) / math.log(24))
+
+
+def by_max(ids: Tensor) -> float:
+    return 1.0 / max(1.0, ids.shape[1] / 24)
+
+
+def by_min(ids: Tensor) -> float:
+    return min(1.0, 24 / ids.shape[1])
+
+
+def by_order(ids: Tensor) -> float:
+    return sorted([24.0, ids.shape[1]])[1] / 24
+
+
+def near_the_limit(ids: Tensor) -> float:
+    return 2.0 if len(ids[0]) > 55 else 1.0
+
+
+@pytest.mark.parametrize(
+    ("factor", "most"),
+    [
+        (by_len, 24),
+        (by_float, 24),
+        (by_logarithm, 24),
+        (by_max, 24),
+        (by_min, 24),
+        (by_order, 23)(near_the_limit, 55),
+    ],
+)
+def test_a_length_that_python_turns_into_a_number_ends_the_range_at_its_line(
+    factor: Callable[[Tensor], float], most: int
+):
+    line = inspect.getsourcelines(factor)[1] + 1
+    lengths = capture(Switching(factor)).lengths
+    assert (lengths.least, lengths.most, lengths.end) == (1, most, "changes")
+    assert str(lengths.where) == f"{__file__}:{line}"
+
+
+def test_a_plain_number_that_changes_nothing_does_not_end_the_range():
+    lengths = capture(Switching(lambda ids: 1.0 if len(ids[0]) > 24 else 1)).lengths
+    assert (lengths.least, lengths.most, lengths.limit) == (1, WHOLE, True)
+
+
+def test_steps_of_the_logarithm_of_the_length_are_refused_with_length_and_line():
+    with pytest.raises(CaptureError, match="arithmetic changes at 16 tokens, and a sequence has 17") as error:
+        capture(Switching(lambda ids: 1 + math.floor(math.log2(ids.shape[1])) / 8))
+    assert Path(__file__).name in str(error.value.where)
+
+
+def in_three_parts(tokens: int, x: Tensor) -> Tensor:
+    return torch.cat([part.cumsum(1) for part in x.chunk(3, 1)], 1)
+
+
+def test_a_text_with_fewer_tokens_than_parts_is_outside_of_the_range():
+    program = capture(scaled(in_three_parts))
+    assert program.lengths.least == 5  # two parts of 2 tokens are made of 4
+    model = scaled(in_three_parts)
+    for tokens in (5, 6, 7, 40):
+        ids = token_ids(1, tokens)
+        assert relative_error(program.graph_module(ids), model(ids)) <= 1e-6
+
+
+@pytest.mark.parametrize("mode", [torch.compiler.is_compiling, torch.compiler.is_exporting])
+def test_arithmetic_that_only_a_trace_has_is_refused(mode: Callable[[], bool]):
+    with pytest.raises(CaptureError, match="the graph must give the module's logits"):
+        capture(Switching(lambda ids: 1.0 if mode() else 2.0))
+
+
+def test_an_error_of_a_lookup_by_the_length_names_the_line_that_looks_up():
+    with pytest.raises(CaptureError) as error:
+        capture(Switching(lambda ids: {True: 2.0, False: 1.0}[ids.shape[1] > 24]))
+    assert Path(__file__).name in str(error.value.where)

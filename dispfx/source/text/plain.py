@@ -19,6 +19,9 @@ from dispfx.errors import DataError
 _BLOCK_BYTES = 2**20
 # Magic bytes of files that are often mistaken for text.
 _OTHER_FORMS = {
+    # Before UTF-16, whose mark begins that of UTF-32-LE.
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
     b"\x1f\x8b": "a gzip file",

@@ -1,5 +1,6 @@
 """UTF-8 files: every byte of a short one, evenly spaced lines of a long one."""
 
+import codecs
 import gzip
 import os
 from itertools import pairwise
@@ -122,6 +123,8 @@ def test_a_long_file_loses_its_byte_order_mark_too(tmp_path: Path, monkeypatch):
     [
         (gzip.compress(b"text", mtime=0), "a gzip file"),
         ("text".encode("utf-16"), "UTF-16"),
+        (codecs.BOM_UTF32_LE + "text".encode("utf-32-le"), "UTF-32"),
+        (codecs.BOM_UTF32_BE + "text".encode("utf-32-be"), "UTF-32"),
         (b"PK\x03\x04\xff\xfe", "a zip file"),
         (b"PAR1\x15\x04\xff", "a parquet file"),
     ],
