@@ -192,7 +192,7 @@ def _identity(problem: Problem, task: LearningTask) -> Identity:
     return {
         "decoder": task.fingerprint,
         "sites": [[site.name, site.size] for site in problem.sites],
-        "budget": asdict(task.budget),
+        "budget": asdict(task.budget.recorded),
         "settings": settings,
         "text": problem.text.digest,
         "device": problem.device.type,

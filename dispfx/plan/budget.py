@@ -1,12 +1,18 @@
 """The budget of a plan: the ratio to remove, and the counted parameters."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any, get_args
 
 from dispfx.errors import BudgetError
 from dispfx.plan.latency_table import LatencyTable
 from dispfx.settings.sections import RatioOf
-from dispfx.words.choices import check_choices
+from dispfx.words.choices import require_choice
+from dispfx.words.own_function import identity_of, is_identity, names_function, shown
+
+# What a ratio counts: parameters, or a cost of the user, as a function or as text that names one.
+Counted = RatioOf | str | Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -15,13 +21,14 @@ class Budget:
 
     Args:
         ratio: share of the counted parameters to remove, in [0, 1).
-        of: `blocks` counts parameters that some site cuts; `total` counts all of them.
+        of: `blocks` counts parameters that some site cuts, `total` all of them, and a user's function
+            what it returns (`dispfx.plan.own_cost`).  A file holds only the function's name and digest.
         align: widths become multiples of this, or the full width.
         costs: latency table of the target device; branches that would be slower when cut stay dense.
     """
 
     ratio: float
-    of: RatioOf = "blocks"
+    of: Counted = "blocks"
     align: int = 1
     costs: LatencyTable | None = None
 
@@ -32,11 +39,22 @@ class Budget:
             DispfxError: if `of` is neither.
             BudgetError: if `ratio` or `align` makes no sense.
         """
-        check_choices(self)
+        if not (names_function(self.of) or is_identity(self.of)):
+            require_choice(get_args(RatioOf), self.of, "of")
         require_ratio(self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))
         if self.align < 1:
             raise BudgetError(f"widths are multiples of at least 1, but {self.align} was given")
+
+    @property
+    def recorded(self) -> "Budget":
+        """The budget as plans and states hold it: of a user's function, the name and digest."""
+        return replace(self, of=identity_of(self.of))
+
+    @property
+    def counted(self) -> str:
+        """What the ratio counts, for messages."""
+        return f"the {self.of} parameters" if self.of in get_args(RatioOf) else shown(self.of)
 
     @property
     def keep(self) -> float:

@@ -79,7 +79,7 @@ def ready_to_learn(
     chosen = TextChoice(settings.text)
     check_select(asked.select, constrained=settings.learning.constrained, costs=asked.costs is not None)
     chosen.require_data(settings.model.model)
-    require_functions(settings.learning.method, settings.learning.estimator)
+    require_functions(asked.ratio_of, settings.learning.method, settings.learning.estimator)
     costs = latency_table(asked.costs)
     with stages("open"):
         chosen.check()

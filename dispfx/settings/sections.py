@@ -128,7 +128,9 @@ class BudgetSettings(Section):
     ratio: float = required(
         "Share of the prunable weights to remove.", above=0.0, below=1.0, common=True, error=BudgetError
     )
-    ratio_of: RatioOf = setting("blocks", "Parameters that count: those that can be pruned, or all of them.")
+    ratio_of: RatioOf = setting(
+        "blocks", "Parameters that count: those that can be pruned, or all of them.", functions=True
+    )
     align: int | None = setting(
         None,
         "Widths become multiples of this.",
