@@ -150,7 +150,12 @@ class Plan:
 
     @staticmethod
     def random(
-        program: Program, ratio: float, seed: int, *, of: Counted = "blocks", align: int = 1
+        program: Program,
+        ratio: float,
+        seed: int,
+        *,
+        of: Counted = Budget.of,
+        align: int = Budget.align,
     ) -> "Plan":
         """Return a plan of random selections and random widths that meets the ratio.
 
@@ -174,7 +179,7 @@ class Plan:
         return Plan.of(program, budget, kept, seed)
 
     @staticmethod
-    def from_masks(program: Program, masks: Mapping[str, Any], *, of: Counted = "blocks") -> "Plan":
+    def from_masks(program: Program, masks: Mapping[str, Any], *, of: Counted = Budget.of) -> "Plan":
         """Return the plan for given masks; its ratio is the share that they remove.
 
         Args:
@@ -199,8 +204,8 @@ class Plan:
         ratio: float | Mapping[str, float],
         *,
         per_layer: bool = False,
-        align: int = 1,
-        of: Counted = "blocks",
+        align: int = Budget.align,
+        of: Counted = Budget.of,
     ) -> "Plan":
         """Return the plan that meets a ratio by keeping the features with the highest scores.
 

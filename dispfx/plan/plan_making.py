@@ -77,8 +77,8 @@ def kept_of_scores(
     ratio: Ratios,
     *,
     per_layer: bool = False,
-    align: int = 1,
-    of: Counted = "blocks",
+    align: int = Budget.align,
+    of: Counted = Budget.of,
 ) -> tuple[Budget, list[Tensor]]:
     """Return the budget of the whole decoder, and the indices that every site keeps.
 

@@ -24,11 +24,11 @@ from dispfx.learning.text import Batches, TokenBatches, token_vector
 from dispfx.learning.trainer import Learned, LearningTask, Watch, follow_run
 from dispfx.learning.trainer import learn as learn_masks
 from dispfx.plan.budget import Budget
-from dispfx.plan.latency_table import latency_table
 from dispfx.plan.plan import Plan
 from dispfx.run.fitting import fitted_settings, settings_for
 from dispfx.run.learning_setup import device_of_learning, prepared_loss
 from dispfx.settings import BudgetSettings, ComputeSettings, LearnSettings, changed_settings, learn_settings
+from dispfx.settings.sections import UNALIGNED
 from dispfx.words.chosen_device import require_default_device
 from dispfx.words.option_names import option
 from dispfx.words.own_function import shown
@@ -96,13 +96,19 @@ def learn(
         tokens = token_vector(data, program.text_tokens)
         chosen = fitted_settings(whole, program=program, note=watch.note)
         text = batches_of(tokens, chosen)
-    budget = Budget(asked.ratio, asked.ratio_of, asked.align or 1, latency_table(asked.costs))
-    compute = compute or ComputeSettings()
-    job = LearningJob(program, text, budget, chosen, compute, ranks or ALONE, start_from)
+    job = LearningJob(
+        program=program,
+        text=text,
+        budget=Budget.of_settings(asked, UNALIGNED),
+        settings=chosen,
+        compute=compute or ComputeSettings(),
+        ranks=ranks or ALONE,
+        start_from=start_from,
+    )
     return learn_within(job, watch)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LearningJob:
     """What masks are learned for.
 
