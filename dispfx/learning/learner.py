@@ -72,6 +72,7 @@ class Problem:
         settings: of the run.
         device: of the decoder and all tensors.
         ranks: the processes that share every batch.
+        scoring: told how many sequences were scored, and of how many.
     """
 
     gated: Gated
@@ -83,6 +84,7 @@ class Problem:
     settings: LearnSettings
     device: torch.device
     ranks: Ranks = ALONE
+    scoring: Callable[[int, int], None] = lambda done, total: None
 
     @property
     def features(self) -> int:

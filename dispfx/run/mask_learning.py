@@ -162,7 +162,7 @@ def learn_within(job: LearningJob, watch: Watch) -> Plan:
             raise DispfxError(
                 f"method {shown(settings.method)} scores features once, and cannot start from a plan"
             )
-        return Plan.of(program, job.budget, _scored(job), settings.seed)
+        return Plan.of(program, job.budget, _scored(job, watch), settings.seed)
     try:
         found = _learned(job, watch)
     except PassError as error:
@@ -268,10 +268,11 @@ def _check_packing(program: Program, settings: LearnSettings) -> None:
         )
 
 
-def _scored(job: LearningJob) -> list[Tensor]:
+def _scored(job: LearningJob, watch: Watch) -> list[Tensor]:
     gated = gate(job.program)
     task = task_of(job.program, gated, job.text, job.budget, job.settings)
-    return select_by_score(task.problem(), gated.graph, job.budget)
+    problem = replace(task.problem(), scoring=watch.on_score)
+    return select_by_score(problem, gated.graph, job.budget)
 
 
 def batches_of(

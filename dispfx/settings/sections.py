@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dispfx.errors import BudgetError, DataError, DispfxError, OutputError
+from dispfx.errors import BudgetError, DataError, DispfxError, OutputError, SourceError
 from dispfx.settings.field import Section, required, same_as, section_fields, setting
+from dispfx.settings.learning_settings import RECIPES
 from dispfx.settings.tree import is_of_a_program
 from dispfx.words.chosen_device import check_device
 from dispfx.words.given import path_given, shown
@@ -44,6 +45,11 @@ class ModelSettings(Section):
         super().__post_init__()
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
+        if isinstance(self.model, str) and self.model in RECIPES and not Path(self.model).exists():
+            raise SourceError(
+                f"{self.model} is a recipe of learning, and MODEL is a decoder",
+                hint=f"name a decoder, as in `dispfx compile demo`, and add {option('recipe', self.model)}",
+            )
         # A module is known by a method: nothing here imports torch.  A report only names a module.
         known = isinstance(self.model, str) or hasattr(self.model, "named_parameters")
         if not known and not is_of_a_program(self.model):
