@@ -27,7 +27,7 @@ _KEY = "dispfx"
 _MOST = 2**31 - 1
 _LARGER = frozenset({"seed", "tokens", "data_bytes"})
 _MOST_OF_LARGER = 2**63 - 1
-# Texts that may name a file or a folder, beside the paths.
+# Texts that may name a file or a folder, besides paths.
 _PLACES = frozenset({"model", "dense", "tokenizer", "data", "eval_data"})
 
 
