@@ -69,7 +69,8 @@ class OwnCost:
         whole_X = torch.zeros(1 + max(column_of.values()), dtype=torch.float64)
         for (path, axis), (column, experts) in columns.items():
             whole_X[column] = shapes[path][axis] * experts
-        dense = found._numbers(whole_X.requires_grad_())
+        with torch.enable_grad():  # callers often measure with gradients off
+            dense = found._numbers(whole_X.requires_grad_())
         values = {name: float(number.detach()) for name, number in dense.items()}
         for name, value in values.items():
             if not dense[name].requires_grad or not 0.0 < value < math.inf:

@@ -195,7 +195,8 @@ class ParameterCount:
     def slopes(self, groups: Groups) -> Tensor:
         """Return the gradient of the count, (G,), for every feature of all groups, with everything kept."""
         masks_G = torch.ones(groups.features, device=self._untouched_X.device, requires_grad=True)
-        (costs_G,) = torch.autograd.grad(self.count(groups.expand(masks_G)).sum(), masks_G)
+        with torch.enable_grad():  # callers often measure with gradients off
+            (costs_G,) = torch.autograd.grad(self.count(groups.expand(masks_G)).sum(), masks_G)
         return costs_G
 
 

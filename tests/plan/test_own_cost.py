@@ -145,3 +145,9 @@ def test_a_mask_of_several_samples_has_a_cost_for_each(program: dispfx.Program):
     masks = torch.ones(3, count.features)
     left: Tensor = count.count(masks)
     assert left.shape == (3, 2) and torch.allclose(left, torch.full_like(left, count.dense))
+
+
+def test_a_plan_can_be_made_where_gradients_are_off(program: dispfx.Program):
+    with torch.no_grad():
+        plan = dispfx.Plan.random(program, 0.3, 0, of=by_layer)
+    assert plan == dispfx.Plan.random(program, 0.3, 0, of=by_layer)
