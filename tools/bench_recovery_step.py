@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from decoder_shapes import LAYERS, SHAPES, config_of, fill, vocabulary_of, zeros_decoder
 
-from dispfx.compiler.pipelines import for_training
+from dispfx.compiler.pipelines import for_recovery
 from dispfx.compiler.programs import capture, lower_program
 from dispfx.fast_decoder.recovery_pass import fastest_pass
 from dispfx.ir.program import Program
@@ -134,7 +134,7 @@ def _recover(args: argparse.Namespace, program: Program, ids: torch.Tensor, step
     )
     plan = Plan.random(program, args.ratio, 0, align=_alignment(args))
     lowered = lower_program(program, plan)
-    teacher = for_training(program, args.seq_len)
+    teacher = for_recovery(program, args.seq_len)
     teacher.graph_module.requires_grad_(False)
     made = graph_trainable(lowered, plan, settings)
     text = TokenBatches(ids, args.seq_len, args.batch_size, 0)

@@ -36,6 +36,7 @@ from dispfx.source.text import ReadText, bos_tokens, read_text, with_bos
 from dispfx.verification.equivalence import require
 from dispfx.verification.graphs import exported_lines
 from dispfx.words.option_names import option
+from dispfx.words.preconditions import check_folder
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +179,7 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
     settings = ExportSettings.given(folder, changes)
     forms, observer = settings.forms, observer or NullObserver()
     path = Path(settings.model.model).expanduser()
+    check_folder(path)
     target = path / exported.PROGRAM_FILE
     if is_output(path):
         for place in _new_places(path, forms):

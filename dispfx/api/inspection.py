@@ -22,6 +22,7 @@ from dispfx.run.recovery_job import fitted_recovery
 from dispfx.run.rehearsal import rehearse
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import LearnSettings, RunSettings
+from dispfx.settings.sections import UNALIGNED
 from dispfx.settings.verb_settings import INSPECTED_RATIO
 from dispfx.source import config_alone, load_config
 
@@ -54,7 +55,7 @@ def inspect(model: Any, *, config_only: bool = False, **changes: Any) -> Program
         source = open_model(chosen)
         require_finite_weights(source.model)
     program = analyse(source.model, skip=settings.budget.skip, select=settings.budget.select)
-    rehearse(source, program, Budget(settings.budget.ratio))
+    rehearse(source, program, Budget.of_settings(settings.budget, UNALIGNED))
     return program
 
 

@@ -57,10 +57,10 @@ from dispfx.capturing.warm_up import length_bound, warm_up
 from dispfx.errors import CaptureError, first_line
 from dispfx.ir.logit_errors import logit_errors
 from dispfx.ir.program import Program, is_zero
+from dispfx.settings.verb_settings import LONGEST_CONTEXT
 from dispfx.words.chosen_device import require_default_device
 from dispfx.words.option_names import option
 
-LONGEST = 2048
 # Shortest and longest of the sequences that every form of a decoder is compared on.
 VERIFIED_LENGTHS = (8, 17)
 IDENTITY_TOLERANCE = 1e-6
@@ -81,7 +81,7 @@ def capture(
     *,
     vocabulary_size: int | None = None,
     separator: int | None = None,
-    longest: int = LONGEST,
+    longest: int = LONGEST_CONTEXT,
 ) -> Program:
     """Return the graph of a decoder; the decoder itself is not changed.
 

@@ -111,14 +111,14 @@ VERBS = (
         using.generate,
         GenerateSettings,
         required=("prompt",),
-        without=(*_TEXT, *_OPENING, "device", "print_after"),
+        without=(*_TEXT, *_OPENING, "device"),
         docs=_ANY_DOC,
     ),
     Verb(
         using.sample,
         SampleSettings,
         required=("out",),
-        without=("eval_data", "eval_windows", "bos", "print_after"),
+        without=("eval_data", "eval_windows", "bos"),
         docs={"data": "Text to take openings from. May be repeated."},
         shown_defaults={
             "data": "none: every sequence begins with the decoder's first token; demo: its own text"
@@ -138,7 +138,6 @@ VERBS = (
         RecoverSettings,
         positional=_DIR,
         required=("dense", "data", "out"),
-        without=("print_after",),
         docs=_DIR_DOC,
     ),
     Verb(
@@ -146,7 +145,7 @@ VERBS = (
         RecoverSettings,
         positional=_DIR,
         required=("dense", "data", "out"),
-        without=("print_after", "train"),
+        without=("train",),
         docs=_DIR_DOC,
     ),
     Verb(showing.report, VerifySettings, positional=_FOLDER, without=("trust_remote_code", "print_after")),

@@ -123,7 +123,8 @@ def generate(settings: GenerateSettings, screen: Screen) -> None:
         check_folder(settings.model.model)
     from dispfx import api
 
-    text = api.generate(settings)
+    with screen.observer():
+        text = api.generate(settings)
     screen.print_json({"prompt": settings.generation.prompt, "text": text})
     screen.print_text(text)
 

@@ -1,6 +1,6 @@
 """The compiler from top to bottom: its pipelines, each a tuple of passes.
 
-    module → capture → analyse → gate → train → learn masks → plan
+    module → capture → analyse → gate → learn               → plan
                      → lower → gather                        a graph on sliced weights, as ONNX gets it
                      → scale, recover                        the same with a number per kept feature, to train
                      → fuse → prefill, decode, outline       the fast path with a static cache
@@ -37,7 +37,7 @@ from dispfx.words.choices import choice
 PIPELINES: Mapping[str, tuple[Any, ...]] = {
     "analyse": (Canonicalize, FoldStatistics, FindResidualStream, FindBranches, FindSites),
     "gate": (InsertGates,),
-    "train": (DropCausalMasks, GroupHeads, OutlineLayers),
+    "learn": (DropCausalMasks, GroupHeads, OutlineLayers),
     "recover": (DropCausalMasks, GroupHeads),
     "lower": (InsertGates, LowerGates, AlignGroups),
     "scale": (InsertScales,),
@@ -47,9 +47,8 @@ PIPELINES: Mapping[str, tuple[Any, ...]] = {
     "decode": (StaticCache,),
     "outline": (OutlineLayers,),
 }
-# Every pass, in the order of the compiler.
-KINDS = tuple(dict.fromkeys(kind for kinds in PIPELINES.values() for kind in kinds))
-PASSES = tuple(kind.name for kind in KINDS)
+# Every pass by its name, in the order of the compiler.
+PASSES: Mapping[str, Any] = {kind.name: kind for kinds in PIPELINES.values() for kind in kinds}
 
 
 def run_pipeline(name: str, program: Program, *, verify: bool = True, **options: Any) -> Program:
@@ -82,7 +81,9 @@ def names_of(*pipelines: str) -> list[str]:
 
 def described_passes() -> list[tuple[str, str, str]]:
     """Return name, pipelines and effect of every pass, in the order of the compiler."""
-    return [(kind.name, _pipelines(kind), (kind.__doc__ or "").partition("\n")[0]) for kind in KINDS]
+    return [
+        (name, _pipelines(kind), (kind.__doc__ or "").partition("\n")[0]) for name, kind in PASSES.items()
+    ]
 
 
 def _pipelines(kind: type) -> str:
@@ -96,10 +97,10 @@ def gathered(lowered: Program) -> Program:
 
 def for_learning(gated: Program, tokens: int, *, verify: bool = True) -> Program:
     """Return a copy of a gated program that is fast to learn on, for sequences of that length."""
-    return run_pipeline("train", gated.clone(), verify=verify, tokens=tokens, masked=False, requires="gated")
+    return run_pipeline("learn", gated.clone(), verify=verify, tokens=tokens, masked=False, requires="gated")
 
 
-def for_training(program: Program, tokens: int) -> Program:
+def for_recovery(program: Program, tokens: int) -> Program:
     """Return a copy of a program that is fast on sequences of that length; it shares all tensors."""
     return run_pipeline("recover", program.clone(), tokens=tokens, masked=False, requires=program.level)
 

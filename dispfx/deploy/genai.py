@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dispfx.ir.cached_inputs import CACHED_INPUTS, CacheTensor
+from dispfx.settings.verb_settings import LONGEST_CONTEXT
 from dispfx.source.source import named_context
 
 GENAI_FILE = "genai_config.json"
-_DEFAULT_CONTEXT = 2048
 
 
 def write_genai_config(
@@ -35,7 +35,7 @@ def write_genai_config(
         config, generation_config: the decoder's own; a token is taken from the second first.
     """
     keys = [cache for cache in caches if cache.name.endswith(".key")]
-    context = named_context(config) or _DEFAULT_CONTEXT
+    context = named_context(config) or LONGEST_CONTEXT
 
     def token(name: str) -> int | list[int] | None:
         return _token(name, vocabulary_size, generation_config, config)

@@ -27,9 +27,9 @@ from dispfx.estimate.step_work import StepWork, step_work
 from dispfx.fast_decoder.decoder import head_takes_stream_alone
 from dispfx.ir.program import Program
 from dispfx.learning.hypernetwork import hypernetwork_parameters
+from dispfx.plan.budget import Counted
 from dispfx.plan.hardening import Groups, ParameterCount
 from dispfx.settings.learning_settings import LearnSettings, learn_settings
-from dispfx.settings.sections import RatioOf
 
 _BYTES_PER_LEARNED = 16
 _BYTES_PER_FEATURE, _BYTES_PER_DRAW = 32, 20
@@ -132,7 +132,7 @@ def estimate(
     program: Program,
     settings: LearnSettings | None = None,
     *,
-    of: RatioOf = "blocks",
+    of: Counted = "blocks",
     device: torch.device | None = None,
 ) -> Estimate:
     """Return about what learning masks for a decoder takes; nothing is run.

@@ -38,11 +38,10 @@ from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
 from dispfx.learning.recovery_state import SavedRecovery, is_measured_at, moments_of
 from dispfx.learning.state import Position, load_state, save_state
 from dispfx.learning.text import Batches, Prefetcher
-from dispfx.settings.recovery_settings import RecoverySettings
+from dispfx.settings.recovery_settings import WARM_UP, RecoverySettings
 from dispfx.words.option_names import option
 
 _LARGEST_NORM = 1.0
-_WARM_UP = 0.05
 
 Predicting = Callable[[Tensor], Predictions]
 Gradients = tuple[Tensor | None, ...]
@@ -229,7 +228,7 @@ def recover(task: RecoveryTask, keeping: Keeping) -> Recovered:
 
 def learning_rate(settings: RecoverySettings, step: int) -> float:
     """Return the learning rate of a step, counted from 0: a short rise, then half a cosine to 0."""
-    rise = min(1.0, (step + 1) / max(1.0, _WARM_UP * settings.steps))
+    rise = min(1.0, (step + 1) / max(1.0, WARM_UP * settings.steps))
     return settings.lr * rise * 0.5 * (1.0 + math.cos(math.pi * step / settings.steps))
 
 

@@ -72,6 +72,7 @@ class Problem:
         settings: of the run.
         device: of the decoder and all tensors.
         ranks: the processes that share every batch.
+        scoring: told how many sequences were scored, and of how many.
     """
 
     gated: Gated
@@ -83,6 +84,7 @@ class Problem:
     settings: LearnSettings
     device: torch.device
     ranks: Ranks = ALONE
+    scoring: Callable[[int, int], None] = lambda done, total: None
 
     @property
     def features(self) -> int:
@@ -171,7 +173,9 @@ class Learner:
         )
         self._counts_masks = settings.budget_on == "masks"
         counted = self._shape if self._counts_masks else (problem.groups.features,)
-        self._update = fastest_update(plain, self._shape, counted, device, note)
+        # A user's cost runs on the CPU, which no CUDA graph holds.
+        own = problem.count.own is not None
+        self._update = plain if own else fastest_update(plain, self._shape, counted, device, note)
         self._estimator = estimator(settings.estimator, settings.temperature, antithetic=settings.antithetic)
         if isinstance(self._estimator, OwnEstimator):
             self._estimator.check(self.logits().expand(self._shape))

@@ -253,6 +253,7 @@ def _gradients(problem: Problem, sequences: int) -> Iterator[Tensor]:
         loss = problem.next_token_loss(problem.text.batch(index), problem.groups.expand(masks_SN))
         # The loss is the mean over sequences, so each one contributes 1 / S.
         yield torch.autograd.grad(loss, masks_SN)[0] * samples
+        problem.scoring(min(sequences, (index + 1) * batch_size), sequences)
 
 
 def _by_group(values: Tensor, groups: Groups) -> Tensor:
@@ -262,9 +263,13 @@ def _by_group(values: Tensor, groups: Groups) -> Tensor:
     return values.new_zeros(groups.features).index_add(0, group_of, values)
 
 
-def _sequences(problem: Problem, count: int) -> list[Tensor]:
+def _sequences(problem: Problem, count: int) -> Iterator[Tensor]:
+    """Yield sequences of the text, and tell when each was used."""
     batches = -(-count // problem.text.batch_size)
-    return [ids_T for index in range(batches) for ids_T in problem.text.batch(index)][:count]
+    found = [ids_T for index in range(batches) for ids_T in problem.text.batch(index)][:count]
+    for done, ids_T in enumerate(found, start=1):
+        yield ids_T
+        problem.scoring(done, len(found))
 
 
 @dataclass

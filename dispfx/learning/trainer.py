@@ -5,7 +5,7 @@ saving a state that a killed run resumes from, and hardens the final logits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
@@ -125,12 +125,14 @@ class Watch:
         resume: continue from the state in `state_dir`, if it exists.
         on_step: called with the record of every `log_every`-th step and of the last.
         note: called with notes on how the decoder is run.
+        on_score: called with the number of scored sequences, and of all that are scored.
     """
 
     state_dir: Path | None = None
     resume: bool = False
     on_step: Callable[[StepRecord], None] = lambda record: None
     note: Callable[[str], None] = lambda text: None
+    on_score: Callable[[int, int], None] = lambda done, total: None
 
 
 def learn(task: LearningTask, watch: Watch | None = None) -> Learned:
@@ -147,7 +149,7 @@ def learn(task: LearningTask, watch: Watch | None = None) -> Learned:
         KeyboardInterrupt, RankLost: after the state was saved.
     """
     began, watch = perf_counter(), watch or Watch()
-    problem = task.problem()
+    problem = replace(task.problem(), scoring=watch.on_score)
     identity = _identity(problem, task)
     state_dir = watch.state_dir
     if state_dir is not None:
@@ -192,7 +194,7 @@ def _identity(problem: Problem, task: LearningTask) -> Identity:
     return {
         "decoder": task.fingerprint,
         "sites": [[site.name, site.size] for site in problem.sites],
-        "budget": asdict(task.budget),
+        "budget": asdict(task.budget.recorded),
         "settings": settings,
         "text": problem.text.digest,
         "device": problem.device.type,

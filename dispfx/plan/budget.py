@@ -1,12 +1,20 @@
 """The budget of a plan: the ratio to remove, and the counted parameters."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any, get_args
 
 from dispfx.errors import BudgetError
-from dispfx.plan.latency_table import LatencyTable
-from dispfx.settings.sections import RatioOf
-from dispfx.words.choices import check_choices
+from dispfx.plan.latency_table import LatencyTable, latency_table
+from dispfx.settings.field import field_of
+from dispfx.settings.sections import UNALIGNED, BudgetSettings, RatioOf
+from dispfx.words.choices import require_choice
+from dispfx.words.own_function import identity_of, is_identity, names_function, shown
+
+# What a ratio counts: parameters, or a cost of the user, as a function or as text that names one.
+Counted = RatioOf | str | Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -15,14 +23,15 @@ class Budget:
 
     Args:
         ratio: share of the counted parameters to remove, in [0, 1).
-        of: `blocks` counts parameters that some site cuts; `total` counts all of them.
+        of: `blocks` counts parameters that some site cuts, `total` all of them, and a user's function
+            what it returns (`dispfx.plan.own_cost`).  A file holds only the function's name and digest.
         align: widths become multiples of this, or the full width.
         costs: latency table of the target device; branches that would be slower when cut stay dense.
     """
 
     ratio: float
-    of: RatioOf = "blocks"
-    align: int = 1
+    of: Counted = BudgetSettings.ratio_of
+    align: int = UNALIGNED
     costs: LatencyTable | None = None
 
     def __post_init__(self) -> None:
@@ -32,11 +41,39 @@ class Budget:
             DispfxError: if `of` is neither.
             BudgetError: if `ratio` or `align` makes no sense.
         """
-        check_choices(self)
+        if not (names_function(self.of) or is_identity(self.of)):
+            require_choice(get_args(RatioOf), self.of, "of")
         require_ratio(self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))
         if self.align < 1:
             raise BudgetError(f"widths are multiples of at least 1, but {self.align} was given")
+
+    @staticmethod
+    def of_settings(asked: BudgetSettings, align: int) -> "Budget":
+        """Return the budget of a run.
+
+        Args:
+            align: of widths, unless the settings have one.
+
+        Raises:
+            DataError: if the latency table cannot be read.
+        """
+        return Budget(
+            ratio=asked.ratio,
+            of=asked.ratio_of,
+            align=asked.align or align,
+            costs=latency_table(asked.costs),
+        )
+
+    @property
+    def recorded(self) -> "Budget":
+        """The budget as plans and states hold it: of a user's function, the name and digest."""
+        return replace(self, of=identity_of(self.of))
+
+    @property
+    def counted(self) -> str:
+        """What the ratio counts, for messages."""
+        return f"the {self.of} parameters" if self.of in get_args(RatioOf) else shown(self.of)
 
     @property
     def keep(self) -> float:
@@ -45,15 +82,14 @@ class Budget:
 
 
 def require_ratio(ratio: object) -> None:
-    """Raise unless a ratio is a share of parameters in [0, 1).
+    """Raise unless a ratio is 0, which keeps everything, or one that settings may have.
 
     Raises:
         BudgetError: if it is not; for a percentage, the hint has the share.
     """
-    share = float(ratio) if isinstance(ratio, Real) and not isinstance(ratio, bool) else None
-    if share is None or not 0.0 <= share < 1.0:
-        percent = share is not None and 1.0 < share < 100.0
-        raise BudgetError(
-            f"ratio must be a share between 0 and 1, but {ratio!r} was given",
-            hint=f"{share / 100:g} removes {share:g}%" if percent else None,  # type: ignore[operator]
+    facts = field_of(BudgetSettings, "ratio").facts
+    share = float(ratio) if isinstance(ratio, Real) and not isinstance(ratio, bool) else math.nan
+    if not (share == 0.0 or facts.allows(share)):
+        raise facts.error(
+            f"ratio must be a share {facts.range_text()}, but {ratio!r} was given", hint=facts.hint_for(share)
         )

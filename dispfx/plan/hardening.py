@@ -30,6 +30,7 @@ from dispfx.plan.latency_table import LatencyTable, branch_costs
 from dispfx.plan.parameter_count import ParameterCount
 from dispfx.plan.width_search import CLOSE, WidthSearch
 from dispfx.words.option_names import option
+from dispfx.words.own_function import shown
 
 __all__ = ["CLOSE", "LIMIT", "Groups", "ParameterCount", "check_reachable", "hard_masks", "harden"]
 
@@ -75,15 +76,44 @@ def harden(
         PassError: if the logits do not fit the sites or are not finite.
     """
     groups = Groups.alone(sites) if groups is None else groups
-    search = _search(logits, groups, count, budget)
-    _check_reachable(search, budget)
-    search, widths_G = _never_slower(search, sites, groups, budget.costs)
-    error = search.error(widths_G)
-    step = search.smallest_step(widths_G) if budget.align > 1 else 0.0
-    if abs(error) > LIMIT * count.dense + step / 2:
-        raise _not_met(budget, 1.0 - (search.target + error) / count.dense)
-    selections = search.ranking.selections(widths_G)
+    whole = _search(logits, groups, count, budget)
+    widths_G = whole.widths.full
+    for search in _parts(whole):
+        _check_reachable(search, budget)
+        own_G = search.free
+        search, found_G = _never_slower(search, sites, groups, budget.costs)
+        error = search.error(found_G)
+        step = search.smallest_step(found_G) if budget.align > 1 else 0.0
+        if abs(error) > LIMIT * count.dense + step / 2:
+            raise _not_met(budget, 1.0 - (search.target + error) / count.dense)
+        widths_G = torch.where(own_G, found_G, widths_G)
+    selections = whole.ranking.selections(widths_G)
     return [selections[group].clone() for group in groups.of_site]
+
+
+def _parts(whole: WidthSearch) -> list[WidthSearch]:
+    """Return one search for every number that must meet the ratio, over the groups that it depends on.
+
+    Raises:
+        BudgetError: if two numbers depend on one group.
+    """
+    counts = whole.count.parts()
+    if whole.count.own is None:
+        return [whole]
+    sizes = list(whole.groups.sizes)
+    acts_PG = torch.stack(
+        [
+            torch.stack([of_group.any() for of_group in (one.slopes(whole.groups) != 0).split(sizes)])
+            for one in counts
+        ]
+    )
+    if bool((acts_PG.sum(0) > 1).any()):
+        raise BudgetError(
+            f"two of the numbers of {shown(whole.count.of)} depend on one selection, "
+            "so they cannot meet the ratio separately",
+            hint="return one number for what shares a selection",
+        )
+    return [replace(whole, count=one, held_G=~acts_G) for one, acts_G in zip(counts, acts_PG, strict=True)]
 
 
 def _never_slower(
@@ -117,7 +147,8 @@ def check_reachable(
         BudgetError: if even the smallest widths leave too many parameters, with the largest possible ratio.
     """
     groups = Groups.alone(sites) if groups is None else groups
-    _check_reachable(_search(torch.zeros(groups.features), groups, count, budget), budget)
+    for search in _parts(_search(torch.zeros(groups.features), groups, count, budget)):
+        _check_reachable(search, budget)
 
 
 def _search(logits: Tensor, groups: Groups, count: ParameterCount, budget: Budget) -> WidthSearch:
@@ -142,13 +173,13 @@ def _check(logits: Tensor, groups: Groups, count: ParameterCount, budget: Budget
     if not bool(logits.isfinite().all()):
         raise PassError("logits must be finite to be hardened")
     if count.of != budget.of:
-        raise PassError(f"the budget counts {budget.of}, but the parameter count counts {count.of}")
+        raise PassError(f"the budget counts {shown(budget.of)}, but the count counts {shown(count.of)}")
 
 
 def _out_of_reach(budget: Budget, most: float) -> BudgetError:
     aligned = f" at widths that are multiples of {budget.align}" if budget.align > 1 else ""
     return BudgetError(
-        f"ratio {budget.ratio:.4f} of the {budget.of} parameters was requested, but the sites can remove "
+        f"ratio {budget.ratio:.4f} of {budget.counted} was requested, but the sites can remove "
         f"at most {most:.4f}{aligned}",
         hint="ask for a smaller ratio"
         + (f", a smaller {option('align')}" if aligned else "")
@@ -158,7 +189,7 @@ def _out_of_reach(budget: Budget, most: float) -> BudgetError:
 
 def _not_met(budget: Budget, reached: float) -> BudgetError:
     return BudgetError(
-        f"ratio {budget.ratio:.4f} of the {budget.of} parameters was requested, but the closest widths "
+        f"ratio {budget.ratio:.4f} of {budget.counted} was requested, but the closest widths "
         f"(multiples of {budget.align}) remove {reached:.4f}",
         hint="ask for that ratio" + (f", or for a smaller {option('align')}" if budget.align > 1 else ""),
     )

@@ -41,11 +41,13 @@ class LatencyTable:
     seconds: tuple[tuple[float, ...], ...]
     selection_seconds: float = 0.0
 
-    def product_seconds(self, rows: int, columns: int) -> float:
-        """Return the time of a product: linear between measured sizes, proportional outside."""
-        table = np.array(self.seconds)
-        by_column = np.array([_at(self.rows, values, rows) for values in table.T])
-        return float(_at(self.columns, by_column, columns))
+    def product_seconds(self, rows: Any, columns: Any) -> Any:
+        """Return the time of a product: linear between measured sizes, proportional outside.
+
+        Sizes that are tensors give a time with gradients.
+        """
+        by_column = [_at(self.rows, values, rows) for values in zip(*self.seconds, strict=True)]
+        return _at(self.columns, by_column, columns)
 
     @staticmethod
     def of_plain(plain: Any) -> "LatencyTable":
@@ -110,16 +112,16 @@ def latency_table(costs: LatencyTable | str | Path | None) -> LatencyTable | Non
 _HINT = "make one with tools/measure_costs.py on the device that the result is for"
 
 
-def _at(sizes: Sequence[int], values: np.ndarray, size: int) -> float:
+def _at(sizes: Sequence[int], values: Sequence[Any], size: Any) -> Any:
     """Interpolate or extrapolate the value at a size."""
     if size <= sizes[0] or len(sizes) == 1:
         # Small products are dominated by launch time, so nothing is gained below the smallest size.
-        return float(values[0]) if size <= sizes[0] else float(values[0]) * size / sizes[0]
+        return values[0] if size <= sizes[0] else values[0] * size / sizes[0]
     if size >= sizes[-1]:
-        return float(values[-1]) * size / sizes[-1]
+        return values[-1] * size / sizes[-1]
     upper = bisect_right(sizes, size)
     share = (size - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1])
-    return float(values[upper - 1] + share * (values[upper] - values[upper - 1]))
+    return values[upper - 1] + share * (values[upper] - values[upper - 1])
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ J cut axes in a product, S samples.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -33,8 +34,11 @@ from torch import Tensor
 from dispfx.errors import BudgetError
 from dispfx.ir.sites import Site
 from dispfx.plan.axes import AxisSize, Features, axis_sizes, expert_axes
+from dispfx.plan.budget import Counted
 from dispfx.plan.groups import Groups
+from dispfx.plan.own_cost import OwnCost
 from dispfx.settings.sections import RatioOf
+from dispfx.words.own_function import names_function, own_function, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +47,8 @@ class ParameterCount:
 
     Args:
         dense: counted parameters if everything is kept.
-        of: `blocks` counts parameters that some site cuts; `total` counts all of them.
+        of: `blocks` counts parameters that some site cuts, `total` all of them, and a user's function
+            what it returns (`dispfx.plan.own_cost`), in units with which the dense decoder has `dense`.
         parameters: paths of the counted parameters that some site cuts.
         features: N, the length of the flat mask vector.
         fixed: counted parameters that no site cuts.
@@ -51,7 +56,7 @@ class ParameterCount:
     """
 
     dense: int
-    of: RatioOf
+    of: Counted
     parameters: tuple[str, ...]
     features: int
     fixed: int
@@ -67,10 +72,11 @@ class ParameterCount:
     _joint_features: Tensor  # (O, features of a position), padded with N
     _product_axes_PJ: Tensor  # padded with X
     _product_weight_P: Tensor
+    own: OwnCost | None = None
 
     @staticmethod
     def of_sites(
-        sites: Sequence[Site], shapes: Mapping[str, tuple[int, ...]], budget_of: RatioOf = "blocks"
+        sites: Sequence[Site], shapes: Mapping[str, tuple[int, ...]], budget_of: Counted = "blocks"
     ) -> "ParameterCount":
         """Return the count of a decoder.
 
@@ -79,7 +85,8 @@ class ParameterCount:
             shapes: of every parameter by path; tied ones once.
 
         Raises:
-            BudgetError: if no site cuts a parameter.
+            BudgetError: if no site cuts a parameter, or a function of the user returns no cost.
+            SourceError: if a function of the user cannot be loaded, or raises an error.
             PassError: if a slice does not fit its parameter.
         """
         features = Features.of_sites(sites)
@@ -90,12 +97,21 @@ class ParameterCount:
                 hint="`dispfx inspect` shows why every branch was left dense",
             )
         cut = {path for path, _ in sizes}
-        counted = cut if budget_of == "blocks" else set(shapes)
+        counted = set(shapes) if budget_of == "total" else cut
         dense = sum(prod(shapes[path]) for path in counted)
         fixed = dense - sum(prod(shapes[path]) for path in cut)
         rows = list(dict.fromkeys(sizes.values()))
         atoms = features.atoms(rows)
         products = _products(sizes, shapes, rows, expert_axes(sites))
+        own = None
+        if budget_of not in get_args(RatioOf):
+            if not names_function(budget_of):
+                raise BudgetError(
+                    f"a plan does not hold the function that its ratio counts: {shown(budget_of)}",
+                    hint="make the plan again with another alignment, in place of changing it",
+                )
+            column_of = {place: rows.index(size) for place, size in sizes.items()}
+            own = OwnCost.of_sites(own_function(budget_of), sites, shapes, column_of)
         return ParameterCount(
             dense,
             budget_of,
@@ -110,6 +126,7 @@ class ParameterCount:
             torch.tensor([row.untouched for row in rows], dtype=torch.float64),
             *_joint_positions(rows, features.total),
             *products,
+            own,
         )
 
     def to(self, device: torch.device | str) -> "ParameterCount":
@@ -130,7 +147,7 @@ class ParameterCount:
             masks: (N,) one value in [0, 1] per feature, all sites in order, or (S, N) for S samples.
 
         Returns:
-            A scalar, or (S,).
+            A scalar, or (S,); with P costs of the user that each meet the ratio, (P,) or (S, P).
         """
         if masks.dim() == 1:
             return self.count(masks[None])[0]
@@ -143,6 +160,9 @@ class ParameterCount:
         if len(self._joint_axis_O):
             kept_SO = torch.cat((masks_SN, one), 1)[:, self._joint_features].prod(2)
             sizes_SX = sizes_SX.index_add(1, self._joint_axis_O, kept_SO)
+        if self.own is not None:
+            left_SP = self.own.shares(sizes_SX) * self.dense
+            return left_SP if left_SP.shape[1] > 1 else left_SP[:, 0]
         sizes_SX = torch.cat((sizes_SX, one), 1)
         product_SP = self._product_weight_P
         for axis_P in self._product_axes_PJ.unbind(1):
@@ -150,8 +170,16 @@ class ParameterCount:
         return product_SP.sum(1) + self.fixed
 
     def count_kept(self, masks_N: Tensor) -> int:
-        """Return T(s) as an exact integer for hard masks (bool, or 0 and 1 in any type)."""
-        return round(float(self.count(masks_N.detach())))
+        """Return T(s) as an exact integer for hard masks (bool, or 0 and 1 in any type).
+
+        Of several costs of the user, the mean.
+        """
+        return round(float(self.count(masks_N.detach()).mean()))
+
+    def parts(self) -> "list[ParameterCount]":
+        """Return the counts that must each meet the ratio: one per number of a user's cost."""
+        own = self.own
+        return [self] if own is None else [replace(self, own=own.only(name)) for name in own.dense]
 
     def feature_costs(self, groups: Groups) -> Tensor:
         """Return the number of parameters that removing each feature alone would remove, at least one.
@@ -162,9 +190,14 @@ class ParameterCount:
         Returns:
             (G,) float32, one number per feature of all groups.
         """
+        return self.slopes(groups).clamp_min(1.0)
+
+    def slopes(self, groups: Groups) -> Tensor:
+        """Return the gradient of the count, (G,), for every feature of all groups, with everything kept."""
         masks_G = torch.ones(groups.features, device=self._untouched_X.device, requires_grad=True)
-        (costs_G,) = torch.autograd.grad(self.count(groups.expand(masks_G)), masks_G)
-        return costs_G.clamp_min(1.0)
+        with torch.enable_grad():  # callers often measure with gradients off
+            (costs_G,) = torch.autograd.grad(self.count(groups.expand(masks_G)).sum(), masks_G)
+        return costs_G
 
 
 class _AtomSums(torch.autograd.Function):

@@ -28,11 +28,12 @@ from dispfx.ir.lengths import End, Lengths
 from dispfx.ir.program import Program, require_program
 from dispfx.ir.shown_tables import plan_html, plan_text
 from dispfx.ir.sites import STREAM, Site
-from dispfx.plan.budget import Budget
+from dispfx.plan.budget import Budget, Counted
 from dispfx.plan.hardening import ParameterCount, hard_masks, harden
 from dispfx.plan.latency_table import LatencyTable
-from dispfx.settings.sections import RatioOf, Select
+from dispfx.settings.sections import Select
 from dispfx.words.given import path_given, require_given
+from dispfx.words.own_function import names_function
 
 SCHEMA_VERSION = 1
 # Of all sites together, to bound memory.  61 layers of 384 experts with 2,048 features have 48 million.
@@ -150,7 +151,12 @@ class Plan:
 
     @staticmethod
     def random(
-        program: Program, ratio: float, seed: int, *, of: RatioOf = "blocks", align: int = 1
+        program: Program,
+        ratio: float,
+        seed: int,
+        *,
+        of: Counted = Budget.of,
+        align: int = Budget.align,
     ) -> "Plan":
         """Return a plan of random selections and random widths that meets the ratio.
 
@@ -177,13 +183,14 @@ class Plan:
         return Plan.of(program, budget, kept, int(seed))
 
     @staticmethod
-    def from_masks(program: Program, masks: Mapping[str, Any], *, of: RatioOf = "blocks") -> "Plan":
+    def from_masks(program: Program, masks: Mapping[str, Any], *, of: Counted = Budget.of) -> "Plan":
         """Return the plan for given masks; its ratio is the share that they remove.
 
         Args:
             masks: for every site, by name, a boolean mask (size,) or the kept indices (K,) in any order: a
                 tensor, a numpy array or a list.
-            of: `blocks` or `total`, the parameters that the ratio counts.
+            of: `blocks` or `total`, the parameters that the ratio counts, or a function
+                (`dispfx.plan.own_cost`).
 
         Raises:
             PlanMismatchError: if a site has no mask, a mask has no site, or a mask does not fit its site.
@@ -192,7 +199,7 @@ class Plan:
 
         require_program(program)
         plan = Plan.of(program, Budget(0.0, of), kept_of_masks(program.sites, masks), seed=0)
-        return replace(plan, budget=Budget(plan.achieved, of))
+        return replace(plan, budget=replace(plan.budget, ratio=plan.achieved))
 
     @staticmethod
     def from_scores(
@@ -201,8 +208,8 @@ class Plan:
         ratio: float | Mapping[str, float],
         *,
         per_layer: bool = False,
-        align: int = 1,
-        of: RatioOf = "blocks",
+        align: int = Budget.align,
+        of: Counted = Budget.of,
     ) -> "Plan":
         """Return the plan that meets a ratio by keeping the features with the highest scores.
 
@@ -240,7 +247,9 @@ class Plan:
         )
         versions = {"torch": torch.__version__}
         achieved = 1.0 - left / count.dense
-        return Plan(program.fingerprint, budget, selections, achieved, seed, versions, program.lengths)
+        return Plan(
+            program.fingerprint, budget.recorded, selections, achieved, seed, versions, program.lengths
+        )
 
     def __repr__(self) -> str:
         return plan_text(self)
@@ -432,6 +441,8 @@ def _checked_lengths(entry: dict[str, Any] | None) -> Lengths | None:
 
 def _checked_budget(entry: dict[str, Any]) -> Budget:
     costs = LatencyTable.of_plain(entry["costs"]) if entry.get("costs") is not None else None
+    if names_function(entry["of"]):
+        raise ValueError(f"its budget names a function to run: {entry['of']}")
     try:
         return Budget(float(entry["ratio"]), entry["of"], int(entry["align"]), costs)
     except DispfxError as error:

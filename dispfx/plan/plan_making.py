@@ -15,11 +15,11 @@ from torch import Tensor
 
 from dispfx.errors import BudgetError, DispfxError, PlanMismatchError
 from dispfx.ir.sites import Site
-from dispfx.plan.budget import Budget, require_ratio
+from dispfx.plan.budget import Budget, Counted, require_ratio
 from dispfx.plan.hardening import harden
 from dispfx.plan.parameter_count import ParameterCount
-from dispfx.settings.sections import RatioOf
 from dispfx.words.choices import closest
+from dispfx.words.own_function import shown
 
 if TYPE_CHECKING:
     from dispfx.ir.program import Program
@@ -77,8 +77,8 @@ def kept_of_scores(
     ratio: Ratios,
     *,
     per_layer: bool = False,
-    align: int = 1,
-    of: RatioOf = "blocks",
+    align: int = Budget.align,
+    of: Counted = Budget.of,
 ) -> tuple[Budget, list[Tensor]]:
     """Return the budget of the whole decoder, and the indices that every site keeps.
 
@@ -90,10 +90,10 @@ def kept_of_scores(
     """
     logits = site_scores(program.sites, scores)
     parts = _parts(program.sites, ratio, per_layer=per_layer)
-    if of == "total" and len(parts) > 1:
+    if of != "blocks" and len(parts) > 1:
         raise BudgetError(
-            "ratios per layer or per kind count the weights of the layers, but of='total' was given",
-            hint="leave out of='total'",
+            f"ratios per layer or per kind count the weights of the layers, but of={shown(of)!r} was given",
+            hint=f"leave out of={shown(of)!r}",
         )
     kept: dict[str, Tensor] = {}
     removed, counted = 0.0, 0

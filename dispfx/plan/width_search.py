@@ -42,7 +42,7 @@ class WidthSearch:
         ranking: the features that a group keeps at a width.
         widths: the allowed widths.
         groups: of sites.
-        count: the number of remaining parameters.
+        count: the number of remaining parameters, or one cost of the user.
         target: number of parameters that should remain.
         held_G: groups that keep all of their features; none by default.
     """
@@ -69,11 +69,11 @@ class WidthSearch:
 
     def settled(self, widths_G: Tensor, threshold: float) -> Tensor:
         """Return widths within `PROMISED` of the target, or the closest ones found."""
-        best_G = self._descended(widths_G, threshold, self._free)
+        best_G = self._descended(widths_G, threshold, self.free)
         while abs(self.error(best_G)) > PROMISED * self.count.dense:
             steps_away = self._away(best_G, threshold)
             others = (
-                self._descended(away_G, threshold, (away_G == best_G) & self._free) for away_G in steps_away
+                self._descended(away_G, threshold, (away_G == best_G) & self.free) for away_G in steps_away
             )
             closer_G = next((other_G for other_G in others if self._is_closer(other_G, best_G)), None)
             if closer_G is None:
@@ -98,7 +98,8 @@ class WidthSearch:
         return sums[self._class_G]
 
     @property
-    def _free(self) -> Tensor:
+    def free(self) -> Tensor:
+        """Whether each group may move, (G,)."""
         every_G = torch.ones(len(self.widths.sizes), dtype=torch.bool)
         return every_G if self.held_G is None else ~self.held_G
 
@@ -107,7 +108,7 @@ class WidthSearch:
         together_G = self._summed(torch.ones_like(widths_G))
         mean_G = (2 * self._summed(widths_G) + together_G) // (2 * together_G)
         nearest_G = self.widths.nearest(mean_G)
-        return torch.where(self._free, nearest_G, self.widths.full)
+        return torch.where(self.free, nearest_G, self.widths.full)
 
     def _is_close(self, widths_G: Tensor) -> bool:
         return abs(self.error(widths_G)) <= CLOSE * self.count.dense
@@ -165,7 +166,7 @@ class WidthSearch:
         next_2G = torch.stack((self.widths.above(widths_G), self.widths.below(widths_G)))
         effects = [self._effect(widths_G, next_G, threshold) for next_G in next_2G]
         price_2G = torch.stack([margin_G / change_G.abs().clamp_min(1.0) for change_G, margin_G in effects])
-        price_2G[(next_2G == widths_G) | ~self._free] = torch.inf
+        price_2G[(next_2G == widths_G) | ~self.free] = torch.inf
         prices, order = price_2G.flatten().sort(stable=True)
         for index in order[prices.isfinite()][:_AWAY_TRIED].tolist():
             direction, group = divmod(index, len(widths_G))

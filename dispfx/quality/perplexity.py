@@ -23,6 +23,8 @@ from torch.nn import functional
 
 from dispfx.errors import CaptureError, DataError, first_line
 from dispfx.quality.logits_by_rows import LogitsByRows, by_rows
+from dispfx.settings.field import field_of
+from dispfx.settings.sections import TextSettings
 from dispfx.words.option_names import option
 
 
@@ -117,8 +119,7 @@ def check_measurable(tokens: Tensor, context: int, windows: int | None, text: Te
     fewest = max(2, len(text.bos) + 1)
     if context < fewest:
         raise DataError(f"a window must hold {fewest} tokens or more, but the context is {context}")
-    if windows is not None and windows < 1:
-        raise DataError(f"one window or more must be measured, but {windows} were requested")
+    field_of(TextSettings, "eval_windows").require(windows)
     if len(tokens) + len(text.bos) < 2 or not len(tokens):
         raise DataError(
             f"the text must have 2 tokens or more to predict one, but has {len(tokens)}", where=text.name

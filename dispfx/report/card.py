@@ -73,12 +73,11 @@ def _front_matter(base_model: str | None) -> str:
 
 
 def _summary(report: Report, base_model: str) -> str:
-    counted = "the prunable weights" if report.ratio.of == "blocks" else "all parameters"
     name = f"`{PurePath(base_model).name}`"
     if report.tuned is not None:
         name = f"{name} with tuned weights: a decoder"
     return (
-        f"{name} without {report.ratio.achieved:.1%} of {counted}, "
+        f"{name} without {report.ratio.achieved:.1%} of {report.ratio.counted}, "
         "compiled by dispfx: every attention and MLP branch reads, uses and writes its own subset of "
         "features, and the residual stream keeps its full width (the method of arXiv 2410.11988). "
         "Attention heads are not pruned, so the KV cache keeps its size."

@@ -107,7 +107,7 @@ class TerminalObserver(NullObserver):
         self._spell = spell
         self._status: Status | None = None
         self._progress: Progress | None = None
-        self._task = TaskID(0)
+        self._task, self._what = TaskID(0), ""
         self._shown_tenth = 0
         self._shown_at = time.monotonic()
 
@@ -181,8 +181,9 @@ class TerminalObserver(NullObserver):
                 self._line(note)
 
     def _move_bar(self, name: str, done: int, total: int, figures: str) -> None:
-        if self._progress is None:
+        if self._progress is None or name != self._what:
             self._clear()
+            self._what = name
             columns = _columns(self._console.width)
             self._progress = Progress(*columns, console=self._console, transient=True, expand=True)
             self._task = self._progress.add_task("", total=total, completed=done, what=name)

@@ -26,7 +26,6 @@ from dispfx.report.tuning_record import tuning_lines
 
 PAGE_FILE, PICTURES_FOLDER = "report.html", "pictures"
 _ROWS_OF_STEPS = 20
-_COUNTED = {"blocks": "the prunable weights", "total": "all parameters"}
 
 
 def write_page(folder: str | Path, name: str | None = None) -> list[Path]:
@@ -125,7 +124,7 @@ def _header(run: Run) -> str:
     tiles = [
         (
             f"{report.ratio.achieved:.1%}",
-            f"of {_COUNTED[report.ratio.of]} removed ({report.ratio.requested:.1%} requested)",
+            f"of {report.ratio.counted} removed ({report.ratio.requested:.1%} requested)",
         ),
         (
             f"{report.parameters.pruned / 1e6:,.2f} M",

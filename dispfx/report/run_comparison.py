@@ -51,8 +51,9 @@ def run_notes(runs: Sequence[Run]) -> list[str]:
         notes.append("perplexities were measured on different texts or windows, so they cannot be compared")
     elif len({f"{one.dense:.4g}" for one in measured}) > 1:
         notes.append("the dense decoders differ")
-    if len({run.report.ratio.of for run in runs}) > 1:
-        notes.append("some ratios are of the prunable weights and some of all parameters")
+    counted = {run.report.ratio.of: run.report.ratio.counted for run in runs}
+    if len(counted) > 1:
+        notes.append(f"some ratios are of {' and some of '.join(counted[of] for of in sorted(counted))}")
     notes += [f"{run.name}: {line}" for run in ordered(runs) for line in run.left_out]
     notes += [f"{run.name}: {tuning_lines(run.report.tuned)[0]}" for run in ordered(runs) if run.report.tuned]
     return notes

@@ -10,6 +10,7 @@ from dispfx.plan.budget import Budget
 from dispfx.report.estimate import duration, estimate_lines, estimate_plain
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.settings.recovery_settings import RecoverySettings
+from dispfx.words.own_function import shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +61,8 @@ def preview_lines(found: Preview, written: str) -> list[str]:
     seen = settings.steps * settings.batch_size * settings.seq_len
     missed = found.parameters_left / found.parameters - 1.0
     lines = [
-        f"ratio: {budget.ratio:.2%} of {budget.of} requested, {found.reachable:.2%} possible with widths "
-        f"that are multiples of {budget.align}",
+        f"ratio: {budget.ratio:.2%} of {shown(budget.of)} requested, {found.reachable:.2%} possible with "
+        f"widths that are multiples of {budget.align}",
         f"parameters: {found.parameters:,} → about {found.parameters_left:,} ({missed:+.1%})",
         f"text: {found.tokens:,} tokens to learn from, {found.tokens_measured:,} to measure on",
         f"learning: {settings.steps:,} steps of {settings.batch_size} × {settings.seq_len} tokens, "
@@ -86,7 +87,11 @@ def preview_lines(found: Preview, written: str) -> list[str]:
 def preview_plain(found: Preview) -> dict[str, Any]:
     """Return all figures, ready for JSON; seconds and counts."""
     return {
-        "ratio": {"requested": found.budget.ratio, "reachable": found.reachable, "of": found.budget.of},
+        "ratio": {
+            "requested": found.budget.ratio,
+            "reachable": found.reachable,
+            "of": found.budget.recorded.of,
+        },
         "align": found.budget.align,
         "parameters": {"dense": found.parameters, "pruned": found.parameters_left},
         "tokens": {"learn": found.tokens, "measure": found.tokens_measured},

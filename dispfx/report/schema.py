@@ -6,13 +6,15 @@ written files, read back.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from dispfx.ir.lengths import Lengths
 from dispfx.learning.distillation import HeldOut
 from dispfx.settings.recovery_settings import Train
 from dispfx.settings.sections import RatioOf
 from dispfx.verification.equivalence import Verification
+from dispfx.words.choices import require_choice
+from dispfx.words.own_function import is_identity
 
 # Less is what rounding may do.
 _NOTICED_KL = 0.01
@@ -25,12 +27,23 @@ class Ratio:
     Args:
         requested: by the user, in (0, 1).
         achieved: what the plan removes.
-        of: the counted parameters: those that some site cuts, or all of them.
+        of: the counted parameters: those that some site cuts (`blocks`) or all of them (`total`); or the name
+            and digest of a user's cost.
     """
 
     requested: float
     achieved: float
-    of: RatioOf
+    of: str
+
+    def __post_init__(self) -> None:
+        """Raise DispfxError unless `of` is one of these."""
+        if not is_identity(self.of):
+            require_choice(get_args(RatioOf), self.of, "of")
+
+    @property
+    def counted(self) -> str:
+        """What the ratio counts, for people."""
+        return {"blocks": "the prunable weights", "total": "all parameters"}.get(self.of, self.of)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def report_of(
     count = ParameterCount.of_sites(task.program.sites, task.program.shapes, "blocks")
     parameters, size = stored_size(folder)
     return Report(
-        ratio=Ratio(task.plan.budget.ratio, task.plan.achieved, task.plan.budget.of),
+        ratio=Ratio(task.plan.budget.ratio, task.plan.achieved, str(task.plan.budget.of)),
         parameters=Parameters(
             dense=task.program.size,
             pruned=parameters,

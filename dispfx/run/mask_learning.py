@@ -24,11 +24,11 @@ from dispfx.learning.text import Batches, TokenBatches, token_vector
 from dispfx.learning.trainer import Learned, LearningTask, Watch, follow_run
 from dispfx.learning.trainer import learn as learn_masks
 from dispfx.plan.budget import Budget
-from dispfx.plan.latency_table import latency_table
 from dispfx.plan.plan import Plan
 from dispfx.run.fitting import fitted_settings, settings_for
 from dispfx.run.learning_setup import device_of_learning, prepared_loss
 from dispfx.settings import BudgetSettings, ComputeSettings, LearnSettings, changed_settings, learn_settings
+from dispfx.settings.sections import UNALIGNED
 from dispfx.words.chosen_device import require_default_device
 from dispfx.words.option_names import option
 from dispfx.words.own_function import shown
@@ -96,13 +96,19 @@ def learn(
         tokens = token_vector(data, program.text_tokens)
         chosen = fitted_settings(whole, program=program, note=watch.note)
         text = batches_of(tokens, chosen)
-    budget = Budget(asked.ratio, asked.ratio_of, asked.align or 1, latency_table(asked.costs))
-    compute = compute or ComputeSettings()
-    job = LearningJob(program, text, budget, chosen, compute, ranks or ALONE, start_from)
+    job = LearningJob(
+        program=program,
+        text=text,
+        budget=Budget.of_settings(asked, UNALIGNED),
+        settings=chosen,
+        compute=compute or ComputeSettings(),
+        ranks=ranks or ALONE,
+        start_from=start_from,
+    )
     return learn_within(job, watch)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LearningJob:
     """What masks are learned for.
 
@@ -156,7 +162,7 @@ def learn_within(job: LearningJob, watch: Watch) -> Plan:
             raise DispfxError(
                 f"method {shown(settings.method)} scores features once, and cannot start from a plan"
             )
-        return Plan.of(program, job.budget, _scored(job), settings.seed)
+        return Plan.of(program, job.budget, _scored(job, watch), settings.seed)
     try:
         found = _learned(job, watch)
     except PassError as error:
@@ -262,10 +268,11 @@ def _check_packing(program: Program, settings: LearnSettings) -> None:
         )
 
 
-def _scored(job: LearningJob) -> list[Tensor]:
+def _scored(job: LearningJob, watch: Watch) -> list[Tensor]:
     gated = gate(job.program)
     task = task_of(job.program, gated, job.text, job.budget, job.settings)
-    return select_by_score(task.problem(), gated.graph, job.budget)
+    problem = replace(task.problem(), scoring=watch.on_score)
+    return select_by_score(problem, gated.graph, job.budget)
 
 
 def batches_of(

@@ -54,7 +54,12 @@ def learn_from(
     if resume:
         stages.observer.note(resumption(state))
     with stages("learn"):
-        watch = Watch(state, resume, stages.observer.learning, stages.observer.note)
+        observer = stages.observer
+
+        def scored(done: int, total: int) -> None:
+            observer.working("scoring", done, total, "sequences scored")
+
+        watch = Watch(state, resume, observer.learning, observer.note, scored)
         plan = learn_within(ready.job(settings.compute, ranks), watch)
         plan = replace(plan, bos=ready.text.bos, made_from=made_by(settings, ready))
     if plan.emptied:

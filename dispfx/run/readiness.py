@@ -8,7 +8,7 @@ Nothing is written.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from dispfx.analysis.finite_weights import require_finite_weights, require_values
@@ -18,7 +18,7 @@ from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.ir.program import Program
 from dispfx.learning.text import Batches
 from dispfx.plan.budget import Budget
-from dispfx.plan.latency_table import LatencyTable, latency_table
+from dispfx.plan.latency_table import latency_table
 from dispfx.run.decoder_files import require_writable
 from dispfx.run.fitting import fitted_settings
 from dispfx.run.learning_setup import device_of_learning
@@ -40,14 +40,7 @@ from dispfx.words.own_function import require_functions
 from dispfx.words.preconditions import check_select
 
 
-def budget_of(settings: RunSettings, program: Program, costs: LatencyTable | None) -> Budget:
-    """Return the budget of a run, whose widths suit the device that the result will run on."""
-    asked = settings.budget
-    align = asked.align or ALIGNMENT[asked.target or device_of_learning(program, settings.compute).type]
-    return Budget(ratio=asked.ratio, of=asked.ratio_of, align=align, costs=costs)
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Ready:
     """The program to learn on, which may need another capture of the decoder than the rest of the run."""
 
@@ -61,7 +54,14 @@ class Ready:
 
     def job(self, compute: ComputeSettings, ranks: Ranks) -> LearningJob:
         """Return what masks are learned for."""
-        return LearningJob(self.learned_on, self.batches, self.budget, self.settings, compute, ranks)
+        return LearningJob(
+            program=self.learned_on,
+            text=self.batches,
+            budget=self.budget,
+            settings=self.settings,
+            compute=compute,
+            ranks=ranks,
+        )
 
 
 def ready_to_learn(
@@ -79,8 +79,8 @@ def ready_to_learn(
     chosen = TextChoice(settings.text)
     check_select(asked.select, constrained=settings.learning.constrained, costs=asked.costs is not None)
     chosen.require_data(settings.model.model)
-    require_functions(settings.learning.method, settings.learning.estimator)
-    costs = latency_table(asked.costs)
+    require_functions(asked.ratio_of, settings.learning.method, settings.learning.estimator)
+    asked = replace(asked, costs=latency_table(asked.costs))
     with stages("open"):
         chosen.check()
         require_room_for_weights(settings.placed_model, copies=copies)
@@ -96,7 +96,9 @@ def ready_to_learn(
         text.batches(learning)  # Otherwise the decoder's graph says how long its sequences may be.
     text.require_measurable()
     program = analysed(source, stages, asked.skip, asked.select, learning.seq_len)
-    budget = budget_of(settings, program, costs)
+    # Widths suit the device that the result will run on.
+    target = asked.target or device_of_learning(program, settings.compute).type
+    budget = Budget.of_settings(asked, ALIGNMENT[target])
     if export == "onnx":
         require_onnx_lengths(program.lengths, program.context)
     if asked.select == "before-norm" and export == "dense":
@@ -127,7 +129,15 @@ def ready_to_learn(
         require_room_to_recover(kept, program.dtype, program.device)
     with stages("rehearse"):
         rehearse(source, program, budget, export_of(export, source), recovery)
-    return Ready(source, text, batches, program, learned_on, learning, budget)
+    return Ready(
+        source=source,
+        text=text,
+        batches=batches,
+        program=program,
+        learned_on=learned_on,
+        settings=learning,
+        budget=budget,
+    )
 
 
 def analysed(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dispfx.analysis.finite_weights import require_finite_weights
 from dispfx.analysis.lookups import longest_text, require_readable
-from dispfx.compiler.pipelines import for_training
+from dispfx.compiler.pipelines import for_recovery
 from dispfx.compiler.programs import require_same_decoder
 from dispfx.deploy.digests import identity_of
 from dispfx.distributed.ranks import ALONE, Ranks
@@ -165,7 +165,7 @@ def training_of(job: Recovery, opened: Opened) -> tuple[Callable[[], Program], T
     trained = trainable.student.trained.values()
     dtype = next((one.dtype for one in trained), torch.float32)
     require_room_to_recover(sum(one.numel() for one in trained), dtype, job.device)
-    teacher = for_training(job.program, job.settings.seq_len)
+    teacher = for_recovery(job.program, job.settings.seq_len)
     teacher.graph_module.requires_grad_(False)
     text = recovery_batches(job.text, job.settings)
     held_out = text.held_out_batches(held_out_sequences(job.settings))

@@ -77,7 +77,7 @@ def rehearse(
     Raises:
         DispfxError: whatever the later stages raise.
     """
-    plan = random_plan(program, budget.ratio)
+    plan = random_plan(program, budget)
     if export == "dense" and program.dense_statistics and plan.select == "after-norm":
         raise _no_zeroed_decoder(program)
     if export == "dense" and source.config is not None:
@@ -92,7 +92,7 @@ def rehearse(
             if export == "onnx":
                 _translated(source, program, plan, fast)
             return
-        fast, lowered = _compared(program, plan, budget.ratio)
+        fast, lowered = _compared(program, plan, budget)
         if tolerance_of(program) > TOLERANCES[torch.float32]:
             # How far half precision moves a module's own code is not known before.
             require(*zeroed_lines(program, plan, lowered, source.model, SHAPES_BT[:1]))
@@ -182,11 +182,11 @@ def _numbers(module: nn.Module | None) -> dict[str, float]:
     return {name: one for name, one in named if isinstance(one, int | float) and not name.startswith("_")}
 
 
-def random_plan(program: Program, ratio: float, seed: int = 0) -> Plan:
+def random_plan(program: Program, budget: Budget, seed: int = 0) -> Plan:
     """Return a plan that removes this share of every site's features, which meets no budget exactly."""
     generator = torch.Generator().manual_seed(seed)
-    kept = [_random_indices(site, 1.0 - ratio, generator) for site in program.sites]
-    return Plan.of(program, Budget(ratio), kept, seed)
+    kept = [_random_indices(site, budget.keep, generator) for site in program.sites]
+    return Plan.of(program, budget, kept, seed)
 
 
 def _random_indices(site: Site, keep: float, generator: torch.Generator) -> Tensor:
@@ -197,7 +197,7 @@ def _random_indices(site: Site, keep: float, generator: torch.Generator) -> Tens
 
 
 def _compared(
-    program: Program, plan: Plan, ratio: float
+    program: Program, plan: Plan, budget: Budget
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """Return the lowered decoder in both spellings, gather-add first, compared with the gated one.
 
@@ -210,7 +210,7 @@ def _compared(
     own = sorted({str(ops.packet(node)) for node in program.graph.nodes if is_registered(node)})
     try:
         for seed in range(1, _PLANS_OF_RULES + 1) if own else ():
-            _both_forms(program, random_plan(program, ratio, seed))
+            _both_forms(program, random_plan(program, budget, seed))
         return _both_forms(program, plan)
     except VerificationError as error:
         if own:

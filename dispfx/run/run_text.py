@@ -19,6 +19,7 @@ from dispfx.quality.second_text import NAME, second_text
 from dispfx.settings import LearnSettings, TextSettings
 from dispfx.settings.learning_settings import seed_for
 from dispfx.settings.recovery_settings import RecoverySettings
+from dispfx.settings.sections import Reading
 from dispfx.source import Source
 from dispfx.source.text import (
     ReadText,
@@ -35,7 +36,7 @@ from dispfx.source.text import (
 from dispfx.source.text.legibility import WARNED, unknown_share
 from dispfx.words.model_origin import origin_of
 from dispfx.words.option_names import option
-from dispfx.words.text_origin import LINE_BREAK, Reading, check_texts, repeated_texts, tables_as_text
+from dispfx.words.text_origin import LINE_BREAK, check_texts, repeated_texts, tables_as_text
 
 _DEMO_CHARACTERS = 1_500_000
 _DEMO_SEED = 2024
@@ -60,8 +61,7 @@ class TextChoice:
     @property
     def reading(self) -> Reading:
         """How the texts are read."""
-        chosen = self.settings
-        return Reading(chosen.data_field, chosen.data_bytes, self.between, chosen.bos, chosen.allow_unknown)
+        return Reading.of(self.settings, self.between)
 
     def of_documents(self, source: Source, separator: int) -> "TextChoice":
         """Return the same with an end-of-document token between documents, if there is a tokenizer."""

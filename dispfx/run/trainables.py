@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.capturing.module_capture import module_logits
-from dispfx.compiler.pipelines import for_training
+from dispfx.compiler.pipelines import for_recovery
 from dispfx.compiler.programs import exportable, lower_program
 from dispfx.compiler.scales import insert_scales
 from dispfx.deploy.checkpoint import PLAN_FILE, implementations
@@ -225,7 +225,7 @@ def try_recovery(program: Program, plan: Plan, settings: RecoverySettings) -> No
 def _weights(program: Program, settings: RecoverySettings) -> Trainable:
     trained = weights_of(program)
     student = graph_student(
-        for_training(program, settings.seq_len), trained, with_stream=bool(settings.stream_weight)
+        for_recovery(program, settings.seq_len), trained, with_stream=bool(settings.stream_weight)
     )
     return Trainable(student, program.graph_module, program.graph_module, lambda: trained, lambda values: [])
 
@@ -240,7 +240,7 @@ def _scales(program: Program, plan: Plan, settings: RecoverySettings) -> Trainab
         )
     program.graph_module.requires_grad_(False)
     student = graph_student(
-        for_training(scaled.program, settings.seq_len),
+        for_recovery(scaled.program, settings.seq_len),
         scaled.scales,
         with_stream=bool(settings.stream_weight),
     )

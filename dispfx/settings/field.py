@@ -27,7 +27,7 @@ _KEY = "dispfx"
 _MOST = 2**31 - 1
 _LARGER = frozenset({"seed", "tokens", "data_bytes"})
 _MOST_OF_LARGER = 2**63 - 1
-# Texts that may name a file or a folder, beside the paths.
+# Texts that may name a file or a folder, besides paths.
 _PLACES = frozenset({"model", "dense", "tokenizer", "data", "eval_data"})
 
 
@@ -195,6 +195,24 @@ class Field:
             raise self.facts.error(f"{option(self.name)} must be {number}, and {value!r} was given")
         return value
 
+    def require(self, value: Any) -> None:
+        """Raise unless the setting may have a value; None stands for its default.
+
+        Raises:
+            DispfxError: with the setting, the allowed values, and the given one.
+        """
+        if value is None:
+            return
+        self.require_named(value)
+        if self.choices and not (self.facts.functions and names_function(value)):
+            require_choice(self.choices, value, option(self.name))
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if is_number(number) and (allowed := self.required_range(number)) is not None:
+                raise self.facts.error(
+                    f"{option(self.name)} must be {allowed}, and {number!r} was given",
+                    hint=self.facts.hint_for(number),
+                )
+
     def required_range(self, number: float) -> str | None:
         """Return what a number must be, or None if the setting allows it.  Every whole number has a bound."""
         if isinstance(number, int):
@@ -226,6 +244,11 @@ def section_fields(section: type) -> tuple[Field, ...]:
     )
 
 
+def field_of(section: type, name: str) -> Field:
+    """Return one setting of a section."""
+    return next(one for one in section_fields(section) if one.name == name)
+
+
 class Section:
     """Base of a frozen dataclass whose fields are settings: every choice and number is checked.
 
@@ -238,19 +261,9 @@ class Section:
     def __post_init__(self) -> None:
         for one in section_fields(type(self)):
             value = one.plain(getattr(self, one.name))
-            if value is None:
-                continue
-            one.require_named(value)
-            if one.is_number:
+            if value is not None and one.is_number:
                 object.__setattr__(self, one.name, value)
-            if one.choices and not (one.facts.functions and names_function(value)):
-                require_choice(one.choices, value, option(one.name))
-            for number in value if isinstance(value, list | tuple) else [value]:
-                if is_number(number) and (allowed := one.required_range(number)) is not None:
-                    raise one.facts.error(
-                        f"{option(one.name)} must be {allowed}, and {number!r} was given",
-                        hint=one.facts.hint_for(number),
-                    )
+            one.require(value)
 
 
 def plain_values(section: type, chosen: Mapping[str, Any]) -> dict[str, Any]:

@@ -163,7 +163,7 @@ class LearnSettings(Section):
         "Learning rate over the steps; cosine falls to 0.",
         default=f"{_USUAL['schedule']}; demo: {DEMO['schedule']}",
     )
-    seed: int = setting(0, "Seed of everything random. The same seed gives the same plan.")
+    seed: int = setting(0, "Seed of everything random. The same seed gives the same result.")
     save_every: int = setting(500, "Steps between two saved states.", least=1, per_run=True)
     max_bad_steps: int = setting(
         10, "Consecutive steps without a finite loss and gradient that stop the run.", least=1, per_run=True

@@ -19,6 +19,8 @@ _LR = {"weights": (2e-4, 1e-3), "scales": (1e-2, 2e-2), "lora": (1e-3, 1e-2)}
 _BATCH_SIZE, _SEQ_LEN = (16, 8), (512, 128)
 _STREAM_WEIGHT = {"weights": 30.0, "scales": 0.0, "lora": 0.0}
 _MEASUREMENTS = 20
+# Share of the steps over which the learning rate rises.
+WARM_UP = 0.05
 _STEPS_SHOWN = f"{_STEPS['weights'][0]:,}; scales: {_STEPS['scales'][0]}; demo: {_STEPS['weights'][1]}"
 
 
@@ -35,7 +37,8 @@ class RecoverySettings(Section):
     steps: int = setting(None, "Optimizer steps at most.", default=_STEPS_SHOWN, least=1, common=True)
     lr: float = setting(
         None,
-        "Highest learning rate of AdamW; it rises over the first 5% of the steps and falls to zero.",
+        f"Highest learning rate of AdamW; it rises over the first {WARM_UP:.0%} of the steps, "
+        "and falls to zero.",
         default=f"{_LR['weights'][0]:g}; scales: {_LR['scales'][0]:g}; lora: {_LR['lora'][0]:g}; demo: "
         + ", ".join(f"{of_demo:g}" for _, of_demo in _LR.values()),
         above=0.0,
@@ -69,7 +72,7 @@ class RecoverySettings(Section):
     )
     rank: int = setting(16, "Rank of each adapter.", least=1)
     alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0.0)
-    seed: int = setting(0, "Seed of the adapters' first values and of the order of sequences.", least=0)
+    seed: int = same_as(LearnSettings, "seed")
     save_every: int = same_as(LearnSettings, "save_every")
 
     @property

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dispfx.errors import BudgetError, DataError, DispfxError, OutputError
-from dispfx.settings.field import Section, required, setting
+from dispfx.errors import BudgetError, DataError, DispfxError, OutputError, SourceError
+from dispfx.settings.field import Section, required, same_as, section_fields, setting
+from dispfx.settings.learning_settings import RECIPES
 from dispfx.settings.tree import is_of_a_program
 from dispfx.words.chosen_device import check_device
 from dispfx.words.given import path_given, shown
 from dispfx.words.option_names import option
-from dispfx.words.text_origin import TEXT_BYTES, TEXT_FIELD, Bos
+from dispfx.words.text_origin import LINE_BREAK, TEXT_BYTES, TEXT_FIELD, Bos
 
 Switch = Literal["auto", "on", "off"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -25,6 +26,8 @@ Target = Literal["cuda", "cpu"]
 Export = Literal["none", "onnx", "pt2", "dense"]
 # Of the widths, by the device that the result will run on.
 ALIGNMENT: Mapping[str, int] = {"cuda": 16, "cpu": 8}
+# Of plans that a program makes, for no device.
+UNALIGNED = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +45,11 @@ class ModelSettings(Section):
         super().__post_init__()
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
+        if isinstance(self.model, str) and self.model in RECIPES and not Path(self.model).exists():
+            raise SourceError(
+                f"{self.model} is a recipe of learning, and MODEL is a decoder",
+                hint=f"name a decoder, as in `dispfx compile demo`, and add {option('recipe', self.model)}",
+            )
         # A module is known by a method: nothing here imports torch.  A report only names a module.
         known = isinstance(self.model, str) or hasattr(self.model, "named_parameters")
         if not known and not is_of_a_program(self.model):
@@ -95,12 +103,31 @@ class TextSettings(Section):
         "Read data even if the tokenizer does not know most of it, it is not text, or a text file holds JSON "
         "lines.",
     )
-    eval_windows: int | None = setting(None, "Windows to measure on at most.", default="all", least=1)
+    eval_windows: int | None = setting(
+        None, "Windows to measure on at most.", default="all", least=1, error=DataError
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("data", "eval_data"):
             _require_texts(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class Reading(Section):
+    """How texts are read: these settings of text, and the separator of two texts or records."""
+
+    data_field: str = same_as(TextSettings, "data_field")
+    data_bytes: int = same_as(TextSettings, "data_bytes")
+    bos: Bos = same_as(TextSettings, "bos")
+    allow_unknown: bool = same_as(TextSettings, "allow_unknown")
+    between: str = LINE_BREAK
+
+    @staticmethod
+    def of(chosen: TextSettings, between: str) -> "Reading":
+        """Return how a run reads its texts."""
+        own = {one.name: getattr(chosen, one.name) for one in section_fields(Reading)}
+        return Reading(**own, between=between)
 
 
 def _require_texts(name: str, given: Any) -> None:
@@ -128,7 +155,9 @@ class BudgetSettings(Section):
     ratio: float = required(
         "Share of the prunable weights to remove.", above=0.0, below=1.0, common=True, error=BudgetError
     )
-    ratio_of: RatioOf = setting("blocks", "Parameters that count: those that can be pruned, or all of them.")
+    ratio_of: RatioOf = setting(
+        "blocks", "Parameters that count: those that can be pruned, or all of them.", functions=True
+    )
     align: int | None = setting(
         None,
         "Widths become multiples of this.",

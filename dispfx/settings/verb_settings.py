@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dispfx.errors import OutputError
+from dispfx.errors import OutputError, UnsupportedGraphError
 from dispfx.settings.field import Section, required, same_as, setting
+from dispfx.settings.learning_settings import LearnSettings
 from dispfx.settings.sections import ComputeSettings, ModelSettings, OutputSettings, WritingSection
 from dispfx.words.option_names import option
 
@@ -112,7 +113,8 @@ class FormSettings(Section):
 
     onnx: bool = setting(False, "Write DIR/onnx/.", common=True)
     pt2: bool = setting(False, "Write DIR/program.pt2.", common=True)
-    opset: int = setting(23, "ONNX operator set.", least=1)
+    # The converter of torch writes these: older sets lack operators that it uses.
+    opset: int = setting(23, "ONNX operator set.", least=18, most=24, error=UnsupportedGraphError)
     write: WriteSpelling = setting(
         "gather-add", "How the ONNX model writes into the residual stream; index-add is slow."
     )
@@ -148,7 +150,7 @@ class GenerationSettings(Section):
     max_new_tokens: int = setting(64, "Tokens to add.", least=1)
     temperature: float = setting(0.0, "Sampling temperature; 0 takes the likeliest token.", least=0.0)
     top_k: int | None = setting(None, "Sample from the k likeliest tokens.", default="all", least=1)
-    seed: int = setting(0, "Seed of the drawing.")
+    seed: int = same_as(LearnSettings, "seed")
     runtime: Runtime = setting("torch", "What runs the decoder.")
 
 
@@ -168,7 +170,7 @@ class SamplingSettings(WritingSection):
     temperature: float = setting(
         1.0, "Sampling temperature; at 1 tokens are as likely as the decoder says.", above=0.0
     )
-    seed: int = setting(0, "Seed of the drawing.", least=0)
+    seed: int = same_as(LearnSettings, "seed")
 
     def __post_init__(self) -> None:
         super().__post_init__()

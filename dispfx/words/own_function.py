@@ -23,6 +23,7 @@ from dispfx.words.choices import choice, closest
 
 Entry = TypeVar("Entry")
 _SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
+_IDENTITY = re.compile(r".+ \([0-9a-f]{16}\)")
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,17 @@ def shown(value: object) -> str:
     return _name_of(value) if callable(value) else str(value)
 
 
-def identity_of(value: object) -> object:
-    """Return what a state stores for a setting: its value, or the name and digest of a user function."""
+def identity_of(value: Any) -> Any:
+    """Return what a file stores for a setting: its value, or the name and digest of a user function."""
     if not names_function(value):
         return value
     found = own_function(value)
     return f"{found.name} ({found.digest})"
+
+
+def is_identity(value: object) -> bool:
+    """Whether a text is what a file holds of a user's function (`identity_of`)."""
+    return isinstance(value, str) and _IDENTITY.fullmatch(value) is not None
 
 
 @cache

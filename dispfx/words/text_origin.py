@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePath
-from typing import Literal, get_args
+from typing import Literal
 
 from dispfx.errors import DataError
-from dispfx.words.choices import require_choice
 from dispfx.words.option_names import option
 from dispfx.words.preconditions import check_files
 
@@ -71,37 +70,6 @@ class TextOrigin:
         local = Path(self.place).expanduser().is_dir()
         place = PurePath(self.place).name if local else self.place
         return DATASET + ":".join([place, *([self.config] if self.config else []), self.split])
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How texts are read.
-
-    Args:
-        field: of JSON lines, parquet and data sets, that holds the text.
-        most_bytes: of all texts together; longer ones are sampled in evenly spaced pieces.
-        between: separator of two texts or records.
-        bos: whether every sequence begins with the beginning-of-sequence token: `auto` where the tokenizer
-            puts one in front of a text, `on` or `off`.
-        allow_unknown: accept data that the tokenizer mostly does not know, or that is not text.
-    """
-
-    field: str = TEXT_FIELD
-    most_bytes: int = TEXT_BYTES
-    between: str = LINE_BREAK
-    bos: Bos = "auto"
-    allow_unknown: bool = False
-
-    def __post_init__(self) -> None:
-        """Reject a limit below one byte, and unknown choices.
-
-        Raises:
-            DataError: if `most_bytes` is below one.
-            DispfxError: if `bos` is unknown.
-        """
-        require_choice(get_args(Bos), self.bos, option("bos"))
-        if self.most_bytes < 1:
-            raise DataError(f"{option('data_bytes')} must be at least 1, and {self.most_bytes} was given")
 
 
 def text_origin(word: str | PurePath) -> TextOrigin:

@@ -328,3 +328,8 @@ def test_a_folder_where_the_state_would_be_is_left_alone_with_all_that_is_in_it(
             resume=resume,
         )
     assert mine.read_text() == "mine" and "remove" not in str(error.value)
+
+
+def test_export_names_a_folder_that_does_not_exist(tmp_path: Path):
+    with pytest.raises(OutputError, match="the folder does not exist"):
+        export(tmp_path / "none", onnx=True)

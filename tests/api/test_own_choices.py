@@ -129,3 +129,12 @@ def test_a_run_that_started_from_a_plan_is_resumed_with_that_plan_alone(
     assert learned("interrupted", 4, 4) == learned("whole", 4, 4)
     with pytest.raises(DataError, match=r"start was 'plan \("):
         learned("whole", 5, 5)
+
+
+def test_scoring_tells_how_many_sequences_are_done(program: dispfx.Program, ids: Tensor):
+    for method, start in (("fisher", "uniform"), ("wanda", "uniform"), ("learned", "sensitivity")):
+        told: list[tuple[int, int]] = []
+        watch = Watch(on_score=lambda done, total: told.append((done, total)))  # noqa: B023
+        dispfx.learn(program, ids, 0.3, watch=watch, **SMALL, method=method, start=start)
+        assert len(told) > 1 and told[-1][0] == told[-1][1]
+        assert [done for done, _ in told] == sorted({done for done, _ in told}), method

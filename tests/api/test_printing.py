@@ -37,7 +37,7 @@ def test_an_unknown_pass_is_an_error_that_lists_the_passes(name: str):
 
 def test_passes_of_analysis_gates_lowering_and_learning_are_printed():
     watcher = Watcher()
-    names = [*PASSES[:8], "group-heads", "outline-layers"]
+    names = [*[*PASSES][:8], "group-heads", "outline-layers"]
     with printing(names, watcher):
         program = analyse(build_decoder())
         gate(program)

@@ -172,7 +172,7 @@ def test_a_dense_checkpoint_of_a_decoder_with_statistics_of_weights_is_refused()
 
 def test_the_random_plan_removes_the_share_of_every_site():
     program = dispfx.capture(one_branch(lambda: Middle(lambda m, h: F.gelu(h))))
-    plan = random_plan(program, 0.25)
+    plan = random_plan(program, Budget(0.25))
     assert {name: len(kept) for name, kept in plan.kept.items()} == {
         site.name: round(0.75 * site.size) for site in program.sites
     }

@@ -25,13 +25,16 @@ CONTRACT = {
     "verify": "trust-remote-code",
     "eval": "dense eval-data tasks task-folder shots limit batch-size context eval-windows out device",
     "export": "onnx pt2 quantize eval-data eval-windows opset write ort-fusions no-padding trust-remote-code",
-    "generate": "prompt max-new-tokens temperature top-k seed runtime bos",
+    "generate": "prompt max-new-tokens temperature top-k seed runtime bos print-after",
+    "sample": "out data tokens seq-len opening batch-size temperature seed print-after",
     "bench": "dense batch prompt past mode runtime align eval-data eval-windows device out",
     "recover": (
         "dense train data eval-data out merge rank alpha lr steps batch-size seq-len seed measure-every "
-        "patience save-every resume launch"
+        "patience save-every resume launch print-after"
     ),
-    "finetune": "dense data eval-data out merge rank alpha lr steps batch-size seq-len seed resume",
+    "finetune": (
+        "dense data eval-data out merge rank alpha lr steps batch-size seq-len seed resume print-after"
+    ),
     "compare": "out",
 }
 

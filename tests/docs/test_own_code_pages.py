@@ -2,12 +2,14 @@
 
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 import dispfx
 from dispfx.analysis import links
+from dispfx.plan.plan_making import layer_of
 from tests.docs.pages import ROOT, blocks, commands, run, run_file
 from tests.trust.runs import write_tokens
 
@@ -26,7 +28,7 @@ def test_the_page_on_extending_works_from_top_to_bottom(tmp_path: Path, monkeypa
             (name,) = re.findall(r"^# (\w+\.py)\n", text)
             code = [line for line in text.splitlines() if line.strip()]
             assert len(code) <= LONGEST + 1, f"{name} has {len(code)} lines"
-            if name in ("mine.py", "target.py", "decoder.py"):
+            if name in ("mine.py", "target.py", "decoder.py", "budgets.py"):
                 Path(name).write_text(text, encoding="utf-8")
             else:
                 run_file(name, text)
@@ -34,6 +36,12 @@ def test_the_page_on_extending_works_from_top_to_bottom(tmp_path: Path, monkeypa
             run(words)
     assert Path("DIR/weights/weights.safetensors").is_file()
     scored, drawn = (dispfx.Plan.load(f"{name}.safetensors") for name in ("scored", "drawn"))
+    even, fast = (dispfx.Plan.load(f"{name}.safetensors") for name in ("even", "fast"))
+    assert "layers" in str(even.budget.of) and "seconds" in str(fast.budget.of)
+    shares = defaultdict(list)
+    for one in even.selections:
+        shares[layer_of(one.site)].append(len(one.kept) / one.size)
+    assert len(shares) > 1 and all(0.5 < sum(layer) / len(layer) < 0.95 for layer in shares.values())
     inner = {one.site for one in scored.selections if one.site.endswith("inner")}
     assert inner and scored != drawn, "the operation of its own is pruned, and the functions had a say"
 

@@ -132,7 +132,7 @@ def test_no_gradient_is_kept():
         ([0], {"context": 4}, "2 tokens or more"),
         ([], {"context": 4}, "2 tokens or more"),
         ([0, 1, 2], {"context": 1}, "context is 1"),
-        ([0, 1, 2], {"context": 2, "windows": 0}, "0 were requested"),
+        ([0, 1, 2], {"context": 2, "windows": 0}, "`eval_windows` must be at least 1, and 0 was given"),
     ],
 )
 def test_nothing_to_predict_is_refused(tokens: list[int], options: dict[str, Any], reason: str):

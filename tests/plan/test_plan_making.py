@@ -138,12 +138,12 @@ def test_ratios_by_pattern_hold_for_their_branches(program: Program):
 @pytest.mark.parametrize(
     ("ratio", "message"),
     [
-        (30, "0.3 removes 30%"),
+        (30, "0.3 is 30%"),
         (1.0, "between 0 and 1"),
         ("0.3", "between 0 and 1"),
         ({"layers.0.*": 0.3}, "no pattern of ratio fits this branch"),
         ({"*": 0.3, "layers.0.*": 0.1}, "no branch is left for the pattern 'layers.0"),
-        ({"*.mlp": 30, "*": 0.1}, "0.3 removes 30%"),
+        ({"*.mlp": 30, "*": 0.1}, "0.3 is 30%"),
     ],
 )
 def test_ratios_that_make_no_sense_are_refused(program: Program, ratio: Any, message: str):

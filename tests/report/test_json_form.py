@@ -114,7 +114,7 @@ def test_a_whole_number_is_a_float_and_a_truth_value_is_no_number(report: Report
             lambda plain: plain["perplexity"]["protocol"].pop("context"),
             r"perplexity\.protocol\.context is miss",
         ),
-        (lambda plain: plain["ratio"].update(of="layers"), r"ratio\.of must be blocks or total"),
+        (lambda plain: plain["ratio"].update(of="layers"), r"ratio: of must be blocks or total"),
         (lambda plain: plain["parameters"].update(dense="many"), r"parameters\.dense must be int"),
         (lambda plain: plain.update(verify={}), "verify must be a list"),
         (lambda plain: plain["verify"][1].update(shape=[1, "x"]), r"verify\[1\]\.shape\[1\] must be int"),

@@ -7,7 +7,7 @@ import torch
 
 import dispfx
 from dispfx.capturing.module_capture import module_logits
-from dispfx.compiler.pipelines import for_training
+from dispfx.compiler.pipelines import for_recovery
 from dispfx.compiler.programs import lower_program
 from dispfx.errors import DispfxError
 from dispfx.learning.divergence import stream_distance
@@ -31,7 +31,7 @@ def test_the_streams_of_a_decoder_and_of_what_was_cut_from_it_are_compared_value
     model = tiny_transformer(family).requires_grad_(False)
     program = dispfx.capture(model)
     ids = torch.tensor([[3, 1, 4, 1, 5]])
-    dense = graph_predictions(for_training(program, 5), with_stream=True)(ids)
+    dense = graph_predictions(for_recovery(program, 5), with_stream=True)(ids)
     hidden = model(ids, output_hidden_states=True).hidden_states
     # The last one of transformers is behind the final norm.
     for layer, wanted in enumerate(hidden[1:-1], start=1):
@@ -39,7 +39,7 @@ def test_the_streams_of_a_decoder_and_of_what_was_cut_from_it_are_compared_value
     assert len(dense.stream) >= len(hidden)
 
     little, half = (lower_program(program, dispfx.Plan.random(program, ratio, 0)) for ratio in (1e-3, 0.5))
-    near, far = (graph_predictions(for_training(one, 5), with_stream=True)(ids) for one in (little, half))
+    near, far = (graph_predictions(for_recovery(one, 5), with_stream=True)(ids) for one in (little, half))
     distances = [stream_distance(dense, one).item() for one in (dense, near, far)]
     assert distances[0] == 0.0 and distances == sorted(distances) and distances[2] > 0.01
     assert has_stream(program) and has_stream(half)

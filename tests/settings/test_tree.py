@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dispfx.errors import BudgetError, DispfxError, OutputError, UnknownSettingError
+from dispfx.errors import BudgetError, DispfxError, OutputError, SourceError, UnknownSettingError
 from dispfx.settings import BudgetSettings, RunSettings, trees
 from dispfx.settings.field import Section, section_fields, setting
 from dispfx.settings.stored import stored_sections
@@ -236,3 +236,11 @@ def test_a_section_that_an_earlier_file_lacks_has_its_defaults():
     del plain["budget"]
     with pytest.raises(ValueError, match="settings must have the sections model, text, budget"):
         stored_sections(plain, strict=True)
+
+
+def test_a_recipe_given_as_model_says_that_it_is_one():
+    with pytest.raises(
+        SourceError, match="informed is a recipe of learning, and MODEL is a decoder"
+    ) as caught:
+        RunSettings.of(model="informed", ratio=0.3)
+    assert "recipe" in str(caught.value.hint)

@@ -114,7 +114,15 @@ def plan_of(
     program = program or decoder_of(form)
     text = text_of(settings)
     if not ranks.leads:
-        follow(LearningJob(program, text, Budget(RATIO), settings, compute or ComputeSettings(), ranks))
+        job = LearningJob(
+            program=program,
+            text=text,
+            budget=Budget(RATIO),
+            settings=settings,
+            compute=compute or ComputeSettings(),
+            ranks=ranks,
+        )
+        follow(job)
         return None
     plan = learn(
         program,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import dispfx
-from dispfx.compiler.pipelines import for_training
+from dispfx.compiler.pipelines import for_recovery
 from dispfx.compiler.programs import lower_program
 from dispfx.fast_decoder.recovery_pass import (
     Trial,
@@ -33,7 +33,7 @@ def plain_pass(train: Any) -> RecoveryPass:
     program = dispfx.capture(build(FORMS["pre-norm"], layers=2))
     plan = dispfx.Plan.random(program, 0.3, 0)
     settings = RecoverySettings(train=train, steps=10).fitted(24)
-    teacher = for_training(program.clone(), 24)
+    teacher = for_recovery(program.clone(), 24)
     teacher.graph_module.requires_grad_(False)
     made = graph_trainable(lower_program(program, plan), plan, settings)
     return RecoveryPass(

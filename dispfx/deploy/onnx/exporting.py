@@ -25,12 +25,11 @@ from dispfx.deploy.onnx.tidying import tidy
 from dispfx.errors import UnsupportedGraphError, first_line
 from dispfx.ir.ops import operation, source_line
 from dispfx.ir.program import Program
+from dispfx.settings.field import field_of
 from dispfx.settings.verb_settings import FormSettings
 from dispfx.words.option_names import option
 
 OPSET = FormSettings.opset
-# What the converter of torch can write: older sets lack operators that it uses.
-OPSETS = range(18, 25)
 
 _ROWS = {0: "batch", 1: "sequence"}
 _MASK = {0: "batch", 1: "total_sequence"}
@@ -120,10 +119,7 @@ def _translated(
     Args:
         traced: returns the graph traced again, which can be decomposed; both take most of an export's time.
     """
-    if opset not in OPSETS:
-        raise UnsupportedGraphError(
-            f"{option('opset')} must lie between {OPSETS[0]} and {OPSETS[-1]}, {opset} was given"
-        )
+    field_of(FormSettings, "opset").require(opset)
     try:
         return _converted(lifted(module), signature, opset)
     except torch.onnx.errors.OnnxExporterError:

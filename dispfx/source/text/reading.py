@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from dispfx.errors import DataError
+from dispfx.settings.sections import Reading
 from dispfx.source.text.dataset import NamedDataset
 from dispfx.source.text.json_lines import JsonLines
 from dispfx.source.text.legibility import Beginning, judged, unknown_share
@@ -22,7 +23,7 @@ from dispfx.source.text.parquet import Parquet
 from dispfx.source.text.plain import PlainText
 from dispfx.source.text.token_file import joined_tokens, largest_id, stored_tokens
 from dispfx.source.text.tokenizing import encode_stream
-from dispfx.words.text_origin import LINE_BREAK, Reading, TextOrigin, text_origin
+from dispfx.words.text_origin import LINE_BREAK, TextOrigin, text_origin
 
 Words = str | PurePath | Sequence[str | PurePath]
 
@@ -184,9 +185,11 @@ def _opened(words: Words, reading: Reading | None) -> list[_Opened]:
     origins = [text_origin(word) for word in listed(words)]
     if not origins:
         raise DataError("a text file is needed, but none was given")
-    streams = [None if o.form == "tokens" else text_stream(o, chosen.field, chosen.between) for o in origins]
+    streams = [
+        None if o.form == "tokens" else text_stream(o, chosen.data_field, chosen.between) for o in origins
+    ]
     sizes = [0 if stream is None else stream.size() for stream in streams]
-    rooms = shares(sizes, chosen.most_bytes)
+    rooms = shares(sizes, chosen.data_bytes)
     allow = chosen.allow_unknown
     return [_Opened(*of, allow) for of in zip(origins, streams, rooms, strict=True)]
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from dispfx.learning.text import TokenBatches
+from dispfx.settings.sections import Reading
 from dispfx.source.text import read_text
 from dispfx.source.text.plain import spans
 from dispfx.source.text.token_file import stored_tokens
-from dispfx.words.text_origin import Reading
 from tests.source.byte_tokenizer import byte_tokenizer
 
 TEXT_BYTES = 100 * 2**30
@@ -61,7 +61,7 @@ def text_figures(folder: Path) -> dict[str, float | str]:
     tokenizer = byte_tokenizer()
     read_text([__file__], tokenizer)
     before, start = peak_bytes(), time.perf_counter()
-    read = read_text([path], tokenizer, Reading(most_bytes=READ_BYTES))
+    read = read_text([path], tokenizer, Reading(data_bytes=READ_BYTES))
     return {
         "name": read.name,
         "tokens": len(read.tokens),

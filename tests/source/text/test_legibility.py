@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dispfx.errors import DataError
+from dispfx.settings.sections import Reading
 from dispfx.source.text import check_readable, read_apart, read_text
-from dispfx.words.text_origin import Reading
 from tests.source.byte_tokenizer import byte_tokenizer
 
 ALLOWED = Reading(allow_unknown=True)

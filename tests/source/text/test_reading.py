@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import save_file
 
 from dispfx.errors import DataError
+from dispfx.settings.sections import Reading
 from dispfx.source import check_readable, encode, read_text
 from dispfx.source.text import read_apart
 from dispfx.source.text.reading import shares
-from dispfx.words.text_origin import Reading
 from tests.source.byte_tokenizer import byte_tokenizer
 
 
@@ -153,7 +153,7 @@ def test_a_report_names_the_texts_and_how_much_of_them_was_read(tmp_path: Path):
     words = [tmp_path / "long.txt", tmp_path / "short.txt"]
     whole = read_text(words[1:], byte_tokenizer())
     assert whole.name == "short.txt"
-    part = read_text(words, byte_tokenizer(), Reading(most_bytes=2**20))
+    part = read_text(words, byte_tokenizer(), Reading(data_bytes=2**20))
     assert part.name == "long.txt (1023.4 KiB of 4.0 MiB), short.txt"
     assert 2**20 - 1000 < len(part.tokens) <= 2**20
 
@@ -174,5 +174,5 @@ def test_what_cannot_be_read_is_refused_by_the_check_as_by_reading(text: Path, t
 
 
 def test_reading_nothing_is_refused():
-    with pytest.raises(DataError, match="must be at least 1"):
-        Reading(most_bytes=0)
+    with pytest.raises(DataError, match="must be at least 1,048,576"):
+        Reading(data_bytes=0)
