@@ -186,7 +186,7 @@ class Opened:
     ) -> "_Captured":
         """Capture the decoder without its weights, lower it, and insert the stored weights."""
         model = skeleton(self.path, device=device, trust_remote_code=self.trust_remote_code)
-        program = only_planned(capture(model, select=plan.select), plan)
+        program = only_planned(capture(model, select=plan.select, sites=plan.sites), plan)
         lowered = lower_program(program, plan)
         layout = read_layout(self.path)
         captured = _Captured(lowered)

@@ -211,8 +211,9 @@ class Field:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Allowed choices; empty if any value of the type is allowed."""
-        return next((typing.get_args(kind) for kind in _members(self.kind) if _is_literal(kind)), ())
+        """Allowed choices, of each value where there may be several; empty if any value is allowed."""
+        kinds = [kind for member in _members(self.kind) for kind in (member, *typing.get_args(member))]
+        return next((typing.get_args(kind) for kind in kinds if _is_literal(kind)), ())
 
 
 @cache
@@ -243,9 +244,11 @@ class Section:
             one.require_named(value)
             if one.is_number:
                 object.__setattr__(self, one.name, value)
+            values = value if isinstance(value, list | tuple) else [value]
             if one.choices and not (one.facts.functions and names_function(value)):
-                require_choice(one.choices, value, option(one.name))
-            for number in value if isinstance(value, list | tuple) else [value]:
+                for chosen in values:
+                    require_choice(one.choices, chosen, option(one.name))
+            for number in values:
                 if is_number(number) and (allowed := one.required_range(number)) is not None:
                     raise one.facts.error(
                         f"{option(one.name)} must be {allowed}, and {number!r} was given",
