@@ -58,7 +58,7 @@ def close_heads(
 
 
 def _heads_of(attention: fx.Node) -> int | None:
-    """Return the dimension of the result that the attention keeps apart, the one next to the tokens (rule 1)."""
+    """Return the dimension of the result that holds heads, next to the tokens (rule 1)."""
     kept = {
         end[1]
         for link in links(attention) or ()
@@ -79,5 +79,7 @@ def _cuts_every_operand(attention: fx.Node, closure: Closure, flow: Flow) -> boo
         _, met = flow.cone(operand, stop=lambda node: ops.contracts(node) and node is not operand)
         return operand in products or bool(met & products)
 
-    factors = ops.operands(attention)[:3] if ops.packet(attention) in ops.ATTENTION else ops.operands(attention)
+    factors = (
+        ops.operands(attention)[:3] if ops.packet(attention) in ops.ATTENTION else ops.operands(attention)
+    )
     return all(made_of_labelled(factor) for factor in factors if factor in flow.dependent)

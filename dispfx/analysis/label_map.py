@@ -200,9 +200,7 @@ def _joined(features: int, same: np.ndarray) -> np.ndarray:
 class _Walk:
     """The state of one closure."""
 
-    def __init__(
-        self, context: LabelContext, crosses_products: bool, of_heads: bool, statistics: Statistics
-    ):
+    def __init__(self, context: LabelContext, crosses_products: bool, of_heads: bool, statistics: Statistics):
         self.closure = Closure()
         self._statistics = statistics
         self._context = context

@@ -73,9 +73,7 @@ def lower_cached(
         CaptureError, UnsupportedGraphError: as `capture_cached`.
         PlanMismatchError: if the plan was made for another decoder.
     """
-    program = capture_cached(
-        model, select=plan.select, sites=plan.sites, vocabulary_size=vocabulary_size
-    )
+    program = capture_cached(model, select=plan.select, sites=plan.sites, vocabulary_size=vocabulary_size)
     require_same_decoder(program, plan)
     return lower_program(only_planned(program, plan), plan, write=write)
 

@@ -150,9 +150,7 @@ def separate_documents(
         CaptureError: if the decoder cannot keep documents apart.
         UnsupportedGraphError: if its sites differ from those of `program`.
     """
-    twin = analyse(
-        model, skip=skip, select=select, sites=sites, separator=separator, longest=longest
-    )
+    twin = analyse(model, skip=skip, select=select, sites=sites, separator=separator, longest=longest)
     found, expected = ([(site.name, site_keys(site)) for site in one.sites] for one in (twin, program))
     if found != expected:
         raise UnsupportedGraphError(

@@ -90,6 +90,21 @@ class Facts:
                 return False
         return True
 
+    def cuts_buffers(self, site: Site) -> bool:
+        """Whether a tensor that is no parameter is cut with a site."""
+        nodes = [self.nodes[name] for name, _ in self.program.closures[site.name]]
+        return any(node.op == "get_attr" and not ops.is_parameter(node) for node in nodes)
+
+    def widths(self, site: Site, mask: np.ndarray) -> dict[int, int]:
+        """Return how long dimensions that follow a site become, by the length that they have.
+
+        Lengths that become several others are left out.
+        """
+        found: dict[int, set[int]] = {}
+        for labels in self.program.closures[site.name].values():
+            found.setdefault(len(labels), set()).add(int(kept_positions(labels, mask).sum()))
+        return {length: after.pop() for length, after in found.items() if len(after) == 1}
+
     def norm_of(self, site: Site, owners: set[str], leaves: set[str]) -> str | None:
         """Return the module whose output is read by this site alone, or None.
 

@@ -4,6 +4,8 @@
     read      the norm before it selects, where nothing else reads the norm; else every reader does
     inner     smaller modules, where the code between them takes any width; else its producers scatter and
               its consumers read, and everything between keeps its width
+    heads     smaller projections in an attention that counts fewer heads, where its code takes any number;
+              else as inner features, and its cache keeps its size
     write     the producer scatters among zeros
     stream    every module that owns a weight of it is smaller, embedding, norms and head too
 
@@ -11,8 +13,10 @@ Modules are known by the weights that they own.  What cannot be built this way i
 is compared with the lowered graph before it is written, since the code of a module is not read here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -22,7 +26,7 @@ from dispfx.analysis.label_map import Mismatch
 from dispfx.analysis.positions import kept_features, kept_positions, places, taken, zeroed
 from dispfx.huggingface.facts import Facts, owner_of
 from dispfx.huggingface.layout import SELECT, Layout, ModuleLayout, digest
-from dispfx.huggingface.widths import Axis, Cut, Widths, is_linear, is_stacked, tied_layout
+from dispfx.huggingface.widths import Axis, Cut, Widths, counted_heads, is_linear, is_stacked, tied_layout
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
 
@@ -102,8 +106,19 @@ class Planned:
         return found
 
 
+# What is absent between modules: pruned features and heads, features alone, or neither.  With neither, every
+# module has the interface of the dense one, which any code around it can live with.
+Unseen = Literal["heads", "features", "nothing"]
+
+
+def ways(sites: Sequence[Site]) -> tuple[Unseen, ...]:
+    """Return what to try for a decoder with these sites, in order."""
+    every: tuple[Unseen, ...] = get_args(Unseen)
+    return every if any(site.kind == "heads" for site in sites) else every[1:]
+
+
 def plan_modules(
-    program: Program, kept: Mapping[str, Tensor], model: nn.Module, *, narrow: bool = True
+    program: Program, kept: Mapping[str, Tensor], model: nn.Module, *, unseen: Unseen
 ) -> Planned | Mismatch:
     """Return how the modules of `model` are pruned, or why they cannot be.
 
@@ -111,13 +126,12 @@ def plan_modules(
         program: of the decoder, with its sites.
         kept: sorted kept indices by site.
         model: the decoder; only its classes and shapes are looked at, so it may be on the meta device.
-        narrow: whether values between modules may lose their pruned features.  Where not, every module
-            has the interface of the dense one, which any code around it can live with.
+        unseen: what of the pruned may be absent between modules.
     """
     planner = _Planner(program, kept, model)
     problems = (planner.problem(site) for site in planner.sites)
     problem = next((found for found in problems if found is not None), None)
-    return Mismatch(problem) if problem is not None else planner.plan(narrow)
+    return Mismatch(problem) if problem is not None else planner.plan(unseen)
 
 
 class _Planner:
@@ -168,9 +182,10 @@ class _Planner:
                 return f"{site.name}: {piece.parameter} is added after it and would fill pruned features"
         return None
 
-    def plan(self, narrow: bool) -> Planned | Mismatch:
-        norms = self._norms() if narrow else {}
-        thin = self._thin(norms) if narrow else self._whole()
+    def plan(self, unseen: Unseen) -> Planned | Mismatch:
+        norms = self._norms() if unseen != "nothing" else {}
+        attentions = self._attentions() if unseen == "heads" else {}
+        thin = self._thin(norms, attentions) if unseen != "nothing" else self._whole()
         for site in self.sites:
             # A module gathers or scatters the same features of every token, whatever its expert.
             if site.experts > 1 and site.name not in thin and not self.internal(site):
@@ -192,6 +207,10 @@ class _Planner:
             indices |= {f"{path}.{name}": index for name, index in widths.indices().items()}
             kept |= widths.kept
             filled |= widths.zeroed
+        for name in sorted(attentions.keys() & thin):
+            path = attentions[name]
+            layouts[path], cut = self._fewer_heads(name, path)
+            kept |= cut
         return Planned(Layout(layouts, digest(indices)), indices, kept, filled)
 
     def _tied_to(self, path: str) -> list[str]:
@@ -211,9 +230,37 @@ class _Planner:
         several = [norm for norm in found.values() if list(found.values()).count(norm) > 1]
         return {name: norm for name, norm in found.items() if norm not in several}
 
-    def _thin(self, norms: Mapping[str, str]) -> set[str]:
+    def _attentions(self) -> dict[str, str]:
+        """Return the module around everything that is cut with its heads, by site of heads."""
+        found: dict[str, str] = {}
+        for site in self.sites:
+            owners = {owner_of(piece.parameter) for piece in site.slices}
+            path = _around(owners)
+            alone = all(is_linear(self.modules[owner]) or owner == path for owner in owners)
+            if site.kind == "heads" and path in self.modules and alone and not self.facts.cuts_buffers(site):
+                found[site.name] = path
+        return found
+
+    def _fewer_heads(self, name: str, path: str) -> tuple[ModuleLayout, dict[Axis, np.ndarray]]:
+        """Return what changes in an attention itself: numbers of heads and widths, and its own parameters."""
+        site = next(site for site in self.sites if site.name == name)
+        widths = self.facts.widths(site, self.masks[name])
+        sizes = counted_heads(self.modules[path], widths)
+        shapes: dict[str, tuple[int, ...]] = {}
+        cut: dict[Axis, np.ndarray] = {}
+        for piece in site.slices:
+            owner, _, parameter = piece.parameter.rpartition(".")
+            if owner == path:
+                stays = places(kept_positions(piece.labels, self.masks[name]))
+                shape = list(shapes.get(parameter, self.modules[path].get_parameter(parameter).shape))
+                shape[piece.axis] = len(stays)
+                shapes[parameter], cut[piece.parameter, piece.axis] = tuple(shape), stays
+        return ModuleLayout(shapes, sizes), cut
+
+    def _thin(self, norms: Mapping[str, str], attentions: Mapping[str, str]) -> set[str]:
         """Return the sites whose pruned features are absent between modules, too."""
-        thin = set(norms) | self._whole() | {site.name for site in self.sites if self._passes(site)}
+        passing = {site.name for site in self.sites if self._passes(site)}
+        thin = set(norms) | set(attentions) | self._whole() | passing
         while True:
             # An axis where other features keep their places keeps all of them.
             mixed = [sites & thin for sites in self._interfaces() if not sites <= thin and sites & thin]
@@ -272,6 +319,12 @@ class _Planner:
             reads=not sites["in"] <= thin,
             writes=not sites["out"] <= thin,
         )
+
+
+def _around(paths: Collection[str]) -> str:
+    """Return the path of the innermost module that holds all of some modules, or is all of them."""
+    first, last = min(paths).split("."), max(paths).split(".")
+    return ".".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
 
 
 def site_cuts(sites: Sequence[Site], kept: Mapping[str, Tensor]) -> dict[Axis, np.ndarray]:

@@ -22,6 +22,8 @@ from dispfx.huggingface.layout import READ, WRITE, ModuleLayout
 Axis = tuple[str, int]
 MULTIPLE = 8
 ANY_SIDE = ""
+_OF_ONE_HEAD = ("dim", "size", "group")
+_WIDTHS = ("size", "dim", "width", "d_model", "embed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +173,21 @@ def tied_layout(module: nn.Module, layout: ModuleLayout) -> ModuleLayout:
         if old != new
     ]
     return ModuleLayout(shapes, _renumbered(module, {"in": axes[0]}) if axes else {})
+
+
+def counted_heads(attention: nn.Module, widths: Mapping[int, int]) -> dict[str, int]:
+    """Return the new values of the numbers of heads, and of widths, that an attention remembers.
+
+    Numbers of heads have names with `head`; head_dim, head_size and num_key_value_groups stay, and so does
+    any other number that no dimension of its heads has.
+
+    Args:
+        widths: new lengths of the dimensions that follow its heads, by their old lengths.
+    """
+    names = {name: value for name, value in vars(attention).items() if type(value) is int and value in widths}
+    heads = {name for name in names if "head" in name and not any(word in name for word in _OF_ONE_HEAD)}
+    wide = {name for name in names if "head" not in name and any(word in name for word in _WIDTHS)}
+    return {name: widths[names[name]] for name in sorted(heads | wide) if widths[names[name]] != names[name]}
 
 
 def _named_widths(module: nn.Module) -> dict[str, str]:

@@ -126,7 +126,7 @@ class Site:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether values of full width are gathered or scattered by the selection, which a folder then holds."""
+        """Whether values of full width are gathered or scattered, so that a folder holds the selection."""
         return self.kind in ("read", "write", "stream")
 
     @property

@@ -155,7 +155,8 @@ class Plan:
             selection.site
             for selection in self.selections
             if len(selection.kept) < selection.size
-            and len(selection.kept) <= (1 if selection.kind == "heads" else self.budget.align) * selection.experts
+            and len(selection.kept)
+            <= (1 if selection.kind == "heads" else self.budget.align) * selection.experts
         )
 
     @staticmethod

@@ -150,9 +150,7 @@ def analysed(
         require_values(source.model.named_parameters())
         require_finite_weights(source.model)
         require_own_call(source)
-        program = analyse(
-            source.model, skip=skip, select=asked.select, sites=asked.sites, longest=longest
-        )
+        program = analyse(source.model, skip=skip, select=asked.select, sites=asked.sites, longest=longest)
     stages.observer.found(program)
     if reason := unknown_class(source.model):
         stages.observer.note(f"transformers cannot hold this decoder ({reason}); dispfx.load opens its graph")
