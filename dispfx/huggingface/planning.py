@@ -184,7 +184,7 @@ class _Planner:
 
     def plan(self, unseen: Unseen) -> Planned | Mismatch:
         norms = self._norms() if unseen != "nothing" else {}
-        attentions = self._attentions() if unseen == "heads" else {}
+        attentions = self._attentions() if unseen == "heads" else []
         thin = self._thin(norms, attentions) if unseen != "nothing" else self._whole()
         for site in self.sites:
             # A module gathers or scatters the same features of every token, whatever its expert.
@@ -207,10 +207,11 @@ class _Planner:
             indices |= {f"{path}.{name}": index for name, index in widths.indices().items()}
             kept |= widths.kept
             filled |= widths.zeroed
-        for name in sorted(attentions.keys() & thin):
-            path = attentions[name]
-            layouts[path], cut = self._fewer_heads(name, path)
-            kept |= cut
+        for site in attentions:
+            if site.name in thin:
+                further, cut = self._fewer_heads(site)
+                layouts |= {path: layout for path, layout in further.items() if path not in layouts}
+                kept |= cut
         return Planned(Layout(layouts, digest(indices)), indices, kept, filled)
 
     def _tied_to(self, path: str) -> list[str]:
@@ -230,37 +231,43 @@ class _Planner:
         several = [norm for norm in found.values() if list(found.values()).count(norm) > 1]
         return {name: norm for name, norm in found.items() if norm not in several}
 
-    def _attentions(self) -> dict[str, str]:
-        """Return the module around everything that is cut with its heads, by site of heads."""
-        found: dict[str, str] = {}
-        for site in self.sites:
-            owners = {owner_of(piece.parameter) for piece in site.slices}
-            path = _around(owners)
-            alone = all(is_linear(self.modules[owner]) or owner == path for owner in owners)
-            if site.kind == "heads" and path in self.modules and alone and not self.facts.cuts_buffers(site):
-                found[site.name] = path
-        return found
+    def _attentions(self) -> list[Site]:
+        """Return the sites of heads that an attention may count fewer of."""
+        return [
+            site
+            for site in self.sites
+            if site.kind == "heads"
+            and all(is_linear(self.modules[owner]) for owner in self.owners(site))
+            and not self.facts.cuts_buffers(site)
+        ]
 
-    def _fewer_heads(self, name: str, path: str) -> tuple[ModuleLayout, dict[Axis, np.ndarray]]:
-        """Return what changes in an attention itself: numbers of heads and widths, and its own parameters."""
-        site = next(site for site in self.sites if site.name == name)
-        widths = self.facts.widths(site, self.masks[name])
-        sizes = counted_heads(self.modules[path], widths)
-        shapes: dict[str, tuple[int, ...]] = {}
+    def _fewer_heads(self, site: Site) -> tuple[dict[str, ModuleLayout], dict[Axis, np.ndarray]]:
+        """Return what changes around the projections of heads: numbers of heads, widths, other parameters."""
+        widths = self.facts.widths(site, self.masks[site.name])
+        paths = {owner_of(piece.parameter) for piece in site.slices}
+        scopes = {path for path in paths | _modules_around(paths) if not is_linear(self.modules[path])}
+        shapes: dict[str, dict[str, list[int]]] = {path: {} for path in scopes}
         cut: dict[Axis, np.ndarray] = {}
         for piece in site.slices:
-            owner, _, parameter = piece.parameter.rpartition(".")
-            if owner == path:
-                stays = places(kept_positions(piece.labels, self.masks[name]))
-                shape = list(shapes.get(parameter, self.modules[path].get_parameter(parameter).shape))
-                shape[piece.axis] = len(stays)
-                shapes[parameter], cut[piece.parameter, piece.axis] = tuple(shape), stays
-        return ModuleLayout(shapes, sizes), cut
+            owner, _, name = piece.parameter.rpartition(".")
+            if owner in scopes:
+                stays = places(kept_positions(piece.labels, self.masks[site.name]))
+                whole = list(self.modules[owner].get_parameter(name).shape)
+                shapes[owner].setdefault(name, whole)[piece.axis] = len(stays)
+                cut[piece.parameter, piece.axis] = stays
+        layouts = {
+            path: ModuleLayout(
+                {name: tuple(shape) for name, shape in sorted(shapes[path].items())},
+                counted_heads(self.modules[path], widths),
+            )
+            for path in sorted(scopes)
+        }
+        return {path: layout for path, layout in layouts.items() if layout.shapes or layout.sizes}, cut
 
-    def _thin(self, norms: Mapping[str, str], attentions: Mapping[str, str]) -> set[str]:
+    def _thin(self, norms: Mapping[str, str], attentions: Sequence[Site]) -> set[str]:
         """Return the sites whose pruned features are absent between modules, too."""
         passing = {site.name for site in self.sites if self._passes(site)}
-        thin = set(norms) | set(attentions) | self._whole() | passing
+        thin = set(norms) | {site.name for site in attentions} | self._whole() | passing
         while True:
             # An axis where other features keep their places keeps all of them.
             mixed = [sites & thin for sites in self._interfaces() if not sites <= thin and sites & thin]
@@ -321,10 +328,13 @@ class _Planner:
         )
 
 
-def _around(paths: Collection[str]) -> str:
-    """Return the path of the innermost module that holds all of some modules, or is all of them."""
-    first, last = min(paths).split("."), max(paths).split(".")
-    return ".".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+def _modules_around(paths: Collection[str]) -> set[str]:
+    """Return the paths of the innermost module that holds all of some modules, and of those between."""
+    parts = [path.split(".") for path in sorted(paths)]
+    shared = len(
+        [pair for pair in takewhile(lambda pair: pair[0] == pair[1], zip(parts[0], parts[-1], strict=False))]
+    )
+    return {".".join(path[:depth]) for path in parts for depth in range(max(shared, 1), len(path))}
 
 
 def site_cuts(sites: Sequence[Site], kept: Mapping[str, Tensor]) -> dict[Axis, np.ndarray]:

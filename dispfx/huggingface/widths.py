@@ -179,15 +179,28 @@ def counted_heads(attention: nn.Module, widths: Mapping[int, int]) -> dict[str, 
     """Return the new values of the numbers of heads, and of widths, that an attention remembers.
 
     Numbers of heads have names with `head`; head_dim, head_size and num_key_value_groups stay, and so does
-    any other number that no dimension of its heads has.
+    any other number that no dimension of its heads has.  The config that it reads is looked at as well.
 
     Args:
         widths: new lengths of the dimensions that follow its heads, by their old lengths.
     """
-    names = {name: value for name, value in vars(attention).items() if type(value) is int and value in widths}
-    heads = {name for name in names if "head" in name and not any(word in name for word in _OF_ONE_HEAD)}
-    wide = {name for name in names if "head" not in name and any(word in name for word in _WIDTHS)}
-    return {name: widths[names[name]] for name in sorted(heads | wide) if widths[names[name]] != names[name]}
+    config = getattr(attention, "config", None)
+    held = {f"config.{name}": value for name, value in vars(config).items()} if config is not None else {}
+    held = {name: value for name, value in held.items() if _counts_heads(name)} | vars(attention)
+    return {
+        name: widths[value]
+        for name, value in sorted(held.items(), key=lambda item: item[0])
+        if type(value) is int and widths.get(value, value) != value
+        if _counts_heads(name) or _is_of_all_heads(name)
+    }
+
+
+def _counts_heads(name: str) -> bool:
+    return "head" in name and not any(word in name for word in _OF_ONE_HEAD)
+
+
+def _is_of_all_heads(name: str) -> bool:
+    return ("head" not in name or "all_head" in name) and any(word in name for word in _WIDTHS)
 
 
 def _named_widths(module: nn.Module) -> dict[str, str]:
