@@ -244,7 +244,12 @@ class _Search:
     def _heads(self, leaf: Leaf) -> tuple[str, ...]:
         """Return the sites of key/value heads (rule 8); several attentions may share one."""
         names = []
-        for attention in attentions([self.nodes[name] for name in leaf.nodes], self.flow):
+        known = list(attentions([self.nodes[name] for name in leaf.nodes], self.flow))
+        if not known:
+            top = self.nodes[leaf.top]
+            reason = "no product of attention weights and values was found, whose heads are kept apart"
+            self._refuse(leaf, "heads", Mismatch(reason, top), (top, ops.rank(top) - 1))
+        for attention in known:
             found = close_heads(attention, self.flow, self.around)
             if found is None:
                 continue

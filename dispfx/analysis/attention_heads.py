@@ -59,15 +59,20 @@ def close_heads(
 
 def _heads_of(attention: fx.Node) -> int | None:
     """Return the dimension of the result that holds heads, next to the tokens (rule 1)."""
-    kept = {
-        end[1]
-        for link in links(attention) or ()
-        if isinstance(link, Link)
-        for end in (link.a, link.b)
-        if end[0] is attention and not ops.is_dynamic(*end)
-    }
-    found = [dim for dim in sorted(kept) if 0 < dim < ops.rank(attention) - 1]
+    linked: dict[fx.Node, set[int]] = {factor: set() for factor in _factors(attention)}
+    for link in links(attention) or ():
+        if isinstance(link, Link):
+            for here, there in ((link.a, link.b), (link.b, link.a)):
+                if there[0] is attention and here[0] in linked and not ops.is_dynamic(*there):
+                    linked[here[0]].add(there[1])
+    found = sorted(set.intersection(*linked.values()) - {0, ops.rank(attention) - 1})
     return found[-1] if found else None
+
+
+def _factors(attention: fx.Node) -> list[fx.Node]:
+    """Return queries, keys and values, or attention weights and values."""
+    values = ops.operands(attention)
+    return values[:3] if ops.packet(attention) in ops.ATTENTION else values
 
 
 def _cuts_every_operand(attention: fx.Node, closure: Closure, flow: Flow) -> bool:
