@@ -243,7 +243,8 @@ class _Planner:
 
     def _fewer_heads(self, site: Site) -> tuple[dict[str, ModuleLayout], dict[Axis, np.ndarray]]:
         """Return what changes around the projections of heads: numbers of heads, widths, other parameters."""
-        widths = self.facts.widths(site, self.masks[site.name])
+        mask = self.masks[site.name]
+        heads, widths = (self.facts.widths(site, mask, of_weights=it) for it in (False, True))
         paths = {owner_of(piece.parameter) for piece in site.slices}
         scopes = {path for path in paths | _modules_around(paths) if not is_linear(self.modules[path])}
         shapes: dict[str, dict[str, list[int]]] = {path: {} for path in scopes}
@@ -251,14 +252,14 @@ class _Planner:
         for piece in site.slices:
             owner, _, name = piece.parameter.rpartition(".")
             if owner in scopes:
-                stays = places(kept_positions(piece.labels, self.masks[site.name]))
+                stays = places(kept_positions(piece.labels, mask))
                 whole = list(self.modules[owner].get_parameter(name).shape)
                 shapes[owner].setdefault(name, whole)[piece.axis] = len(stays)
                 cut[piece.parameter, piece.axis] = stays
         layouts = {
             path: ModuleLayout(
                 {name: tuple(shape) for name, shape in sorted(shapes[path].items())},
-                counted_heads(self.modules[path], widths),
+                counted_heads(self.modules[path], heads, widths),
             )
             for path in sorted(scopes)
         }

@@ -175,24 +175,28 @@ def tied_layout(module: nn.Module, layout: ModuleLayout) -> ModuleLayout:
     return ModuleLayout(shapes, _renumbered(module, {"in": axes[0]}) if axes else {})
 
 
-def counted_heads(attention: nn.Module, widths: Mapping[int, int]) -> dict[str, int]:
+def counted_heads(
+    attention: nn.Module, heads: Mapping[int, int], widths: Mapping[int, int]
+) -> dict[str, int]:
     """Return the new values of the numbers of heads, and of widths, that an attention remembers.
 
     Numbers of heads have names with `head`; head_dim, head_size and num_key_value_groups stay, and so does
-    any other number that no dimension of its heads has.  The config that it reads is looked at as well.
+    any other number that is none of its heads and no width of its weights.  The config that it reads is
+    looked at as well.
 
     Args:
-        widths: new lengths of the dimensions that follow its heads, by their old lengths.
+        heads: new numbers of heads by their old ones, and lengths of other dimensions that follow them.
+        widths: likewise of the axes of weights.
     """
     config = getattr(attention, "config", None)
     held = {f"config.{name}": value for name, value in vars(config).items()} if config is not None else {}
     held = {name: value for name, value in held.items() if _counts_heads(name)} | vars(attention)
-    return {
-        name: widths[value]
-        for name, value in sorted(held.items(), key=lambda item: item[0])
-        if type(value) is int and widths.get(value, value) != value
-        if _counts_heads(name) or _is_of_all_heads(name)
-    }
+    new: dict[str, int] = {}
+    for name, value in sorted(held.items(), key=lambda item: item[0]):
+        known = heads if _counts_heads(name) else widths if _is_of_all_heads(name) else {}
+        if type(value) is int and known.get(value, value) != value:
+            new[name] = known[value]
+    return new
 
 
 def _counts_heads(name: str) -> bool:

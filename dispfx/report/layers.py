@@ -1,7 +1,7 @@
 """A plan as layers × features: which features each selection of each layer keeps.
 
-Selections of one kind form a series: S1 … S5 and S7 if the plan names them, otherwise the site's name without its
-number, as in `layers.#.latent.inner`.
+Selections of one kind form a series: S1 … S5 or S7 if the plan names them, otherwise the site's name without
+its number, as in `layers.#.latent.inner`.
 
 Shape legend: L layers, F features.
 """

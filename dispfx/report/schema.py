@@ -58,7 +58,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes of the KV cache for each token, of the dense decoder and of the written checkpoint, as it runs."""
+    """Bytes of the KV cache for each token, of the dense decoder and of the written checkpoint."""
 
     dense: int
     pruned: int

@@ -130,7 +130,7 @@ def gated_by_head(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def mixed_scores(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Scores that a matrix combines over heads before the softmax (arXiv 2003.02436): values alone have heads."""
+    """Scores that a matrix combines over heads (arXiv 2003.02436): values alone have heads."""
     scores = torch.einsum("bhqk,hg->bgqk", q @ k.transpose(-2, -1), part.mix)
     return scores.masked_fill(~causal(q), float("-inf")).softmax(-1) @ v
 
