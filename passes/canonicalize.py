@@ -20,7 +20,7 @@ Rules:
 9. Values that nobody uses are erased.  Parameters that nobody reads then are kept as `Program.unused`.
 10. `ceil(a / b)` of sizes becomes `-(-a // b)`, and `floor(a / b)` becomes `a // b`, because torch cannot
     store other forms in a file.
-11. `addcmul(x, a, b)` becomes `x + a * b`, `addcdiv(x, a, b)` becomes `x + a / b`, and `lerp(x, y, w)` becomes
+11. `addcmul(x, a, b)` becomes `x + a * b`, `addcdiv(x, a, b)` becomes `x + a / b`, `lerp(x, y, w)` becomes
    `(1 - w) * x + w * y`, where all operands have the type of the result: an addition to the residual stream
    is then seen as one.
 """

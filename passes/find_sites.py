@@ -7,7 +7,7 @@ Rules (each closure follows `dispfx.analysis.label_map`):
 2. Inner: the contracted features of every other product of a branch, where their closure is complete
    (S4 in an MLP; latents in an attention).  If a product sums over one feature twice, as over a latent
    concatenated with its norm, the two positions are one feature.  Heads are not pruned: an attention's output
-   projection contracts over heads, and gets no site.
+   projection contracts over heads, and gets no inner site.
    If experts are stacked and the graph shows the expert of each value, every expert has its own features
    (`dispfx.analysis.stacked_experts`); otherwise they share one selection.
 3. Write: the features of the value that is written (S2, S5).
@@ -21,6 +21,8 @@ Rules (each closure follows `dispfx.analysis.label_map`):
    reads and writes: embedding, norms, every reader and writer, and the head are cut together, and norms see
    only the kept features (S1 = S2 = S3 = S5, selected before the norm).  If that does not fit, the decoder is
    refused.  Inner features with their own norm, such as latents, are not pruned then.
+8. With `sites=("heads",)` the key/value heads of each attention are a site too (S7), with everything that
+   `dispfx.analysis.attention_heads` finds to be cut with them.
 """
 
 import fnmatch
@@ -30,6 +32,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import fx
 
+from dispfx.analysis.attention_heads import attentions, close_heads
 from dispfx.analysis.coverage import unnamed
 from dispfx.analysis.flow import Flow
 from dispfx.analysis.label_map import Closure, LabelContext, Mismatch, Statistics, close, sums_over_several
@@ -52,7 +55,7 @@ from dispfx.ir.sites import (
     SiteKind,
     Slice,
 )
-from dispfx.settings.sections import BudgetSettings, Select
+from dispfx.settings.sections import BudgetSettings, FurtherSites, Select
 from dispfx.words.choices import check_choices
 from dispfx.words.option_names import option
 
@@ -66,10 +69,12 @@ class FindSites:
     Args:
         skip: patterns (as of a shell) of branch names to leave dense.
         select: whether every read selects after its norm, or the whole stream has one selection.
+        sites: what to prune besides the paper's selections.
     """
 
     skip: tuple[str, ...] = ()
     select: Select = BudgetSettings.select
+    sites: tuple[FurtherSites, ...] = BudgetSettings.sites
 
     def __post_init__(self) -> None:
         """Check `select`.
@@ -92,7 +97,7 @@ class FindSites:
         """
         _require_named(program, self.skip)
         before = (program.sites, program.branches, program.refused)
-        search = _Search(program)
+        search = _Search(program, heads="heads" in self.sites)
         if self.select == "before-norm":
             search.stream()
         for leaf in program.leaves:
@@ -128,6 +133,7 @@ class _Search:
     """The sites found so far, and the owner of every parameter axis."""
 
     program: Program
+    heads: bool = False
     sites: list[Site] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
@@ -181,15 +187,17 @@ class _Search:
         self.whole_stream = True
 
     def leaf(self, leaf: Leaf) -> None:
-        """Find the read, inner and write sites of one leaf."""
+        """Find the read, inner, head and write sites of one leaf."""
         products = list(self._weight_products(leaf))
         readers = [product for product in products if product.first or self._sums_over_stream(product)]
         reads = (STREAM,) if self.whole_stream else self._reads(leaf, readers)
         inner = self._inner(leaf, [product for product in products if product not in readers])
+        heads = self._heads(leaf) if self.heads and leaf.kind == "attention" else ()
         self._name_unfit(leaf)
         writes = (STREAM,) if self.whole_stream else self._writes(leaf)
-        if reads or inner or writes:
-            self.branches.append(Branch(leaf.branch, leaf.kind, reads, inner, writes))  # type: ignore[arg-type]
+        if reads or inner or heads or writes:
+            branch = Branch(leaf.branch, leaf.kind, reads, inner, writes, heads)  # type: ignore[arg-type]
+            self.branches.append(branch)
 
     def _weight_products(self, leaf: Leaf) -> Iterator[_WeightProduct]:
         fed: set[fx.Node] = set()
@@ -231,6 +239,31 @@ class _Search:
         names = []
         for product in products:
             names += self._site(leaf, "inner", [product.activation], product.size, owned=product.weight)
+        return tuple(dict.fromkeys(names))
+
+    def _heads(self, leaf: Leaf) -> tuple[str, ...]:
+        """Return the sites of key/value heads (rule 8); several attentions may share one."""
+        names = []
+        known = list(attentions([self.nodes[name] for name in leaf.nodes], self.flow))
+        if not known:
+            top = self.nodes[leaf.top]
+            reason = "no product of attention weights and values was found, whose heads are kept apart"
+            self._refuse(leaf, "heads", Mismatch(reason, top), (top, ops.rank(top) - 1))
+        for attention in known:
+            found = close_heads(attention, self.flow, self.around)
+            if found is None:
+                continue
+            seed, closure = found
+            owner = self._owner_of(seed)
+            if owner is not None:
+                names.append(owner)
+                continue
+            if isinstance(closure, Closure):
+                closure = not_zero(closure) or self._conflict(closure) or closure
+            if isinstance(closure, Mismatch):
+                self._refuse(leaf, "heads", closure, seed)
+            elif _cuts_elements(closure):
+                names.append(self._add(leaf, "heads", closure))
         return tuple(dict.fromkeys(names))
 
     def _writes(self, leaf: Leaf) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 logits = head(x + down(middle(up(x))))        x = embedding(ids)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,12 +68,13 @@ def one_branch(mlp: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     return perturb(OneBranch(mlp()))
 
 
-def require_one_function(model: nn.Module, program: Program, ratio: float = 0.4) -> None:
-    """Pass if gated, lowered, gathered and the zeroed module agree for random plans, and matter."""
+def require_one_function(
+    model: nn.Module, program: Program, ratio: float = 0.4, plans: Sequence[Plan] | None = None
+) -> None:
+    """Pass if gated, lowered, gathered and the zeroed module agree for random or given plans, and matter."""
     ids = token_ids(2, 9, vocabulary=VOCABULARY)
     with torch.no_grad():
-        for seed in range(2):
-            plan = Plan.random(program, ratio, seed)
+        for plan in plans or [Plan.random(program, ratio, seed) for seed in range(2)]:
             gated = dispfx.gated(program, plan)(ids)
             assert relative_error(gated, model(ids)) > 1e-4, "the plan must remove something that matters"
             zeroed = zeroed_decoder(program, plan, model)(ids)

@@ -5,7 +5,8 @@
     python tools/bench_shapes.py --out bench --sections check,main          some
     python tools/bench_shapes.py --out bench --shape tiny --device cpu --dtype float32 --scale 0.05
 
-Sections: short (the table's rows with the fewest variants, for a few minutes; not among the default ones),
+Sections: short (the table's rows with the fewest variants, for a few minutes) and heads (the same with and
+without heads among what is pruned), neither of them by default;
 check (kernels and static caches against their references), main (the rows of the 13B
 table), profile (one layer, kernel by kernel), more (other ratios), align (what alignment costs), sweep
 (every ratio and batch), shapes (other decoders).  Only layers are run, with a vocabulary of 512 and so next
@@ -33,12 +34,13 @@ from dispfx.api.benching import experts_for
 from dispfx.benchmark.decoder_speed import Contender, Mode, compare
 from dispfx.benchmark.speed_row import SpeedRow
 from dispfx.benchmark.timing import device_name
-from dispfx.ir.cached_inputs import CachedShape
+from dispfx.ir.cached_inputs import CachedShape, cache_tensors
 from dispfx.ir.program import Program
 from dispfx.report.speed import speed_line, write_speed
+from dispfx.settings.sections import FurtherSites
 from dispfx.source.experts import Experts
 
-SECTIONS = ("short", "check", "main", "profile", "more", "align", "sweep", "shapes")
+SECTIONS = ("short", "heads", "check", "main", "profile", "more", "align", "sweep", "shapes")
 OTHER_SHAPES = ("llama-2-7b", "qwen3-8b", "phi-2", "mixtral-8x7b")
 ALIGNMENTS = (1, 8, 16, 64, 128)
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5)
@@ -156,6 +158,25 @@ def run_short(bench: Bench) -> None:
     bench.row(name, dense, pruned, decode(bench, 1, 1024), kernels=("generated",))
 
 
+def run_heads(bench: Bench) -> None:
+    """The rows of the table without and with key/value heads among what is pruned."""
+    for ratio in (0.5, 0.3):
+        for sites in (("heads",), ()):
+            dense, pruned = pair(bench, bench.args.shape, bench.args.layers, ratio, sites=sites)
+            name = f"{bench.args.shape}, {share(pruned)} removed, cache {cache_share(dense, pruned):.0%}"
+            for shape in (decode(bench, 64, 256), decode(bench, 1, 1024), prefill(bench, 1, 2048)):
+                bench.row(name, dense, pruned, shape)
+
+
+def cache_share(dense: Contender, pruned: Contender) -> float:
+    """Return the share of the dense decoder's KV cache that the pruned one has."""
+    kept, whole = (
+        sum(cache.heads * cache.size for cache in cache_tensors(one.reference.graph))
+        for one in (pruned, dense)
+    )
+    return kept / whole
+
+
 def run_check(bench: Bench) -> None:
     """Compare kernels and static caches with their references on this device."""
     from speed_checks import all_checks
@@ -249,9 +270,10 @@ def pair(
     *,
     align: int | None = None,
     experts: Experts = "batched",
+    sites: tuple[FurtherSites, ...] = (),
 ) -> tuple[Contender, Contender]:
     """Return the dense and the pruned decoder."""
-    program = _captured(shape, layers, bench.args.vocabulary, bench.device, bench.dtype, experts)
+    program = _captured(shape, layers, bench.args.vocabulary, bench.device, bench.dtype, experts, sites)
     args = bench.args
     plans = [
         shapes.periodic_plan(program, wanted, period=args.period, align=align or args.align)
@@ -263,9 +285,15 @@ def pair(
 
 @cache
 def _captured(
-    shape: str, layers: int, vocabulary: int, device: torch.device, dtype: torch.dtype, experts: Experts
+    shape: str,
+    layers: int,
+    vocabulary: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    experts: Experts,
+    sites: tuple[FurtherSites, ...],
 ) -> Program:
-    program = shapes.captured(shapes.config_of(shape, layers, vocabulary), device, dtype, experts)
+    program = shapes.captured(shapes.config_of(shape, layers, vocabulary), device, dtype, experts, sites)
     shapes.fill(program)
     return program
 
@@ -289,7 +317,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add: Callable[..., object] = parser.add_argument
     add("--out", required=True, help="folder for speed.md and speed.json")
-    add("--sections", default=",".join(SECTIONS[1:]), help="comma-separated, in the order to run")
+    add("--sections", default=",".join(SECTIONS[2:]), help="comma-separated, in the order to run")
     add("--shape", default="llama-2-13b", choices=sorted(shapes.SHAPES), help="decoder of the main rows")
     add("--shapes", nargs="+", default=OTHER_SHAPES, choices=sorted(shapes.SHAPES), help="of that section")
     add("--layers", type=int, default=8, help="layers of the main rows")

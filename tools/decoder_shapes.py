@@ -25,6 +25,7 @@ from dispfx.ir.sites import Site
 from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import Groups, ParameterCount, harden
 from dispfx.plan.plan import Plan
+from dispfx.settings.sections import FurtherSites
 from dispfx.source.experts import Experts
 
 SHAPES = {
@@ -114,14 +115,19 @@ def _without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def captured(
-    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, experts: Experts = "batched"
+    config: PreTrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    experts: Experts = "batched",
+    sites: tuple[FurtherSites, ...] = (),
 ) -> Program:
     """Return the program, with a cache, of a decoder with zeros for weights.
 
     Args:
         experts: how a mixture is computed (`dispfx.source.experts`).
+        sites: what is pruned besides the paper's selections.
     """
-    return capture_cached(zeros_decoder(config, device, dtype), experts=experts)
+    return capture_cached(zeros_decoder(config, device, dtype), sites=sites, experts=experts)
 
 
 def periodic_plan(program: Program, ratio: float, *, period: int, align: int, seed: int = 0) -> Plan:

@@ -140,6 +140,7 @@ def close(
     *,
     crosses_products: bool = True,
     joins_features: bool = False,
+    of_heads: bool = False,
     statistics: Statistics = "full",
 ) -> Closure | Mismatch:
     """Spread labels from the seeds until nothing changes.
@@ -148,12 +149,13 @@ def close(
         seeds: dimensions and their labels.
         context: what the labels may not cross.
         crosses_products: whether a product may consume a labelled activation; not for writes.
+        of_heads: whether the features are heads, which a product of two activations may keep apart.
         joins_features: whether features that share a position become one, as long as two are left; at
             most `_MOST_JOINS` times, so that a site costs no more than a few walks.
         statistics: whether means are taken over all features (norms then refuse the site), means and norms
             over kept features, or both refuse the site.
     """
-    found = _spread(seeds, context, crosses_products, statistics)
+    found = _spread(seeds, context, crosses_products, of_heads, statistics)
     for _ in range(_MOST_JOINS if joins_features else 0):
         if isinstance(found, Closure) or found.same is None:
             break
@@ -161,7 +163,7 @@ def close(
         if not fewer.any():
             break
         seeds = [(dimension, fewer[labels]) for dimension, labels in seeds]
-        found = _spread(seeds, context, crosses_products, statistics)
+        found = _spread(seeds, context, crosses_products, of_heads, statistics)
     return found
 
 
@@ -169,9 +171,10 @@ def _spread(
     seeds: list[tuple[Dimension, np.ndarray]],
     context: LabelContext,
     crosses_products: bool,
+    of_heads: bool,
     statistics: Statistics,
 ) -> Closure | Mismatch:
-    walk = _Walk(context, crosses_products, statistics)
+    walk = _Walk(context, crosses_products, of_heads, statistics)
     try:
         for dimension, labels in seeds:
             walk.join(dimension, labels)
@@ -197,12 +200,13 @@ def _joined(features: int, same: np.ndarray) -> np.ndarray:
 class _Walk:
     """The state of one closure."""
 
-    def __init__(self, context: LabelContext, crosses_products: bool, statistics: Statistics):
+    def __init__(self, context: LabelContext, crosses_products: bool, of_heads: bool, statistics: Statistics):
         self.closure = Closure()
         self._statistics = statistics
         self._context = context
         self._cuts: set[tuple[fx.Node, fx.Node]] = set()
         self._crosses_products = crosses_products
+        self._of_heads = of_heads
         self._pending: list[Dimension] = []
 
     def join(self, dimension: Dimension, labels: np.ndarray) -> None:
@@ -243,7 +247,8 @@ class _Walk:
             if value in self._context.caches:
                 return
             raise _Refused(Mismatch("the features reach the decoder's output", place))
-        if ops.contracts(place) and len(ops.activations(place, self._context.dependent)) > 1:
+        between = ops.contracts(place) and len(ops.activations(place, self._context.dependent)) > 1
+        if between and not self._of_heads:
             reason = "the features enter a product of two activations"
             raise _Refused(Mismatch(reason, place, grouped=True))
         connections = links(place)
@@ -306,6 +311,8 @@ class _Walk:
     def _contract(self, labelled: Dimension, other: Dimension, product: fx.Node) -> None:
         labels = self.closure.labels[labelled]
         if self._is_activation(labelled[0]):
+            if self._is_activation(other[0]):
+                raise _Refused(Mismatch("a product of two activations sums over the heads", product))
             if not self._crosses_products:
                 raise _Refused(Mismatch("a written value also feeds a product", product))
             self._gate(labelled, product)

@@ -193,7 +193,9 @@ class _Sides:
         """Return the dense decoder with its cache and the sites of the folder's plan, one capture per way."""
         experts = experts if self._chooses else "batched"
         if experts not in self._programs:
-            captured = capture_cached(self._dense, select=self.plan.select, experts=experts)
+            captured = capture_cached(
+                self._dense, select=self.plan.select, sites=self.plan.sites, experts=experts
+            )
             self._programs[experts] = only_planned(captured, self.plan)
         return self._programs[experts]
 
@@ -202,7 +204,9 @@ class _Sides:
         experts = experts if self._chooses else "batched"
         if experts not in self._made:
             plan = self.plan
-            empty = only_planned(capture_cached(self._empty, select=plan.select, experts=experts), plan)
+            empty = only_planned(
+                capture_cached(self._empty, select=plan.select, sites=plan.sites, experts=experts), plan
+            )
             program = self.program(experts)
             _require_same_shapes(program, empty)
             dense = _contender(lower_program(program, Plan.random(program, 0.0, seed=0)), 0.0)

@@ -270,7 +270,7 @@ def run_apply(
         text = open_text(source, chosen)
     stages.say(text.notes)
     text.require_measurable()
-    program = only_planned(analysed(source, stages, (), plan.select), plan)
+    program = only_planned(analysed(source, stages, plan), plan)
     require_same_decoder(program, plan)
     plan = plan.fitted(program.sites)
     if settings.output.export == "onnx":

@@ -54,7 +54,12 @@ def inspect(model: Any, *, config_only: bool = False, **changes: Any) -> Program
     else:
         source = open_model(chosen)
         require_finite_weights(source.model)
-    program = analyse(source.model, skip=settings.budget.skip, select=settings.budget.select)
+    program = analyse(
+        source.model,
+        skip=settings.budget.skip,
+        select=settings.budget.select,
+        sites=settings.budget.sites,
+    )
     rehearse(source, program, Budget.of_settings(settings.budget, UNALIGNED))
     return program
 

@@ -114,7 +114,7 @@ def _job(settings: RecoverSettings, state: Path, stages: Stages, ranks: Ranks) -
     stages.say(text.notes)
     text.require_learnable()
     text.require_measurable()
-    program = only_planned(analysed(source, stages, (), plan.select), plan)
+    program = only_planned(analysed(source, stages, plan), plan)
     require_tokens(source, text, program.text_tokens)
     return Recovery(
         folder=folder,

@@ -22,7 +22,7 @@ from dispfx.compiler.programs import (
 from dispfx.ir.cached_inputs import cache_tensors, positions_of
 from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
-from dispfx.settings.sections import BudgetSettings, Select
+from dispfx.settings.sections import BudgetSettings, FurtherSites, Select
 from dispfx.settings.verb_settings import WriteSpelling
 from dispfx.source.cached_forward import cached_forward
 from dispfx.source.experts import Experts, experts_as
@@ -34,6 +34,7 @@ def capture_cached(
     *,
     skip: Sequence[str] = (),
     select: Select = BudgetSettings.select,
+    sites: Sequence[FurtherSites] = BudgetSettings.sites,
     vocabulary_size: int | None = None,
     experts: Experts = "batched",
 ) -> Program:
@@ -44,7 +45,7 @@ def capture_cached(
     without a cache, so `Plan.for_sites` finds what a plan made on either keeps here.
 
     Args:
-        model, skip, select, vocabulary_size: as for `dispfx.compiler.programs.analyse`.
+        model, skip, select, sites, vocabulary_size: as for `dispfx.compiler.programs.analyse`.
         experts: `batched` to export, or for one or two tokens; `grouped` for steps of many tokens, where
             `batched` would gather the weights of its experts for every token.
 
@@ -56,7 +57,7 @@ def capture_cached(
     with experts_as(model, experts):
         program = capture_prepared(cached_forward(model), vocabulary_size=vocabulary_size, context=context)
     program.context = context
-    return run_pipeline("analyse", program, skip=skipped(skip), select=select)
+    return run_pipeline("analyse", program, skip=skipped(skip), select=select, sites=tuple(sites))
 
 
 def lower_cached(
@@ -72,7 +73,7 @@ def lower_cached(
         CaptureError, UnsupportedGraphError: as `capture_cached`.
         PlanMismatchError: if the plan was made for another decoder.
     """
-    program = capture_cached(model, select=plan.select, vocabulary_size=vocabulary_size)
+    program = capture_cached(model, select=plan.select, sites=plan.sites, vocabulary_size=vocabulary_size)
     require_same_decoder(program, plan)
     return lower_program(only_planned(program, plan), plan, write=write)
 

@@ -23,7 +23,7 @@ from dispfx.ir.program import Program, own_tensor, require_program
 from dispfx.ir.retype import retyped
 from dispfx.plan.hardening import hard_masks
 from dispfx.plan.plan import Plan, require_plan, site_keys
-from dispfx.settings.sections import BudgetSettings, Select
+from dispfx.settings.sections import BudgetSettings, FurtherSites, Select
 from dispfx.settings.verb_settings import WriteSpelling
 from dispfx.source.experts import Experts, experts_as, has_choice_of_experts
 from dispfx.source.source import longest_context, named_context
@@ -42,6 +42,7 @@ def capture(
     *,
     skip: Sequence[str] | str = (),
     select: Select = BudgetSettings.select,
+    sites: Sequence[FurtherSites] = BudgetSettings.sites,
     vocabulary_size: int | None = None,
     experts: Experts = "grouped",
     passes: Sequence[Pass] = (),
@@ -53,6 +54,7 @@ def capture(
         skip: patterns of branch names to leave dense; one, or several.
         select: `after-norm`, with separate selections for the reads and writes of every branch; or
             `before-norm`, one selection for the whole residual stream, including embedding, norms and head.
+        sites: what to prune besides the paper's selections: `heads`.
         vocabulary_size: token ids that check the capture are below it; by default that of the input
             embedding.
         experts: how a mixture of experts is computed if the decoder has a choice: `grouped`, which is fast
@@ -74,7 +76,9 @@ def capture(
         )
     further = further_passes(passes, "canonical", names_of("analyse"))
     require_finite_weights(model)
-    program = analyse(model, skip=skip, select=select, vocabulary_size=vocabulary_size, experts=experts)
+    program = analyse(
+        model, skip=skip, select=select, sites=sites, vocabulary_size=vocabulary_size, experts=experts
+    )
     return Pipeline(further).run(program)
 
 
@@ -83,6 +87,7 @@ def analyse(
     *,
     skip: Sequence[str] | str = (),
     select: Select = BudgetSettings.select,
+    sites: Sequence[FurtherSites] = BudgetSettings.sites,
     vocabulary_size: int | None = None,
     experts: Experts = "grouped",
     separator: int | None = None,
@@ -109,7 +114,7 @@ def analyse(
                 longest=max(longest, longest_context(config)),
             )
         program.context = named_context(config)
-        return run_pipeline("analyse", program, skip=skipped(skip), select=select)
+        return run_pipeline("analyse", program, skip=skipped(skip), select=select, sites=tuple(sites))
 
     try:
         return attempt(experts)
@@ -129,6 +134,7 @@ def separate_documents(
     *,
     skip: Sequence[str] = (),
     select: Select = BudgetSettings.select,
+    sites: Sequence[FurtherSites] = BudgetSettings.sites,
     longest: int = 0,
 ) -> Program:
     """Return a program of the same decoder in which the documents of a sequence do not see each other.
@@ -138,13 +144,13 @@ def separate_documents(
     Args:
         model: the decoder that `program` was captured from.
         separator: token that ends a document.
-        skip, select, longest: as for `program`.
+        skip, select, sites, longest: as for `program`.
 
     Raises:
         CaptureError: if the decoder cannot keep documents apart.
         UnsupportedGraphError: if its sites differ from those of `program`.
     """
-    twin = analyse(model, skip=skip, select=select, separator=separator, longest=longest)
+    twin = analyse(model, skip=skip, select=select, sites=sites, separator=separator, longest=longest)
     found, expected = ([(site.name, site_keys(site)) for site in one.sites] for one in (twin, program))
     if found != expected:
         raise UnsupportedGraphError(
@@ -164,7 +170,7 @@ def exportable(model: nn.Module, program: Program, plan: Plan) -> Program:
     """
     if not has_choice_of_experts(model):
         return program
-    return only_planned(analyse(model, select=plan.select, experts="batched"), plan)
+    return only_planned(analyse(model, select=plan.select, sites=plan.sites, experts="batched"), plan)
 
 
 class GatedDecoder(nn.Module):

@@ -81,9 +81,9 @@ def site_indices(plan: Plan, sites: Sequence[Site]) -> dict[str, Tensor]:
 
     A decoder that is only a graph stores these.
 
-    Inner sites need none: their weights are smaller on both sides.
+    Inner features and heads need none: weights are smaller on both sides.
     """
-    cut = {site.name for site in sites if site.kind != "inner"}
+    cut = {site.name for site in sites if site.is_gathered}
     return {
         INDEX_BUFFERS + selection.site: selection.kept
         for selection in plan.selections

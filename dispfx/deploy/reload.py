@@ -53,7 +53,7 @@ def read_plan(folder: Path) -> Plan:
     _compare(folder, "selections", section.get("selections"), plan.digest)
     layout = read_layout(folder)
     if layout is None:
-        _check_indices(folder, plan, {site.name for site in sites if site.kind != "inner"})
+        _check_indices(folder, plan, {site.name for site in sites if site.is_gathered})
     else:
         layout.check_indices(read_tensors(folder, [name for name in read_headers(folder) if is_index(name)]))
     return plan

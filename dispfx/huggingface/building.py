@@ -8,6 +8,7 @@ a dense one, and shares all uncut tensors with it.
 import copy
 from collections.abc import Collection, Mapping
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,29 @@ from torch import Tensor, nn
 from dispfx.errors import PlanMismatchError
 from dispfx.huggingface.layout import MARK, WRITE, Layout, ModuleLayout
 from dispfx.huggingface.modules import empty_index, make_gathering
+
+# Before the name of a number that a module reads from its config.
+CONFIG = "config."
+
+
+class ConfigOfFewerHeads:
+    """A config as an attention sees it whose own number of heads is smaller; all else is the decoder's.
+
+    Args:
+        config: of the decoder, or another one of these.
+        name, number: what this attention has another number of.
+    """
+
+    def __init__(self, config: Any, name: str, number: int):
+        vars(self).update({"_dense": config, name: number})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_dense" not in vars(self):
+            raise AttributeError(name)  # while it is copied or unpickled
+        return getattr(self._dense, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dense, name, value)
 
 
 def shape_modules(model: nn.Module, layout: Layout, values: Mapping[str, Tensor] | None = None) -> None:
@@ -118,6 +142,9 @@ def _shape(
         value = _empty(old, shape) if values is None else values[f"{path}.{name}"]
         module._parameters[name] = nn.Parameter(value, requires_grad=old.requires_grad)
     for name, size in layout.sizes.items():
+        if name.startswith(CONFIG):
+            module.config = ConfigOfFewerHeads(module.config, name.removeprefix(CONFIG), size)
+            continue
         held = vars(module).get(name)
         if isinstance(held, tuple) and len(held) == 1:
             setattr(module, name, (size,))

@@ -90,6 +90,22 @@ class Facts:
                 return False
         return True
 
+    def cuts_buffers(self, site: Site) -> bool:
+        """Whether a tensor that is no parameter is cut with a site."""
+        nodes = [self.nodes[name] for name, _ in self.program.closures[site.name]]
+        return any(node.op == "get_attr" and not ops.is_parameter(node) for node in nodes)
+
+    def widths(self, site: Site, mask: np.ndarray, *, of_weights: bool) -> dict[int, int]:
+        """Return how long axes of weights, or other dimensions, that follow a site become, by their length.
+
+        Lengths that become several others are left out.
+        """
+        found: dict[int, set[int]] = {}
+        for (name, _), labels in self.program.closures[site.name].items():
+            if of_weights == (self.nodes[name].op == "get_attr"):
+                found.setdefault(len(labels), set()).add(int(kept_positions(labels, mask).sum()))
+        return {length: after.pop() for length, after in found.items() if len(after) == 1}
+
     def norm_of(self, site: Site, owners: set[str], leaves: set[str]) -> str | None:
         """Return the module whose output is read by this site alone, or None.
 

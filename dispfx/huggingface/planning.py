@@ -4,6 +4,8 @@
     read      the norm before it selects, where nothing else reads the norm; else every reader does
     inner     smaller modules, where the code between them takes any width; else its producers scatter and
               its consumers read, and everything between keeps its width
+    heads     smaller projections in an attention that counts fewer heads, where its code takes any number;
+              else as inner features, and its cache keeps its size
     write     the producer scatters among zeros
     stream    every module that owns a weight of it is smaller, embedding, norms and head too
 
@@ -11,8 +13,10 @@ Modules are known by the weights that they own.  What cannot be built this way i
 is compared with the lowered graph before it is written, since the code of a module is not read here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -22,7 +26,7 @@ from dispfx.analysis.label_map import Mismatch
 from dispfx.analysis.positions import kept_features, kept_positions, places, taken, zeroed
 from dispfx.huggingface.facts import Facts, owner_of
 from dispfx.huggingface.layout import SELECT, Layout, ModuleLayout, digest
-from dispfx.huggingface.widths import Axis, Cut, Widths, is_linear, is_stacked, tied_layout
+from dispfx.huggingface.widths import Axis, Cut, Widths, counted_heads, is_linear, is_stacked, tied_layout
 from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
 
@@ -102,8 +106,19 @@ class Planned:
         return found
 
 
+# What is absent between modules: pruned features and heads, features alone, or neither.  With neither, every
+# module has the interface of the dense one, which any code around it can live with.
+Unseen = Literal["heads", "features", "nothing"]
+
+
+def ways(sites: Sequence[Site]) -> tuple[Unseen, ...]:
+    """Return what to try for a decoder with these sites, in order."""
+    every: tuple[Unseen, ...] = get_args(Unseen)
+    return every if any(site.kind == "heads" for site in sites) else every[1:]
+
+
 def plan_modules(
-    program: Program, kept: Mapping[str, Tensor], model: nn.Module, *, narrow: bool = True
+    program: Program, kept: Mapping[str, Tensor], model: nn.Module, *, unseen: Unseen
 ) -> Planned | Mismatch:
     """Return how the modules of `model` are pruned, or why they cannot be.
 
@@ -111,13 +126,12 @@ def plan_modules(
         program: of the decoder, with its sites.
         kept: sorted kept indices by site.
         model: the decoder; only its classes and shapes are looked at, so it may be on the meta device.
-        narrow: whether values between modules may lose their pruned features.  Where not, every module
-            has the interface of the dense one, which any code around it can live with.
+        unseen: what of the pruned may be absent between modules.
     """
     planner = _Planner(program, kept, model)
     problems = (planner.problem(site) for site in planner.sites)
     problem = next((found for found in problems if found is not None), None)
-    return Mismatch(problem) if problem is not None else planner.plan(narrow)
+    return Mismatch(problem) if problem is not None else planner.plan(unseen)
 
 
 class _Planner:
@@ -168,9 +182,10 @@ class _Planner:
                 return f"{site.name}: {piece.parameter} is added after it and would fill pruned features"
         return None
 
-    def plan(self, narrow: bool) -> Planned | Mismatch:
-        norms = self._norms() if narrow else {}
-        thin = self._thin(norms) if narrow else self._whole()
+    def plan(self, unseen: Unseen) -> Planned | Mismatch:
+        norms = self._norms() if unseen != "nothing" else {}
+        attentions = self._attentions() if unseen == "heads" else []
+        thin = self._thin(norms, attentions) if unseen != "nothing" else self._whole()
         for site in self.sites:
             # A module gathers or scatters the same features of every token, whatever its expert.
             if site.experts > 1 and site.name not in thin and not self.internal(site):
@@ -192,6 +207,11 @@ class _Planner:
             indices |= {f"{path}.{name}": index for name, index in widths.indices().items()}
             kept |= widths.kept
             filled |= widths.zeroed
+        for site in attentions:
+            if site.name in thin:
+                further, cut = self._fewer_heads(site)
+                layouts |= {path: layout for path, layout in further.items() if path not in layouts}
+                kept |= cut
         return Planned(Layout(layouts, digest(indices)), indices, kept, filled)
 
     def _tied_to(self, path: str) -> list[str]:
@@ -211,9 +231,44 @@ class _Planner:
         several = [norm for norm in found.values() if list(found.values()).count(norm) > 1]
         return {name: norm for name, norm in found.items() if norm not in several}
 
-    def _thin(self, norms: Mapping[str, str]) -> set[str]:
+    def _attentions(self) -> list[Site]:
+        """Return the sites of heads that an attention may count fewer of."""
+        return [
+            site
+            for site in self.sites
+            if site.kind == "heads"
+            and all(is_linear(self.modules[owner]) for owner in self.owners(site))
+            and not self.facts.cuts_buffers(site)
+        ]
+
+    def _fewer_heads(self, site: Site) -> tuple[dict[str, ModuleLayout], dict[Axis, np.ndarray]]:
+        """Return what changes around the projections of heads: numbers of heads, widths, other parameters."""
+        mask = self.masks[site.name]
+        heads, widths = (self.facts.widths(site, mask, of_weights=it) for it in (False, True))
+        paths = {owner_of(piece.parameter) for piece in site.slices}
+        scopes = {path for path in paths | _modules_around(paths) if not is_linear(self.modules[path])}
+        shapes: dict[str, dict[str, list[int]]] = {path: {} for path in scopes}
+        cut: dict[Axis, np.ndarray] = {}
+        for piece in site.slices:
+            owner, _, name = piece.parameter.rpartition(".")
+            if owner in scopes:
+                stays = places(kept_positions(piece.labels, mask))
+                whole = list(self.modules[owner].get_parameter(name).shape)
+                shapes[owner].setdefault(name, whole)[piece.axis] = len(stays)
+                cut[piece.parameter, piece.axis] = stays
+        layouts = {
+            path: ModuleLayout(
+                {name: tuple(shape) for name, shape in sorted(shapes[path].items())},
+                counted_heads(self.modules[path], heads, widths),
+            )
+            for path in sorted(scopes)
+        }
+        return {path: layout for path, layout in layouts.items() if layout.shapes or layout.sizes}, cut
+
+    def _thin(self, norms: Mapping[str, str], attentions: Sequence[Site]) -> set[str]:
         """Return the sites whose pruned features are absent between modules, too."""
-        thin = set(norms) | self._whole() | {site.name for site in self.sites if self._passes(site)}
+        passing = {site.name for site in self.sites if self._passes(site)}
+        thin = set(norms) | {site.name for site in attentions} | self._whole() | passing
         while True:
             # An axis where other features keep their places keeps all of them.
             mixed = [sites & thin for sites in self._interfaces() if not sites <= thin and sites & thin]
@@ -272,6 +327,15 @@ class _Planner:
             reads=not sites["in"] <= thin,
             writes=not sites["out"] <= thin,
         )
+
+
+def _modules_around(paths: Collection[str]) -> set[str]:
+    """Return the paths of the innermost module that holds all of some modules, and of those between."""
+    parts = [path.split(".") for path in sorted(paths)]
+    shared = len(
+        [pair for pair in takewhile(lambda pair: pair[0] == pair[1], zip(parts[0], parts[-1], strict=False))]
+    )
+    return {".".join(path[:depth]) for path in parts for depth in range(max(shared, 1), len(path))}
 
 
 def site_cuts(sites: Sequence[Site], kept: Mapping[str, Tensor]) -> dict[Axis, np.ndarray]:

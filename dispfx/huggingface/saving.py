@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dispfx.analysis.label_map import Mismatch
 from dispfx.huggingface.building import pruned_twin
 from dispfx.huggingface.layout import Layout
-from dispfx.huggingface.planning import plan_modules
+from dispfx.huggingface.planning import plan_modules, ways
 from dispfx.ir.program import Program
 
 
@@ -58,8 +58,8 @@ def build_pruned(
         agrees: says what is wrong with a candidate, or None.
     """
     problems: list[str] = []
-    for narrow in (True, False):
-        planned = plan_modules(program, kept, model, narrow=narrow)
+    for unseen in ways(program.sites):
+        planned = plan_modules(program, kept, model, unseen=unseen)
         if isinstance(planned, Mismatch):
             return planned
         layout = replace(planned.layout, **_further(model, underived, program.dtype))

@@ -22,6 +22,8 @@ from dispfx.huggingface.layout import READ, WRITE, ModuleLayout
 Axis = tuple[str, int]
 MULTIPLE = 8
 ANY_SIDE = ""
+_OF_ONE_HEAD = ("dim", "size", "group")
+_WIDTHS = ("size", "dim", "width", "d_model", "embed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +173,38 @@ def tied_layout(module: nn.Module, layout: ModuleLayout) -> ModuleLayout:
         if old != new
     ]
     return ModuleLayout(shapes, _renumbered(module, {"in": axes[0]}) if axes else {})
+
+
+def counted_heads(
+    attention: nn.Module, heads: Mapping[int, int], widths: Mapping[int, int]
+) -> dict[str, int]:
+    """Return the new values of the numbers of heads, and of widths, that an attention remembers.
+
+    Numbers of heads have names with `head`; head_dim, head_size and num_key_value_groups stay, and so does
+    any other number that is none of its heads and no width of its weights.  The config that it reads is
+    looked at as well.
+
+    Args:
+        heads: new numbers of heads by their old ones, and lengths of other dimensions that follow them.
+        widths: likewise of the axes of weights.
+    """
+    config = getattr(attention, "config", None)
+    held = {f"config.{name}": value for name, value in vars(config).items()} if config is not None else {}
+    held = {name: value for name, value in held.items() if _counts_heads(name)} | vars(attention)
+    new: dict[str, int] = {}
+    for name, value in sorted(held.items(), key=lambda item: item[0]):
+        known = heads if _counts_heads(name) else widths if _is_of_all_heads(name) else {}
+        if type(value) is int and known.get(value, value) != value:
+            new[name] = known[value]
+    return new
+
+
+def _counts_heads(name: str) -> bool:
+    return "head" in name and not any(word in name for word in _OF_ONE_HEAD)
+
+
+def _is_of_all_heads(name: str) -> bool:
+    return ("head" not in name or "all_head" in name) and any(word in name for word in _WIDTHS)
 
 
 def _named_widths(module: nn.Module) -> dict[str, str]:

@@ -5,6 +5,9 @@ The paper's five selections per decoder layer (arXiv 2410.11988, section 3) are 
     S1  attention read     S2  attention write
     S3  MLP read           S4  MLP inner          S5  MLP write
 
+On request a plan also chooses among the key/value heads of each attention (S7 here).  A head is cut with the
+queries that read it, its rows of the output projection's input, and its part of the cache.
+
 With one selection for the whole stream (S1 = S2 = S3 = S5, before the norms) one site named "stream" takes
 the place of all reads and writes.
 
@@ -16,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 BranchKind = Literal["attention", "mlp", "mixer"]
-SiteKind = Literal["read", "inner", "write", "stream"]
+SiteKind = Literal["read", "inner", "write", "stream", "heads"]
 RowsKind = Literal["ids", "ends", "positions"]
 
 # The one site of the whole residual stream, which takes the place of all reads and writes.
@@ -30,6 +33,7 @@ _SYMBOLS = {
     ("mlp", "read"): "S3",
     ("mlp", "inner"): "S4",
     ("mlp", "write"): "S5",
+    ("attention", "heads"): "S7",
 }
 
 
@@ -99,7 +103,7 @@ class Site:
         name: unique in a decoder and the same in every capture of it.
         branch: name of the branch it belongs to; "stream" for the site of the whole stream.
         branch_kind: kind of that branch.
-        kind: read, inner, write, or stream.
+        kind: read, inner, write, stream, or heads.
         size: number of features, of all experts together; all are kept in the dense decoder.
         slices: the parameter axes that follow the selection.
         gates: where the mask multiplies activations.
@@ -121,25 +125,31 @@ class Site:
         return self.size // self.experts
 
     @property
+    def is_gathered(self) -> bool:
+        """Whether values of full width are gathered or scattered, so that a folder holds the selection."""
+        return self.kind in ("read", "write", "stream")
+
+    @property
     def symbol(self) -> str:
-        """The paper's name of this selection, S1 … S5, or "" where the paper has none."""
+        """The paper's name of this selection, S1 … S5; S7 for heads, and "" where there is no such name."""
         return _SYMBOLS.get((self.branch_kind, self.kind), "")
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One attention, MLP or other residual branch; `reads`, `inner` and `writes` name its sites."""
+    """One attention, MLP or other residual branch; `reads`, `inner`, `heads` and `writes` name its sites."""
 
     name: str
     kind: BranchKind
     reads: tuple[str, ...]
     inner: tuple[str, ...]
     writes: tuple[str, ...]
+    heads: tuple[str, ...] = ()
 
     @property
     def sites(self) -> tuple[str, ...]:
         """Names of all sites, reads first."""
-        return self.reads + self.inner + self.writes
+        return self.reads + self.inner + self.heads + self.writes
 
 
 @dataclass(frozen=True)

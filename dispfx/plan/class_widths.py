@@ -9,6 +9,7 @@ Shapes: G groups, N features of all groups, side by side.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,25 +22,28 @@ class Widths:
     Args:
         sizes: number of features of every group; per expert if there are several.
         align: a group with fewer features than this keeps all of them.
+        aligned: whether `align` holds for a group; a group for which it does not may have any width.
     """
 
     sizes: tuple[int, ...]
     align: int
+    aligned: tuple[bool, ...]
 
     @property
     def full(self) -> Tensor:
         """The size of every group."""
         return torch.tensor(self.sizes)
 
-    @property
-    def step(self) -> int:
-        """The alignment, at most the largest size."""
-        return min(self.align, max(self.sizes, default=1))
+    @cached_property
+    def step(self) -> Tensor:
+        """The alignment of every group, at most the largest size."""
+        step = min(self.align, max(self.sizes, default=1))
+        return torch.tensor([step if aligned else 1 for aligned in self.aligned])
 
     @property
     def smallest(self) -> Tensor:
         """The least allowed width of every group; never zero."""
-        return self.full.clamp_max(self.step)
+        return torch.minimum(self.full, self.step)
 
     def nearest(self, widths_G: Tensor) -> Tensor:
         """Return the closest allowed widths; the larger of two equally close."""

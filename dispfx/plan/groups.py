@@ -1,7 +1,7 @@
 """Groups of sites that share one selection.
 
 Without a constraint every site is a separate group.  In the paper's constrained variant (S1 = S2 = S3 = S5
-everywhere, arXiv 2410.11988, table of ablations) all read and write sites are one group, and every inner site
+everywhere, arXiv 2410.11988, table of ablations) all read and write sites are one group, and every other site
 is a separate one.  There is one set of logits and samples per group; `expand` repeats them for the sites.
 
 If one site holds the whole stream, inner sites of one kind and size keep equally many features, each site its
@@ -28,6 +28,7 @@ class Groups:
         experts: number of experts with their own features in every group; usually 1.
         names: name of every group for messages: that of its first site.
         widths: a number for every group; groups with the same number keep equally many features.
+        aligned: whether the widths of a group are aligned; a head is many features already.
     """
 
     of_site: tuple[int, ...]
@@ -35,6 +36,7 @@ class Groups:
     experts: tuple[int, ...]
     names: tuple[str, ...]
     widths: tuple[int, ...]
+    aligned: tuple[bool, ...]
     _features: Tensor | None  # for every feature of every site the group's feature; None: the same
 
     @staticmethod
@@ -62,7 +64,8 @@ class Groups:
             features = torch.cat([ranges[group] for group in of_site])
         experts = tuple(site.experts for site in first.values())
         names = tuple(site.name for site in first.values())
-        return Groups(of_site, sizes, experts, names, _equal_widths(list(first.values())), features)
+        aligned = tuple(site.kind != "heads" for site in first.values())
+        return Groups(of_site, sizes, experts, names, _equal_widths(list(first.values())), aligned, features)
 
     @staticmethod
     def alone(sites: Sequence[Site]) -> "Groups":
@@ -71,10 +74,10 @@ class Groups:
 
     @staticmethod
     def constrained(sites: Sequence[Site]) -> "Groups":
-        """Give all read and write sites of one width the same selection, and every inner site its own."""
+        """Give all read and write sites of one width the same selection, and every other site its own."""
         return Groups.of(
             sites,
-            [index if site.kind == "inner" else ("stream", site.size) for index, site in enumerate(sites)],
+            [("stream", site.size) if site.is_gathered else index for index, site in enumerate(sites)],
         )
 
     @staticmethod

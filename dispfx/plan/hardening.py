@@ -155,7 +155,7 @@ def _search(logits: Tensor, groups: Groups, count: ParameterCount, budget: Budge
     _check(logits, groups, count, budget)
     ranking = Ranking.of(logits.detach().to("cpu", torch.float64), groups.sizes, groups.experts)
     expert_sizes = tuple(size // experts for size, experts in zip(groups.sizes, groups.experts, strict=True))
-    widths = Widths(expert_sizes, budget.align)
+    widths = Widths(expert_sizes, budget.align, groups.aligned)
     return WidthSearch(ranking, widths, groups.to("cpu"), count.to("cpu"), budget.keep * count.dense)
 
 

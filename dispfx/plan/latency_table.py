@@ -158,7 +158,7 @@ def branch_costs(
         paths = sorted({path for path, _ in stays if len(shapes[path]) == 2})
         dense = sum(table.product_seconds(*shapes[path]) for path in paths)
         pruned = sum(table.product_seconds(*_kept_shape(path, shapes[path], stays)) for path in paths)
-        selects = any(site.kind != "inner" and not bool(mask.all()) for site, mask in own)
+        selects = any(site.is_gathered and not bool(mask.all()) for site, mask in own)
         found.append(BranchCost(branch, dense, pruned + (table.selection_seconds if selects else 0.0)))
     return found
 

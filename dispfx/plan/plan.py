@@ -31,7 +31,7 @@ from dispfx.ir.sites import STREAM, Site
 from dispfx.plan.budget import Budget, Counted
 from dispfx.plan.hardening import ParameterCount, hard_masks, harden
 from dispfx.plan.latency_table import LatencyTable
-from dispfx.settings.sections import Select
+from dispfx.settings.sections import FurtherSites, Select
 from dispfx.words.given import path_given, require_given
 from dispfx.words.own_function import names_function
 
@@ -65,6 +65,11 @@ class Selection:
             return NotImplemented
         ours, theirs = ((one.site, one.size, one.keys, one.experts) for one in (self, other))
         return ours == theirs and torch.equal(self.kept, other.kept)
+
+    @property
+    def kind(self) -> str:
+        """Kind of the site, which its name ends with."""
+        return self.site.rpartition(".")[2].partition("_")[0]
 
     @property
     def full(self) -> bool:
@@ -126,6 +131,12 @@ class Plan:
         return "before-norm" if whole else "after-norm"
 
     @property
+    def sites(self) -> tuple[FurtherSites, ...]:
+        """What the plan prunes besides the paper's selections."""
+        kinds = {selection.kind for selection in self.selections}
+        return tuple(kind for kind in get_args(FurtherSites) if kind in kinds)
+
+    @property
     def kept(self) -> dict[str, Tensor]:
         """Kept indices by site name."""
         return {selection.site: selection.kept for selection in self.selections}
@@ -146,7 +157,8 @@ class Plan:
             selection.site
             for selection in self.selections
             if len(selection.kept) < selection.size
-            and len(selection.kept) <= self.budget.align * selection.experts
+            and len(selection.kept)
+            <= (1 if selection.kind == "heads" else self.budget.align) * selection.experts
         )
 
     @staticmethod

@@ -23,6 +23,7 @@ from dispfx.report.observer import NullObserver, Observer, TerminalObserver
 from dispfx.report.schema import (
     Behaviour,
     Bytes,
+    CacheBytes,
     Parameters,
     PerplexityChange,
     Protocol,
@@ -40,6 +41,7 @@ from dispfx.report.schema import (
 __all__ = [
     "Behaviour",
     "Bytes",
+    "CacheBytes",
     "FolderContents",
     "NullObserver",
     "Observer",

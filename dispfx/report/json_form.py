@@ -30,6 +30,7 @@ _OPTIONAL = (
     "settings",
     "onnx_without_cache",
     "lengths",
+    "cache",
     "quantized",
 )
 Shape = typing.TypeVar("Shape")

@@ -1,7 +1,7 @@
 """A plan as layers × features: which features each selection of each layer keeps.
 
-Selections of one kind form a series: S1 … S5 if the plan names them, otherwise the site's name without its
-number, as in `layers.#.latent.inner`.
+Selections of one kind form a series: S1 … S5 or S7 if the plan names them, otherwise the site's name without
+its number, as in `layers.#.latent.inner`.
 
 Shape legend: L layers, F features.
 """
@@ -25,6 +25,7 @@ _MEANINGS = {
     "S3": "MLP read",
     "S4": "MLP inner",
     "S5": "MLP write",
+    "S7": "key/value heads",
 }
 
 
@@ -124,7 +125,7 @@ def layers_of(plan: Plan, sites: Sequence[SiteWidth] = ()) -> Layers:
 
 
 def _stream_sites(series: Series) -> list[Selection]:
-    return [] if series.kind == "inner" else [site for row in series.sites for site in row]
+    return [] if series.kind in ("inner", "heads") else [site for row in series.sites for site in row]
 
 
 def _stream_width(series: Sequence[Series]) -> int:

@@ -70,6 +70,14 @@ class Bytes:
 
 
 @dataclass(frozen=True)
+class CacheBytes:
+    """Bytes of the KV cache for each token, of the dense decoder and of the written checkpoint."""
+
+    dense: int
+    pruned: int
+
+
+@dataclass(frozen=True)
 class Protocol:
     """How perplexity was measured; the fields are those of `dispfx.quality.perplexity.Perplexity`."""
 
@@ -271,6 +279,7 @@ class Report:
         files: SHA-256 of each file of the decoder by its path in the folder, without files that `export` adds
             later.  Empty in older reports.
         onnx_without_cache: why the ONNX model written with the folder has no KV cache, if it has none.
+        cache: of a plan that prunes heads, for a decoder of transformers.
         lengths: sequence lengths for which the decoder's graph holds; None in older reports.
         settings: every setting of the run by section (`dispfx.settings.RunSettings`); None if a plan was
             applied.
@@ -297,6 +306,7 @@ class Report:
     onnx_without_cache: str | None = None
     ungated: tuple[UngatedWeights, ...] = ()
     lengths: Lengths | None = None
+    cache: CacheBytes | None = None
     quantized: tuple[Quantized, ...] = ()
 
     @property

@@ -127,7 +127,21 @@ def _size_rows(report: Any) -> list[Row]:
             _change(size.dense, size.pruned),
         ),
         ("ratio removed", f"{ratio.requested:.2%} requested", f"{ratio.achieved:.2%} achieved", note),
+        *_head_rows(report),
     ]
+
+
+def _head_rows(report: Any) -> list[Row]:
+    """Return rows for key/value heads and the KV cache, of a plan that prunes heads."""
+    heads = [site for site in report.sites if site.kind == "heads"]
+    rows: list[Row] = []
+    if heads:
+        dense, kept = sum(site.size for site in heads), sum(site.kept for site in heads)
+        rows.append(("key/value heads", f"{dense:,}", f"{kept:,}", _change(dense, kept)))
+    if report.cache is not None:
+        dense, kept = report.cache.dense, report.cache.pruned
+        rows.append(("KV cache per token", f"{dense:,} bytes", f"{kept:,} bytes", _change(dense, kept)))
+    return rows
 
 
 def _quality_rows(report: Any) -> list[Row]:

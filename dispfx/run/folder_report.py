@@ -19,6 +19,7 @@ from dispfx.quality.agreement import Comparison
 from dispfx.report import (
     Behaviour,
     Bytes,
+    CacheBytes,
     FolderContents,
     Parameters,
     PerplexityChange,
@@ -43,6 +44,8 @@ from dispfx.verification.equivalence import Verification
 from dispfx.version import __version__
 
 PROBE_SEED, PROBE_SAMPLES = 7, 100
+# To find out how much a decoder caches for each.
+_CACHED_TOKENS = 2
 _NAMED_VERSIONS = ("torch", "transformers", "safetensors", "onnx", "onnxruntime-gpu", "onnxruntime")
 
 
@@ -93,6 +96,30 @@ def report_of(
         ),
         lengths=task.program.lengths,
     )
+
+
+def cache_change(task: Task, reloaded: nn.Module) -> CacheBytes | None:
+    """Return the bytes of both KV caches for each token, if the plan prunes heads."""
+    if not task.plan.sites:
+        return None
+    dense, pruned = _cache_bytes(task.source.model), _cache_bytes(reloaded)
+    return None if dense is None or pruned is None else CacheBytes(dense, pruned)
+
+
+def _cache_bytes(model: nn.Module) -> int | None:
+    """Return the bytes of keys and values that a decoder of transformers caches for each token, or None."""
+    if getattr(model, "config", None) is None:
+        return None
+    ids = torch.zeros(1, _CACHED_TOKENS, dtype=torch.long, device=next(model.parameters()).device)
+    with torch.no_grad():
+        cache = getattr(model(ids, use_cache=True), "past_key_values", None)
+    layers = [
+        (getattr(one, "keys", None), getattr(one, "values", None)) for one in getattr(cache, "layers", ())
+    ]
+    held = [
+        tensor for pair in layers for tensor in pair if isinstance(tensor, torch.Tensor) and tensor.numel()
+    ]
+    return sum(tensor.nbytes for tensor in held) // _CACHED_TOKENS if held else None
 
 
 def left_dense(plan: Plan, sites: Sequence[Site]) -> list[Refused]:

@@ -23,7 +23,7 @@ from dispfx.deploy.section import CONFIG_FILE, read_layout
 from dispfx.deploy.weights import read_tensors
 from dispfx.errors import OutputError, PlanMismatchError
 from dispfx.huggingface.model_loading import load_model
-from dispfx.huggingface.planning import plan_modules, site_cuts
+from dispfx.huggingface.planning import plan_modules, site_cuts, ways
 from dispfx.ir.lengths import Lengths, hold_to
 from dispfx.ir.program import Program
 from dispfx.ir.token_tables import tokens_read
@@ -186,7 +186,7 @@ class Opened:
     ) -> "_Captured":
         """Capture the decoder without its weights, lower it, and insert the stored weights."""
         model = skeleton(self.path, device=device, trust_remote_code=self.trust_remote_code)
-        program = only_planned(capture(model, select=plan.select), plan)
+        program = only_planned(capture(model, select=plan.select, sites=plan.sites), plan)
         lowered = lower_program(program, plan)
         layout = read_layout(self.path)
         captured = _Captured(lowered)
@@ -332,9 +332,9 @@ def load(
 def _planned_again(
     program: Program, kept: dict[str, torch.Tensor], model: nn.Module, indices: str, path: Path
 ):
-    """Return how the modules in the folder were pruned, by trying both possible ways."""
-    for narrow in (True, False):
-        planned = plan_modules(program, kept, model, narrow=narrow)
+    """Return how the modules in the folder were pruned, by trying every way."""
+    for unseen in ways(program.sites):
+        planned = plan_modules(program, kept, model, unseen=unseen)
         if not isinstance(planned, Mismatch) and planned.layout.indices == indices:
             return planned
     raise PlanMismatchError(

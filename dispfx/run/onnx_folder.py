@@ -191,9 +191,12 @@ def _spelled(program: Program, write: WriteSpelling) -> Program:
 def _write_configs(opened: Opened, cached: Program, folder: Path) -> None:
     """Write the decoder's own config without the dispfx section, and genai_config.json.
 
-    The fields that clients read (vocabulary, layers, heads, positions) also hold for the pruned decoder.
+    The fields that clients read (vocabulary, layers, heads, positions) also hold for the pruned decoder,
+    unless its layers keep different numbers of heads: genai has one for all, and gets no file then.
     """
     generation = _write_own_files(opened, folder)
+    if len({cache.heads for cache in cache_tensors(cached.graph)}) > 1 and opened.plan.sites:
+        return
     write_genai_config(
         folder,
         model_file=MODEL_FILE,

@@ -19,6 +19,7 @@ from dispfx.ir.program import Program
 from dispfx.learning.text import Batches
 from dispfx.plan.budget import Budget
 from dispfx.plan.latency_table import latency_table
+from dispfx.plan.plan import Plan
 from dispfx.run.decoder_files import require_writable
 from dispfx.run.fitting import fitted_settings
 from dispfx.run.learning_setup import device_of_learning
@@ -31,7 +32,7 @@ from dispfx.run.run_text import Text, TextChoice, open_text, require_tokens, sep
 from dispfx.run.targets import export_of, require_ordinary
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import ComputeSettings, LearnSettings, RunSettings
-from dispfx.settings.sections import ALIGNMENT, Select
+from dispfx.settings.sections import ALIGNMENT, BudgetSettings
 from dispfx.source import Source
 from dispfx.source.loading import require_own_call
 from dispfx.source.source import context_of
@@ -95,7 +96,7 @@ def ready_to_learn(
     if source.config is not None or "seq_len" not in learning.adaptable:
         text.batches(learning)  # Otherwise the decoder's graph says how long its sequences may be.
     text.require_measurable()
-    program = analysed(source, stages, asked.skip, asked.select, learning.seq_len)
+    program = analysed(source, stages, asked, skip=asked.skip, longest=learning.seq_len)
     # Widths suit the device that the result will run on.
     target = asked.target or device_of_learning(program, settings.compute).type
     budget = Budget.of_settings(asked, ALIGNMENT[target])
@@ -114,6 +115,7 @@ def ready_to_learn(
                 separator,
                 skip=asked.skip,
                 select=asked.select,
+                sites=asked.sites,
                 longest=learning.seq_len,
             )
     hold_to_readable(source, learned_on, learning.seq_len)
@@ -141,14 +143,24 @@ def ready_to_learn(
 
 
 def analysed(
-    source: Source, stages: Stages, skip: Sequence[str], select: Select, longest: int = 0
+    source: Source,
+    stages: Stages,
+    asked: BudgetSettings | Plan,
+    *,
+    skip: Sequence[str] = (),
+    longest: int = 0,
 ) -> Program:
-    """Return the program of a decoder, captured as a timed stage; `longest` as for `analyse`."""
+    """Return the program of a decoder, captured as a timed stage.
+
+    Args:
+        asked: names the sites to find.
+        skip, longest: as for `analyse`.
+    """
     with stages("capture"):
         require_values(source.model.named_parameters())
         require_finite_weights(source.model)
         require_own_call(source)
-        program = analyse(source.model, skip=skip, select=select, longest=longest)
+        program = analyse(source.model, skip=skip, select=asked.select, sites=asked.sites, longest=longest)
     stages.observer.found(program)
     if reason := unknown_class(source.model):
         stages.observer.note(f"transformers cannot hold this decoder ({reason}); dispfx.load opens its graph")

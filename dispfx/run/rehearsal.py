@@ -262,7 +262,7 @@ def _translated(source: Source, program: Program, plan: Plan, fast: torch.fx.Gra
 def _cached(source: Source, plan: Plan) -> Program | None:
     """Return the lowered decoder with its cache, or None where it cannot be captured with one."""
     try:
-        found = capture_cached(source.model, select=plan.select)
+        found = capture_cached(source.model, select=plan.select, sites=plan.sites)
     except (CaptureError, UnsupportedGraphError):
         return None
     return lower_program(only_planned(found, plan), plan, write="gather-add")

@@ -9,7 +9,7 @@ from dispfx.deploy.folder import new_folder
 from dispfx.huggingface.saving import PrunedModel
 from dispfx.report import Report
 from dispfx.run.decoder_files import Task, pruned_modules, write_decoder
-from dispfx.run.folder_report import compared_texts, report_of, skill_changes, write_words
+from dispfx.run.folder_report import cache_change, compared_texts, report_of, skill_changes, write_words
 from dispfx.run.folders import Written, open_folder
 from dispfx.run.targets import Form, Target, target_named
 from dispfx.run.timed_stages import Stages
@@ -72,7 +72,8 @@ def write_output(task: Task, stages: Stages) -> Report:
         with stages("digest"):
             files = digests(folder)
         report = report_of(task, folder, tuple(lines), measured, skills, files, stages)
-        report = replace(report, onnx_without_cache=exported.no_cache)
+        cache = cache_change(task, reloaded)
+        report = replace(report, onnx_without_cache=exported.no_cache, cache=cache)
         write_words(task, folder, report, as_modules=isinstance(pruned, PrunedModel))
     return report
 

@@ -25,6 +25,8 @@ from dispfx.serving.fused_layers import ServedLayout, unserved
 from dispfx.serving.linear_method import PrunedLinearMethod
 from dispfx.serving.stored_indices import StoredIndices
 
+_HEADS = re.compile(r"heads (\d+) of (\d+)")
+
 
 class PrunedFolder(QuantizationConfig):
     """The dispfx section of a folder's config.
@@ -38,6 +40,7 @@ class PrunedFolder(QuantizationConfig):
 
     def __init__(self, section: Mapping[str, Any]):
         super().__init__()
+        _require_all_heads(section)
         self._served = ServedLayout.of_section(section)
         self._indices = StoredIndices(self._served.layout)
         # Paths of the folder, by the names that the engine has for them.
@@ -155,6 +158,23 @@ class PrunedFolder(QuantizationConfig):
                     where=str(engine.model_config.model),
                     hint="docs/serving.md lists what is served",
                 )
+
+
+def _require_all_heads(section: Mapping[str, Any]) -> None:
+    """Refuse a plan that cuts heads: vLLM gives every layer the config's number of them.
+
+    Raises:
+        OutputError: naming the first attention.
+    """
+    for site in section["sites"]:
+        name, _, kept = str(site).partition(": ")
+        found = _HEADS.fullmatch(kept)
+        if found is not None and found[1] != found[2]:
+            raise unserved(
+                name.rpartition(".")[0],
+                f"it keeps {found[1]} of {found[2]} key/value heads, and vLLM expects all of them",
+                hint="compile without --sites heads for vLLM; transformers and ONNX Runtime run this folder",
+            )
 
 
 class _Renamed:

@@ -204,9 +204,11 @@ class Field:
         if value is None:
             return
         self.require_named(value)
+        values = value if isinstance(value, list | tuple) else [value]
         if self.choices and not (self.facts.functions and names_function(value)):
-            require_choice(self.choices, value, option(self.name))
-        for number in value if isinstance(value, list | tuple) else [value]:
+            for chosen in values:
+                require_choice(self.choices, chosen, option(self.name))
+        for number in values:
             if is_number(number) and (allowed := self.required_range(number)) is not None:
                 raise self.facts.error(
                     f"{option(self.name)} must be {allowed}, and {number!r} was given",
@@ -229,8 +231,9 @@ class Field:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Allowed choices; empty if any value of the type is allowed."""
-        return next((typing.get_args(kind) for kind in _members(self.kind) if _is_literal(kind)), ())
+        """Allowed choices, of each value where there may be several; empty if any value is allowed."""
+        kinds = [kind for member in _members(self.kind) for kind in (member, *typing.get_args(member))]
+        return next((typing.get_args(kind) for kind in kinds if _is_literal(kind)), ())
 
 
 @cache

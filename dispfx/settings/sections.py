@@ -22,6 +22,8 @@ Switch = Literal["auto", "on", "off"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 RatioOf = Literal["blocks", "total"]
 Select = Literal["after-norm", "before-norm"]
+# What a plan prunes on request, besides the paper's selections.
+FurtherSites = Literal["heads"]
 Target = Literal["cuda", "cpu"]
 Export = Literal["none", "onnx", "pt2", "dense"]
 # Of the widths, by the device that the result will run on.
@@ -179,11 +181,15 @@ class BudgetSettings(Section):
         "Select features after every norm; or before them, with one selection for the whole residual stream "
         f"(needs {option('constrained', True)}).",
     )
+    sites: tuple[FurtherSites, ...] = setting(
+        (), "Also prune heads: key/value heads with their queries and their part of the cache.", repeats=str
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.skip, str):
-            object.__setattr__(self, "skip", (self.skip,))
+        for name in ("skip", "sites"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
 
 
 @dataclass(frozen=True)

@@ -41,16 +41,19 @@ def require_choice(known: Iterable[str], name: object, what: str) -> None:
 
 
 def check_choices(settings: Any) -> None:
-    """Raise if a field of a dataclass with a `Literal` type holds another value.
+    """Raise if a field of a dataclass with a `Literal` type, or a tuple of them, holds another value.
 
     Raises:
         DispfxError: as `require_choice`.
     """
     hints = get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
-        if get_origin(hints[field.name]) is Literal:
-            value = getattr(settings, field.name)
-            require_choice(get_args(hints[field.name]), value, field.name)
+        kind, value = hints[field.name], getattr(settings, field.name)
+        several = get_origin(kind) is tuple
+        kind = get_args(kind)[0] if several else kind
+        if get_origin(kind) is Literal:
+            for chosen in value if several else [value]:
+                require_choice(get_args(kind), chosen, field.name)
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

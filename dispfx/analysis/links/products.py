@@ -1,9 +1,10 @@
 """Rules of operations that contract a dimension of two operands, and of table look-ups."""
 
+import numpy as np
 from torch import fx
 
-from dispfx.analysis.links.connections import Connection, Contraction, Mixing, aligned, same
-from dispfx.ir.ops import argument, groups_of, is_depthwise, operand, rank
+from dispfx.analysis.links.connections import Connection, Contraction, Link, Mixing, aligned, same
+from dispfx.ir.ops import argument, groups_of, is_depthwise, operand, rank, shape_of
 
 
 def linear(node: fx.Node) -> list[Connection]:
@@ -124,10 +125,28 @@ def attention(node: fx.Node) -> list[Connection]:
     query, key, value = (operand(node, index) for index in range(3))
     last, tokens = rank(node) - 1, rank(node) - 2
     found = same(query, tokens, node, tokens) + same(value, rank(value) - 1, node, last)
+    shares = bool(node.kwargs.get("enable_gqa", False))
+    mask = argument(node, 3, "attn_mask")
+    if isinstance(mask, fx.Node):
+        found += aligned(mask, node, but_last=2)
     for tensor in (query, key, value):
-        found += aligned(tensor, node, but_last=2)
+        found += aligned(tensor, node, but_last=3 if shares else 2)
+        if shares:
+            found += _shared_heads(tensor, node)
     found.append(Contraction((query, rank(query) - 1), (key, rank(key) - 1)))
     return [*found, Contraction((key, rank(key) - 2), (value, rank(value) - 2))]
+
+
+def _shared_heads(tensor: fx.Node, node: fx.Node) -> list[Connection]:
+    """Head i of the result reads head i // n of keys and values that n heads share."""
+    mine, theirs = rank(tensor) - 3, rank(node) - 3
+    heads, results = shape_of(tensor)[mine], shape_of(node)[theirs]
+    if heads == results:
+        return same(tensor, mine, node, theirs)
+    if heads == 1:
+        return []
+    reads = np.arange(results)
+    return [Link((tensor, mine), (node, theirs), reads // (results // heads), reads)]
 
 
 def embedding(node: fx.Node) -> list[Connection]:

@@ -195,6 +195,26 @@ def joined(node: fx.Node) -> list[Connection]:
     return found
 
 
+def stacked(node: fx.Node) -> list[Connection]:
+    """A stack puts operands side by side along a dimension of its own."""
+    values = node.args[0]
+    assert isinstance(values, list | tuple)
+    new = dimension(node, argument(node, 1, "dim", 0))
+    return [
+        link
+        for value in values
+        if isinstance(value, fx.Node)
+        for dim in range(rank(value))
+        for link in same(value, dim, node, dim if dim < new else dim + 1)
+    ]
+
+
+def paired(node: fx.Node) -> list[Connection]:
+    """Pairs along the last dimension become complex numbers, or the reverse; the other dimensions agree."""
+    value = operand(node, 0)
+    return [link for dim in range(min(rank(value), rank(node))) for link in same(value, dim, node, dim)]
+
+
 def gated_half(node: fx.Node) -> list[Connection]:
     value = operand(node, 0)
     dim = dimension(value, argument(node, 1, "dim", -1))
@@ -262,6 +282,13 @@ def scattered(node: fx.Node) -> list[Connection]:
         return []
     taken = dimension(base, node.args[1])
     return [*others(base, node, taken), *others(rows, node, taken)]
+
+
+def slice_scattered(node: fx.Node) -> list[Connection]:
+    """One operand takes the place of a slice of another; the other dimensions agree."""
+    base, part = operand(node, 0), operand(node, 1)
+    taken = dimension(base, argument(node, 2, "dim", 0))
+    return [*others(base, node, taken), *others(part, node, taken)]
 
 
 def placed(node: fx.Node) -> list[Connection]:
