@@ -161,7 +161,8 @@ def run_short(bench: Bench) -> None:
 def run_heads(bench: Bench) -> None:
     """The rows of the table without and with key/value heads among what is pruned."""
     for ratio in (0.5, 0.3):
-        for sites in (("heads",), ()):
+        both: tuple[tuple[FurtherSites, ...], ...] = (("heads",), ())
+        for sites in both:
             dense, pruned = pair(bench, bench.args.shape, bench.args.layers, ratio, sites=sites)
             name = f"{bench.args.shape}, {share(pruned)} removed, cache {cache_share(dense, pruned):.0%}"
             for shape in (decode(bench, 64, 256), decode(bench, 1, 1024), prefill(bench, 1, 2048)):

@@ -266,6 +266,8 @@ def valid_lengths(conditions: Sequence[Condition], traced: int, trial: Trial) ->
     # Without values nothing can be compared, and every length is as good as the next.
     blind = trial.compared is None
     conditions = [one for one in conditions if one.holds(traced) and not (one.fixed and blind)]
+    if any(one.fixed for one in conditions) and trial.answer(traced + 1).kind == "stops":
+        return Lengths()  # The graph runs at one length alone, which is no range: the capture says why.
     above = range_above(conditions, traced, trial)
     least, where = _downwards(conditions, traced, trial)
     return Lengths(least, above.most, above.end, above.where or where)

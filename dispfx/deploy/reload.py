@@ -24,6 +24,7 @@ from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.section import read_layout, read_section
 from dispfx.deploy.weights import INDEX_BUFFERS, is_added, is_index, read_headers, read_tensors
 from dispfx.errors import DataError, PlanMismatchError
+from dispfx.ir.sites import GATHERED
 from dispfx.plan.plan import Plan
 
 _ONE_COMPILATION = "config.json, plan.safetensors and the weights must come from one compilation"
@@ -53,7 +54,7 @@ def read_plan(folder: Path) -> Plan:
     _compare(folder, "selections", section.get("selections"), plan.digest)
     layout = read_layout(folder)
     if layout is None:
-        _check_indices(folder, plan, {site.name for site in sites if site.is_gathered})
+        _check_indices(folder, plan, {site.name for site in sites if site.kind in GATHERED})
     else:
         layout.check_indices(read_tensors(folder, [name for name in read_headers(folder) if is_index(name)]))
     return plan

@@ -142,11 +142,11 @@ def _shape(
         value = _empty(old, shape) if values is None else values[f"{path}.{name}"]
         module._parameters[name] = nn.Parameter(value, requires_grad=old.requires_grad)
     for name, size in layout.sizes.items():
-        if name.startswith(CONFIG):
-            module.config = ConfigOfFewerHeads(module.config, name.removeprefix(CONFIG), size)
-            continue
-        held = vars(module).get(name)
-        if isinstance(held, tuple) and len(held) == 1:
+        number = name.removeprefix(CONFIG)
+        held = vars(module).get("config" if name.startswith(CONFIG) else name)
+        if name.startswith(CONFIG) and isinstance(getattr(held, number, None), int):
+            vars(module)["config"] = ConfigOfFewerHeads(held, number, size)
+        elif isinstance(held, tuple) and len(held) == 1:
             setattr(module, name, (size,))
         elif isinstance(held, int):
             setattr(module, name, size)

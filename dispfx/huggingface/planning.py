@@ -118,7 +118,7 @@ def ways(sites: Sequence[Site]) -> tuple[Unseen, ...]:
 
 
 def plan_modules(
-    program: Program, kept: Mapping[str, Tensor], model: nn.Module, *, unseen: Unseen
+    program: Program, kept: Mapping[str, Tensor], model: nn.Module, *, unseen: Unseen = "features"
 ) -> Planned | Mismatch:
     """Return how the modules of `model` are pruned, or why they cannot be.
 

@@ -22,6 +22,8 @@ BranchKind = Literal["attention", "mlp", "mixer"]
 SiteKind = Literal["read", "inner", "write", "stream", "heads"]
 RowsKind = Literal["ids", "ends", "positions"]
 
+# Kinds of sites whose features are gathered from, or scattered into, values of full width.
+GATHERED = ("read", "write", "stream")
 # The one site of the whole residual stream, which takes the place of all reads and writes.
 STREAM = "stream"
 
@@ -127,7 +129,7 @@ class Site:
     @property
     def is_gathered(self) -> bool:
         """Whether values of full width are gathered or scattered, so that a folder holds the selection."""
-        return self.kind in ("read", "write", "stream")
+        return self.kind in GATHERED
 
     @property
     def symbol(self) -> str:

@@ -122,7 +122,10 @@ def _claimed(source: Source, program: Program) -> int:
     """Return the longest sequence that config and graph claim, 2048 at most, or one that the decoder runs."""
     named = program.context or program.lengths.most
     if named is not None:
-        return longest_text(program, program.lengths.within(min(named, LONGEST_CONTEXT)))
+        tokens = longest_text(program, program.lengths.within(min(named, LONGEST_CONTEXT)))
+        if _stop(source, program, tokens) is None:
+            return tokens
+        # A config may name positions that texts do not begin at.
     return next((tokens for tokens in _UNNAMED if _stop(source, program, tokens) is None), 0)
 
 

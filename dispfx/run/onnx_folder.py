@@ -195,7 +195,8 @@ def _write_configs(opened: Opened, cached: Program, folder: Path) -> None:
     unless its layers keep different numbers of heads: genai has one for all, and gets no file then.
     """
     generation = _write_own_files(opened, folder)
-    if len({cache.heads for cache in cache_tensors(cached.graph)}) > 1 and opened.plan.sites:
+    several = len({cache.heads for cache in cache_tensors(cached.graph)}) > 1
+    if several and opened.plan is not None and opened.plan.sites:
         return
     write_genai_config(
         folder,

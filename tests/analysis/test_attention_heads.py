@@ -20,6 +20,8 @@ WIDTH, HEADS, SIZE = 16, 6, 4
 class Projections(nn.Module):
     """Queries, keys and values of (B, heads, T, SIZE), and what a test computes from them."""
 
+    slopes: Tensor
+
     def __init__(
         self, attend: Callable[["Projections", Tensor, Tensor, Tensor], Tensor], keys: int, bias=False
     ):
@@ -316,5 +318,5 @@ def test_soft_masks_of_heads_scale_them():
     name = next(site.name for site in program.sites if site.kind == "heads")
     with torch.no_grad():
         halved = gated(ids, masks | {name: torch.full((HEADS,), 0.5)})
-        model.mlp.out.weight.mul_(0.5)
+        model.get_parameter("mlp.out.weight").mul_(0.5)
         assert relative_error(halved, model(ids)) < 1e-5

@@ -238,7 +238,7 @@ class Switching(nn.Module):
         super().__init__()
         self.decoder, self.factor = build_decoder(), factor
         if context is not None:
-            self.config = PretrainedConfig(max_position_embeddings=context)
+            self.config = PretrainedConfig.from_dict({"max_position_embeddings": context})
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.decoder(ids) * self.factor(ids.shape[1])

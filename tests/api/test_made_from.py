@@ -175,13 +175,13 @@ def test_predictions_are_compared_with_the_decoder_that_a_folder_was_compiled_fr
 
 def test_predictions_are_not_compared_with_a_decoder_of_another_config(tokens: Path, tmp_path: Path):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes: Any = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
     LlamaForCausalLM(LlamaConfig(vocab_size=61, max_position_embeddings=64, **sizes)).save_pretrained(
         tmp_path / "dense"
     )
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     plan = dispfx.Plan.random(dispfx.capture(model), RATIO, 0)
-    apply(tmp_path / "dense", plan, out=tmp_path / "out", export="none")
+    apply(str(tmp_path / "dense"), plan, out=tmp_path / "out", export="none")
     words: dict[str, Any] = {"dense": str(tmp_path / "dense"), "eval_data": tokens, "eval_windows": 1}
     assert agree(tmp_path / "out", **words).tokens > 0
     config = json.loads((tmp_path / "dense" / "config.json").read_text())

@@ -74,7 +74,7 @@ def cached_heads(model: Any) -> list[int]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_cache_of_a_class_of_transformers_follows(name: str, tmp_path: Path) -> None:
     folder = written(tmp_path / "out", name)
-    model = AutoModelForCausalLM.from_pretrained(folder.path)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder.path)
     dense, found = cached_heads(folder.dense), cached_heads(model)
     if name != "deepseek":  # Its cache holds latents, and every head is made of them.
         assert found[0] < dense[0] and found[1:] == dense[1:]

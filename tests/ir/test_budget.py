@@ -298,7 +298,7 @@ def test_sites_of_unlike_size_cannot_share_a_selection():
 @pytest.mark.parametrize("align", [13, 10**6, 10**40])
 def test_an_alignment_beyond_all_widths_leaves_every_site_whole(align):
     """Also one that no tensor of integers holds, as a command line or a report may ask for."""
-    widths, asked = Widths((12, 5), align), torch.tensor([7, 3])
+    widths, asked = Widths((12, 5), align, (True, True)), torch.tensor([7, 3])
     for found in (widths.smallest, widths.nearest(asked), widths.above(asked), widths.below(widths.full)):
         assert found.tolist() == [12, 5]
     sites, shapes = decoder_sites(1, 12, 20, key_width=4)

@@ -93,6 +93,10 @@ CASES: dict[str, Case] = {
     "mT": call(aten.mT.default, x(2, 3, 4)),
     "movedim": call(aten.movedim.int, x(2, 3, 4), -1, 0),
     "movedim of two": call(aten.movedim.intlist, x(2, 3, 4, 5), [0, 1], [2, 0]),
+    "stack": call(aten.stack.default, [x(3, 4), x(3, 4)], 1),
+    "stack at the end": call(aten.stack.default, [x(3, 4), x(3, 4)], -1),
+    "slice_scatter": call(aten.slice_scatter.default, x(3, 7, 2), x(3, 4, 2), 1, 2, 6),
+    "view_as_complex": call(aten.view_as_complex.default, x(3, 4, 2)),
     "expand": call(aten.expand.default, x(3, 1, 4), [2, 3, 5, 4]),
     "expand_as": call(aten.expand_as.default, x(3, 1, 4), x(2, 3, 5, 4)),
     "flip": call(aten.flip.default, x(2, 5), [-1]),
@@ -473,7 +477,7 @@ def test_every_rule_has_a_case():
     rest = set(_RULES) - tested - numbers_only - arbitrary
     assert {str(packet) for packet in rest} <= {
         # Spellings of cases above, which share their rule.
-        "aten.narrow", "aten.unsafe_split", "aten.unsafe_chunk", "aten.group_norm",
+        "aten.narrow", "aten.unsafe_split", "aten.unsafe_chunk", "aten.group_norm", "aten.view_as_real",
     }  # fmt: skip
 
 

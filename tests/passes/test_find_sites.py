@@ -48,6 +48,18 @@ def test_heads_are_no_site():
     assert not program.refused, "heads stay by design, which is no refusal"
 
 
+def test_heads_are_a_site_where_they_are_asked_for():
+    """A head is cut in query, key, value and output, and gated where the output is made of it. Rule 8."""
+    program = Pipeline([FindSites(sites=("heads",))]).run(
+        program_before(FindSites, build(FORMS["fused-qkv"], layers=1))
+    )
+    assert text_of(program).splitlines()[1] == (
+        "S7 attention.heads 4 | attention.out.weight:1 attention.qkv.bias:0 attention.qkv.weight:0"
+        " | flatten→linear_1"
+    )
+    assert program.branches[0].heads == ("layers.0.attention.heads",)
+
+
 def test_the_head_and_the_embedding_are_never_cut():
     for form in ("pre-norm", "tied-embeddings"):
         cut = {piece.parameter for site in found(build(FORMS[form])).sites for piece in site.slices}

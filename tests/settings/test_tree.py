@@ -124,7 +124,7 @@ def test_an_unknown_setting_is_told_the_closest_one():
     for make in (lambda: RunSettings.of(model="demo", ratio=0.3, stesp=3), lambda: RUN.changed(stesp=3)):
         with pytest.raises(UnknownSettingError, match="there is no setting 'stesp'") as error:
             make()
-        assert error.value.hint == "did you mean steps?" and error.value.exit_code == 2
+        assert error.value.hint == "did you mean steps, sites?" and error.value.exit_code == 2
 
 
 def test_a_setting_without_default_must_be_given():

@@ -311,7 +311,8 @@ def near_the_limit(ids: Tensor) -> float:
         (by_logarithm, 24),
         (by_max, 24),
         (by_min, 24),
-        (by_order, 23)(near_the_limit, 55),
+        (by_order, 23),
+        (near_the_limit, 55),
     ],
 )
 def test_a_length_that_python_turns_into_a_number_ends_the_range_at_its_line(
