@@ -211,11 +211,14 @@ def write_shape(args: argparse.Namespace) -> None:
     config = shapes.config_of(args.shape, args.layers, shapes.vocabulary_of(args.shape))
     torch.manual_seed(0)
     with torch.device(args.device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
+        drawn: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
     folders = shape_folders(args)
     for path in folders.values():
         shutil.rmtree(path, ignore_errors=True)
-    model.save_pretrained(folders[0.0])
+    drawn.save_pretrained(folders[0.0])
+    # Read again, for its tables of angles to be those of the CPU: vLLM refuses a folder that stores others.
+    model: Any = AutoModelForCausalLM.from_pretrained(folders[0.0], dtype=getattr(torch, args.dtype))
+    model.to(args.device).eval()
     print(f"  dense written at {time.perf_counter() - began:.0f} s", flush=True)
     program = dispfx.capture(model)
     for ratio in args.ratios:
