@@ -111,12 +111,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="architectures at a time")
     parser.add_argument("--experts", help="experts_implementation of mixtures, as transformers names it")
     parser.add_argument("--cached", action="store_true", help="capture with a key-value cache")
+    parser.add_argument("--heads", action="store_true", help="prune key/value heads, too")
     parser.add_argument("--section", help="title of the rows in OUT; by dtype and cache by default")
     parser.add_argument("--resume", action="store_true", help="leave out what OUT already has")
     parser.add_argument("--debug", action="store_true", help="print tracebacks of the compiler's own faults")
     args = parser.parse_args()
     args.tolerance = args.tolerance or TOLERANCES[args.dtype]
     args.section = args.section or args.dtype + (" with a key-value cache" if args.cached else "")
+    args.section += ", heads too" if args.heads else ""
+    args.sites = ("heads",) if args.heads else ()
     return args
 
 
@@ -239,9 +242,9 @@ def examine(name: str, args: argparse.Namespace) -> Row:
     try:
         model = model.to(getattr(torch, args.dtype))
         if args.cached:
-            run_cached(model, row, args.tolerance)
+            run_cached(model, row, args.tolerance, args.sites)
         else:
-            compile_tiny(model, row, args.tolerance)
+            compile_tiny(model, row, args.tolerance, args.sites)
     except PassError as error:
         row.status, row.reason = "error", str(error)[:400]
         traceback.print_exc()
@@ -270,7 +273,7 @@ def build(name: str, args: argparse.Namespace) -> Any:
     raise failure
 
 
-def compile_tiny(model: Any, row: Row, tolerance: float) -> None:
+def compile_tiny(model: Any, row: Row, tolerance: float, sites: tuple[str, ...]) -> None:
     import torch
 
     from dispfx import api
@@ -283,10 +286,11 @@ def compile_tiny(model: Any, row: Row, tolerance: float) -> None:
     program = capture(model)
     row.identity = max(error.relative for error in program.identity.values())
     start = time.perf_counter()
-    run_pipeline("analyse", program)
+    run_pipeline("analyse", program, sites=sites)
     row.analysis_seconds = round(time.perf_counter() - start, 3)
     row.branches = dict(Counter(branch.kind for branch in program.branches))
     row.sites = len(program.sites)
+    row.heads = sum(site.kind == "heads" for site in program.sites)
     row.own_experts = sum(site.experts > 1 for site in program.sites)
     row.refused = [[refusal.name, refusal.reason] for refusal in program.refused]
     reached = coverage(program)
@@ -298,7 +302,7 @@ def compile_tiny(model: Any, row: Row, tolerance: float) -> None:
     decoder = api.gate(program)
     vocabulary = program.vocabulary_size
     ids = [torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(7)) for shape in SHAPES]
-    twin = other_experts(model, program)
+    twin = other_experts(model, program, sites)
     with torch.no_grad():
         row.bit_identical = all(torch.equal(decoder(x, ones), program.graph_module(x)) for x in ids)
         errors: dict[str, list[float]] = {"lowered": [], "gathered": [], "zeroed": [], "experts": []}
@@ -324,7 +328,7 @@ def compile_tiny(model: Any, row: Row, tolerance: float) -> None:
     row.status = "compiled" if right else "wrong"
 
 
-def other_experts(model: Any, program: Any) -> Any:
+def other_experts(model: Any, program: Any, sites: Any) -> Any:
     """Return the capture that learning uses, where it computes experts in another way; its sites agree."""
     from dispfx import api
     from dispfx.ir import ops
@@ -332,7 +336,7 @@ def other_experts(model: Any, program: Any) -> Any:
 
     if not has_choice_of_experts(model):
         return None
-    twin = api.capture(model, experts="grouped")
+    twin = api.capture(model, experts="grouped", sites=sites)
     if not any(ops.is_grouped(node) for node in twin.graph.nodes):
         return None
     if twin.sites != program.sites:
@@ -340,7 +344,7 @@ def other_experts(model: Any, program: Any) -> Any:
     return twin
 
 
-def run_cached(model: Any, row: Row, tolerance: float) -> None:
+def run_cached(model: Any, row: Row, tolerance: float, sites: Any) -> None:
     import torch
 
     from dispfx import api
@@ -348,8 +352,8 @@ def run_cached(model: Any, row: Row, tolerance: float) -> None:
     from dispfx.ir.cached_inputs import CachedDecoder
     from dispfx.plan.plan import Plan
 
-    plain = api.capture(model, experts="batched")
-    program = capture_cached(model)
+    plain = api.capture(model, experts="batched", sites=sites)
+    program = capture_cached(model, sites=sites)
     row.identity = max(error.relative for error in program.identity.values())
     row.sites = len(program.sites)
     plan = Plan.random(plain, RATIO, SEEDS[0])

@@ -147,7 +147,7 @@ class _Slots:
                 yield name, slot.__get__(self.owner)
 
     def restore(self, items: list[tuple[str, Any]]) -> None:
-        """Set each attribute to what it was, also where the class forbids it, and delete the others."""
+        """Set each attribute to what it was, also where the class forbids it; delete all that were added."""
         before = dict(items)
         for name, slot in _slots_of(type(self.owner)):
             if name in before:

@@ -298,7 +298,7 @@ def range_above(conditions: Sequence[Condition], traced: int, trial: Trial) -> L
 
 
 def _searched(condition: Condition, traced: int, trial: Trial) -> Condition | None:
-    """Return a condition as it is, or for a fixed size the end that was found; None where there is none."""
+    """Return a condition as it is, or for a fixed size the end that was found, or None."""
     if not condition.fixed:
         return condition
     same, kind = traced, "same"

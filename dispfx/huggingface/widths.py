@@ -181,7 +181,7 @@ def counted_heads(
     """Return the new values of the numbers of heads, and of widths, that an attention remembers.
 
     Numbers of heads have names with `head`; head_dim, head_size and num_key_value_groups stay, and so does
-    any other number that is none of its heads and no width of its weights.  The config that it reads is
+    any other number that counts no heads and is no width of its weights.  The config that it reads is
     looked at as well.
 
     Args:

@@ -98,8 +98,8 @@ def require_lengths(
 def compare_lengths(source: Source, program: Program, tokens: int, note: Callable[[str], None]) -> None:
     """Compare graph and decoder at the longest sequence that is needed or claimed, and at two shorter ones.
 
-    A condition on the length of which `torch.export` notes nothing shows nowhere else.  The verification
-    uses the longest sequence, too.
+    This finds conditions on the length that `torch.export` does not note.  The verification uses the longest
+    sequence, too.
 
     Args:
         tokens: of the longest sequence of a run; 0 where it has none.

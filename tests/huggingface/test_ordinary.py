@@ -51,7 +51,7 @@ def test_a_smaller_ordinary_decoder_needs_no_dispfx(
     entries = json.loads((folder / "config.json").read_text())
     with torch.no_grad():
         assert relative_error(found, pruned(IDS).logits) < 1e-5
-    assert [line.name for line in report.verify].count("dense = lowered") == 2
+    assert [line.name for line in report.verify].count("dense = lowered") == 3
     assert entries["hidden_size"] == len(plan.kept["stream"])
     # Of every expert, where there are several: each keeps features of its own.
     experts = 4 if name == "mixtral" else 1
