@@ -9,7 +9,7 @@ Rules:
 2. A cast to the dtype and device a value has, a slice of everything, dropout in evaluation mode,
    `alias`, `detach` and `lift_fresh_copy` give their operand, so users take that.
 3. `view` and `_unsafe_view` become `reshape`, which is the same where the operand is contiguous and
-   also holds where slicing made it not so.
+   also holds where slicing made it not so.  `broadcast_to` becomes `expand`.
 4. An `expand` that only feeds pointwise operations which have another operand of the full shape gives
    its operand, since those broadcast by themselves.
 5. `view_as_complex` reads a contiguous operand: it needs even strides, which a cut neighbour can make odd.
@@ -123,11 +123,14 @@ _TESTS: dict[object, Callable[[fx.Node, fx.Node], bool]] = {
 }
 
 
-def _spell_reshapes(graph: fx.Graph) -> bool:
+def _spell_shapes(graph: fx.Graph) -> bool:
     changed = False
     for node in graph.nodes:
         if packet(node) in (aten.view, aten._unsafe_view) and node.target is not aten.view.dtype:
             node.target = aten.reshape.default
+            changed = True
+        elif packet(node) is aten.broadcast_to:
+            node.target = aten.expand.default
             changed = True
     return changed
 
@@ -315,7 +318,7 @@ def _whole(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
 _STEPS = (
     _erase_no_ops,
     _spell_copies,
-    _spell_reshapes,
+    _spell_shapes,
     _drop_expands,
     _make_contiguous,
     _spell_sizes,

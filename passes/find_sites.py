@@ -259,7 +259,7 @@ class _Search:
                 names.append(owner)
                 continue
             if isinstance(closure, Closure):
-                closure = not_zero(closure) or self._conflict(closure) or closure
+                closure = not_zero(closure) or self._conflict(closure) or self._beside(closure) or closure
             if isinstance(closure, Mismatch):
                 self._refuse(leaf, "heads", closure, seed)
             elif _cuts_elements(closure):
@@ -325,6 +325,16 @@ class _Search:
                 other = self.sites[int(owner.max())].name
                 if dimension in closure.labels or dimension in self._labelled_by(other):
                     return Mismatch(f"the features already belong to {other}", dimension[0])
+        return None
+
+    def _beside(self, closure: Closure) -> Mismatch | None:
+        """Other positions may be another site's, but plans know sites by axes, and an edge has one gate."""
+        axes = {(str(node.target), dim) for node, dim in closure.labels if ops.is_parameter(node)}
+        gated = {(value.name, dim) for value, dim, _ in closure.gates}
+        for site in self.sites:
+            same = {(cut.parameter, cut.axis) for cut in site.slices} == axes
+            if same or gated & {(point.value, point.dim) for point in site.gates}:
+                return Mismatch(f"other heads of the same projection already belong to {site.name}")
         return None
 
     def _of_buffer(self, closure: Closure, kind: SiteKind) -> Mismatch | None:

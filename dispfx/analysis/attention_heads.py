@@ -9,7 +9,8 @@ Entry point: `close_heads`.  Rules:
 2. Neighbouring heads that share keys and values, as grouped queries do, are one feature: of all numbers of
    features that divide the number of heads, the largest whose labels fit counts.  So are heads that meet.
 3. An attention whose heads all share one key or value has no such features.
-4. A product of two activations keeps heads apart; one that sums over them refuses the site, and so does any
+4. Labels of every factor lead to a product that makes it; otherwise queries alone have heads (rule 3).
+5. A product of two activations keeps heads apart; one that sums over them refuses the site, and so does any
    other operation that mixes them.
 """
 
@@ -38,13 +39,18 @@ def close_heads(
 ) -> tuple[Dimension, Closure | Mismatch] | None:
     """Return the dimension of an attention's heads, and what is cut with them or why they cannot be cut.
 
-    None where one head, or one key and value for all heads, leaves nothing to choose (rule 3).
+    None where one head, or one key or value for all heads, leaves nothing to choose (rule 3).
     """
-    dim = _heads_of(attention)
-    if dim is None:
-        if ops.rank(attention) > 3:
-            return None
-        return (attention, 0), Mismatch("heads and sequences share one dimension", attention)
+    dims = _kept_apart(attention)
+    shared = set.intersection(*dims)
+    if not shared and set.union(*dims) - {ops.rank(attention) - 1}:
+        return None  # Queries alone have heads.
+    if not shared:
+        reason = (
+            "no dimension of the attention is of heads alone: they share one with sequences, or are separate"
+        )
+        return (attention, 0), Mismatch(reason, attention)
+    dim = max(shared)
     heads = ops.shape_of(attention)[dim]
     refused = None
     for features in (number for number in range(heads, 1, -1) if heads % number == 0):
@@ -57,16 +63,15 @@ def close_heads(
     return None if refused is None else ((attention, dim), refused)
 
 
-def _heads_of(attention: fx.Node) -> int | None:
-    """Return the dimension of the result that holds heads, next to the tokens (rule 1)."""
+def _kept_apart(attention: fx.Node) -> list[set[int]]:
+    """Return for every factor the dimensions of the result that it keeps apart, of fixed size (rule 1)."""
     linked: dict[fx.Node, set[int]] = {factor: set() for factor in _factors(attention)}
     for link in links(attention) or ():
         if isinstance(link, Link):
             for here, there in ((link.a, link.b), (link.b, link.a)):
                 if there[0] is attention and here[0] in linked and not ops.is_dynamic(*there):
                     linked[here[0]].add(there[1])
-    found = sorted(set.intersection(*linked.values()) - {0, ops.rank(attention) - 1})
-    return found[-1] if found else None
+    return list(linked.values())
 
 
 def _factors(attention: fx.Node) -> list[fx.Node]:
@@ -76,15 +81,14 @@ def _factors(attention: fx.Node) -> list[fx.Node]:
 
 
 def _cuts_every_operand(attention: fx.Node, closure: Closure, flow: Flow) -> bool:
-    """Whether heads of queries, keys and values go together: a shared key or value would stay (rule 3)."""
+    """Whether heads of queries, keys and values go together: a shared key or value would stay (rule 4)."""
     labelled = {node for node, _ in closure.labels}
-    products = {node for node in labelled if ops.is_product(node)}
+
+    def stops(node: fx.Node) -> bool:
+        return ops.is_product(node) or (node not in labelled and ops.is_tensor(node))
 
     def made_of_labelled(operand: fx.Node) -> bool:
-        _, met = flow.cone(operand, stop=lambda node: ops.contracts(node) and node is not operand)
-        return operand in products or bool(met & products)
+        _, met = flow.cone(operand, stop=stops)
+        return any(ops.is_product(node) for node in met & labelled)
 
-    factors = (
-        ops.operands(attention)[:3] if ops.packet(attention) in ops.ATTENTION else ops.operands(attention)
-    )
-    return all(made_of_labelled(factor) for factor in factors if factor in flow.dependent)
+    return all(made_of_labelled(factor) for factor in _factors(attention) if factor in flow.dependent)

@@ -127,6 +127,29 @@ def rotated(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return fast(part, turned(q), turned(k), v)
 
 
+def heads_before_sequences(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return fast(part, *(one.transpose(0, 1) for one in (q, k, v))).transpose(0, 1)
+
+
+def heads_after_features(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhqk,bkdh->bqdh", weights(q, k), v.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def halves(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Two attentions side by side, as where half of the heads see a window alone."""
+    parts = zip(*(one.chunk(2, 1) for one in (q, k, v)), strict=True)
+    return torch.cat([fast(part, *each) for each in parts], 1)
+
+
+def one_by_one(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.stack([fast(part, q[:, i], k[:, i], v[:, i]) for i in range(HEADS)], 1)
+
+
+def broadcast(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    shape = (q.shape[0], 3, HEADS // 3, *q.shape[2:])
+    return fast(part, q, *(torch.broadcast_to(one[:, :, None], shape).flatten(1, 2) for one in (k, v)))
+
+
 def gated_by_head(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return fast(part, q, k, v) * part.sinks[:, None, None].sigmoid()
 
@@ -209,6 +232,7 @@ PATTERNS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "grouped by an argument": (lambda: Projections(shared_by_argument, 3), 3),
     "grouped by repeat_interleave": (lambda: Projections(repeated, 3, bias=True), 3),
     "grouped by expand": (lambda: Projections(expanded, 2), 2),
+    "grouped by broadcast_to": (lambda: Projections(broadcast, 3), 3),
     "grouped in five dimensions": (lambda: Projections(grouped, 3), 3),
     "einsum": (lambda: Projections(by_einsum, HEADS), HEADS),
     "a bias by head": (lambda: Projections(biased_by_head, HEADS), HEADS),
@@ -216,6 +240,8 @@ PATTERNS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "sinks": (lambda: Projections(with_sinks, HEADS), HEADS),
     "norms of heads": (lambda: Projections(with_norms_of_heads, HEADS), HEADS),
     "rotations": (lambda: Projections(rotated, HEADS), HEADS),
+    "heads before sequences": (lambda: Projections(heads_before_sequences, HEADS), HEADS),
+    "heads after features": (lambda: Projections(heads_after_features, HEADS), HEADS),
     "gates by head": (lambda: Projections(gated_by_head, HEADS), HEADS),
     "scores mixed over heads": (lambda: Projections(mixed_scores, HEADS), HEADS),
     "fused side by side": (lambda: Fused(by_head=False), HEADS),
@@ -247,7 +273,7 @@ def test_heads_are_found_and_cut(name: str):
 
 
 def test_heads_that_meet_are_refused_by_name():
-    """Rule 4: the other sites of the attention stay."""
+    """Rule 5: the other sites of the attention stay."""
     _, program = found(lambda: Projections(normed_over_heads, HEADS))
     assert {site.kind for site in program.sites} == {"read", "write"}
     (refusal,) = [one for one in program.refused if one.name.endswith(".heads")]
@@ -255,9 +281,45 @@ def test_heads_that_meet_are_refused_by_name():
     assert refusal.source is not None and "test_attention_heads" in refusal.source
 
 
+def test_heads_in_no_dimension_are_refused_by_name():
+    _, program = found(lambda: Projections(one_by_one, HEADS))
+    (refusal,) = [one for one in program.refused if one.name.endswith(".heads")]
+    assert "no dimension of the attention is of heads alone" in refusal.reason
+
+
+def test_a_second_attention_on_the_same_weights_is_refused_by_name():
+    """Plans know sites by the axes that they cut, and both attentions cut the same ones."""
+    model, program = found(lambda: Projections(halves, HEADS))
+    (site,) = [one for one in program.sites if one.kind == "heads"]
+    assert site.size == HEADS // 2
+    (refusal,) = [one for one in program.refused if one.name.endswith(".heads")]
+    assert refusal.reason == f"other heads of the same projection already belong to {site.name}"
+    require_one_function(model, program, plans=[halved(program, 0)])
+
+
 def test_one_key_for_all_heads_leaves_nothing_to_choose():
     """Rule 3: queries alone are no heads, for the cache would stay."""
     _, program = found(lambda: Projections(shared_by_argument, 1))
+    assert {site.kind for site in program.sites} == {"read", "write"}
+    assert not [one for one in program.refused if one.name.endswith(".heads")]
+
+
+def test_one_fused_key_for_all_heads_leaves_nothing_to_choose():
+    """Rule 4: queries, the one key and the one value come from one weight."""
+
+    class OneKey(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(WIDTH, (HEADS + 2) * SIZE)
+            self.out = nn.Linear(HEADS * SIZE, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).split([HEADS * SIZE, SIZE, SIZE], -1)
+            q = q.unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
+            k, v = (one[:, None].expand(-1, HEADS, -1, -1) for one in (k, v))
+            return self.out(fast(self, q, k, v).transpose(1, 2).flatten(2))  # type: ignore[arg-type]
+
+    _, program = found(OneKey)
     assert {site.kind for site in program.sites} == {"read", "write"}
     assert not [one for one in program.refused if one.name.endswith(".heads")]
 
