@@ -148,7 +148,7 @@ def test_a_misspelt_setting_is_told_the_closest_one(function: Callable[..., Any]
     words = () if inspect.ismethod(function) else ("demo",)
     with pytest.raises(UnknownSettingError, match="there is no setting 'stesp'") as error:
         function(*words, stesp=3)
-    assert error.value.hint == "did you mean steps?"
+    assert error.value.hint == "did you mean steps, sites?"
 
 
 def test_a_misspelt_setting_is_told_before_anything_is_learned():

@@ -58,9 +58,7 @@ def require_unchanged(module: nn.Module, name: str, index: Tensor) -> None:
     _compared[index] = (version, writes)
 
 
-def _require_in_state_dict(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any, **__: Any
-) -> None:
+def _require_in_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for name in vars(module)[_DIGESTS]:
         given = state_dict.get(f"{prefix}{name}")
         if isinstance(given, Tensor) and not given.is_meta:

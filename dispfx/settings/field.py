@@ -44,7 +44,7 @@ class Setting:
         common: whether most runs need it, so that help lists it first.
         functions: whether `file.py:function` or a Python function is accepted instead of a choice.
         takes: type on the command line, if it is narrower than the field's.
-        repeats: type of one value, if the option may be repeated.
+        repeats: type of one value, or its choices, if the option may be repeated.
         once: what to do instead of giving the option twice; otherwise the last one counts.
         on_command_line: False for a setting that only the API has.
         error: exception class for a number outside the range.
@@ -61,7 +61,7 @@ class Setting:
     common: bool = False
     functions: bool = False
     takes: type | None = None
-    repeats: type | None = None
+    repeats: Any = None
     once: str = ""
     on_command_line: bool = True
     error: type[DispfxError] = DispfxError
@@ -138,7 +138,7 @@ class Field:
     def kind_name(self) -> str:
         """Type of a value as text."""
         if self.facts.repeats is not None:
-            return f"a list of {self.facts.repeats.__name__}"
+            return f"a list of {' or '.join(self.choices) or self.facts.repeats.__name__}"
         known = "str" if self.kind is Any else getattr(self.typed, "__name__", "str")
         return " or ".join(self.choices) if self.choices else known
 

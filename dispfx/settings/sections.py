@@ -182,7 +182,9 @@ class BudgetSettings(Section):
         f"(needs {option('constrained', True)}).",
     )
     sites: tuple[FurtherSites, ...] = setting(
-        (), "Also prune heads: key/value heads with their queries and their part of the cache.", repeats=str
+        (),
+        "Also prune heads: key/value heads with their queries and their part of the cache.",
+        repeats=FurtherSites,
     )
 
     def __post_init__(self) -> None:
