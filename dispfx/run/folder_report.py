@@ -112,7 +112,9 @@ def _cache_bytes(model: nn.Module) -> int | None:
         return None
     ids = torch.zeros(1, _CACHED_TOKENS, dtype=torch.long, device=next(model.parameters()).device)
     with torch.no_grad():
-        cache = getattr(model(ids, use_cache=True), "past_key_values", None)
+        answer = model(ids, use_cache=True)
+    # transformers is renaming it.
+    cache = getattr(answer, "cache", None) or getattr(answer, "past_key_values", None)
     layers = [
         (getattr(one, "keys", None), getattr(one, "values", None)) for one in getattr(cache, "layers", ())
     ]
