@@ -77,10 +77,10 @@ class FindSites:
     sites: tuple[FurtherSites, ...] = BudgetSettings.sites
 
     def __post_init__(self) -> None:
-        """Check `select`.
+        """Check `select` and `sites`.
 
         Raises:
-            DispfxError: if it is unknown.
+            DispfxError: if one is unknown.
         """
         check_choices(self)
 
