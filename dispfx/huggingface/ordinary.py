@@ -20,7 +20,7 @@ from dispfx.analysis.positions import places, taken
 from dispfx.huggingface.dense import forget_format
 from dispfx.huggingface.planning import site_cuts
 from dispfx.huggingface.widths import Axis
-from dispfx.huggingface.widths_of_config import resized
+from dispfx.huggingface.widths_of_config import Resized, resized
 from dispfx.ir.program import Program
 
 
@@ -36,14 +36,10 @@ def build_ordinary(
     """
     if not isinstance(model, PreTrainedModel):
         return Mismatch("its module is not from transformers")
-    cuts = site_cuts(program.sites, kept)
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    dense = {path: tuple(tensor.shape) for path, tensor in own.items()}
-    wanted = {path: _kept_shape(path, shape, cuts) for path, shape in dense.items()}
-    config = forget_format(copy.deepcopy(model.config))
-    found = resized(config, dense, wanted, type(model)._from_config)
+    found = ordinary_config(model, program, kept)
     if isinstance(found, Mismatch):
         return found
+    cuts, own = site_cuts(program.sites, kept), _tensors(model)
     with no_init_weights():
         smaller = type(model)._from_config(found.config, dtype=program.dtype)
     for path, tensor in own.items():
@@ -53,6 +49,24 @@ def build_ordinary(
     smaller.tie_weights()
     smaller.generation_config = copy.deepcopy(getattr(model, "generation_config", None))  # type: ignore
     return smaller.eval()
+
+
+def ordinary_config(
+    model: PreTrainedModel, program: Program, kept: Mapping[str, Tensor]
+) -> Resized | Mismatch:
+    """Return the config of the decoder with the features `kept`, or the reason why there is none.
+
+    The arguments are those of `build_ordinary`; no weight is read.
+    """
+    cuts = site_cuts(program.sites, kept)
+    dense = {path: tuple(tensor.shape) for path, tensor in _tensors(model).items()}
+    wanted = {path: _kept_shape(path, shape, cuts) for path, shape in dense.items()}
+    config = forget_format(copy.deepcopy(model.config))
+    return resized(config, dense, wanted, type(model)._from_config)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _kept_shape(path: str, shape: tuple[int, ...], cuts: Mapping[Axis, np.ndarray]) -> tuple[int, ...]:

@@ -72,7 +72,13 @@ def resized(
     if best.wrong:
         return Mismatch(best.reason)
     numbers = {".".join(place): value for place, value in best.numbers.items()}
-    return Resized(_with_numbers(config, best.numbers), numbers)
+    changed = _with_numbers(config, best.numbers)
+    try:
+        # Transformers checks a config when it is written and read, not when a number changes.
+        changed.validate()  # type: ignore[attr-defined]
+    except Exception as error:  # It wraps what a class's own check raises.
+        return Mismatch(f"transformers does not load it: {first_line(error.__cause__ or error)}")
+    return Resized(changed, numbers)
 
 
 @dataclass(frozen=True, eq=False)

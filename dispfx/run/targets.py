@@ -25,7 +25,7 @@ from dispfx.deploy import exported
 from dispfx.errors import DispfxError, UnsupportedGraphError, VerificationError
 from dispfx.huggingface.dense import write_ordinary, zeroed_twin
 from dispfx.huggingface.model_loading import load_model
-from dispfx.huggingface.ordinary import build_ordinary
+from dispfx.huggingface.ordinary import build_ordinary, ordinary_config
 from dispfx.ir.program import Program
 from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan
@@ -226,17 +226,30 @@ def ordinary_decoder(source: Source, program: Program, plan: Plan, lowered: nn.M
 def require_ordinary(source: Source, program: Program, budget: Budget) -> None:
     """Check that a smaller ordinary decoder is possible, by building one with a random plan.
 
+    A class may accept only some widths of the stream, such as multiples of its heads.  Learning may choose
+    any multiple of the alignment, so a stream that is one step narrower is tried too.
+
     Raises:
         UnsupportedGraphError: as `ordinary_decoder`.
         BudgetError: if no widths meet the ratio.
     """
     plan = Plan.random(program, budget.ratio, seed=0, of=budget.of, align=budget.align)
     ordinary_decoder(source, program, plan, lower(program, plan))
+    narrower = plan.by_site(program.sites) | {
+        site.name: torch.arange(max(1, site.size - budget.align))
+        for site in program.sites
+        if site.kind == "stream"
+    }
+    model: Any = source.model
+    found = ordinary_config(model, program, narrower)
+    if isinstance(found, Mismatch):
+        raise _no_ordinary_decoder(found.reason, source)
 
 
 def _no_ordinary_decoder(reason: str, source: Source) -> UnsupportedGraphError:
     return UnsupportedGraphError(
         f"this class cannot be built with smaller widths: {reason}",
         where=type(source.model).__name__,
-        hint=f"leave out {option('export', 'dense')}; the folder itself loads with dispfx",
+        hint=f"where a multiple is asked for, give one as {option('align')}; or leave out "
+        f"{option('export', 'dense')}: the folder itself loads with dispfx",
     )

@@ -14,6 +14,8 @@ _QUALITY = "tests/tools/test_quality.py::test_the_table_holds_every_row_and_the_
 _SMALL = "tests/tools/test_train_small.py::test_a_decoder_is_trained_and_written_with_its_tokenizer"
 _BUILD = "tests/tools/test_build.py::test_two_builds_have_the_same_bytes"
 _TENSORBOARD = "tests/docs/test_other_pages.py::test_tensorboard_shows_the_figures_of_a_run"
+_NARROW = "tests/huggingface/test_ordinary.py::test_a_smaller_ordinary_decoder_needs_no_dispfx"
+_GGUF = "tests/tools/test_gguf_file.py::test_transformers_reads_the_file_as_the_decoder_that_was_written"
 _WHEEL = "tests/test_installed.py::wheel"
 
 # Command → the test that runs it, or the same with other names or fewer steps.
@@ -51,10 +53,14 @@ ELSEWHERE = {
     "tools/train_small.py --steps 1800 --lr 3e-3": _SMALL,
     "tools/train_small.py --width 256 --batch-size 16 --steps 3000 --lr 3e-3": _SMALL,
     "tools/build.py --out dist": _BUILD,
+    "dispfx compile demo --constrained --select before-norm --ratio 0.3 --method fisher --export dense "
+    "--out NARROW": _NARROW,
+    "python tools/gguf_file.py NARROW/dense narrow.gguf": _GGUF,
 }  # fmt: skip
 
 _PACKAGES = "fetches packages; `.ci/run` begins with tools/setup, which installs the same extras"
 _ON_A_GPU = "needs an NVIDIA GPU; the page says when it was run, on what, and what came out"
+_OTHER_ENGINE = "needs packages of another engine; the page says when it was run, and what came out"
 
 # Command → why no test runs it.
 NOT_RUN = {
@@ -75,6 +81,10 @@ NOT_RUN = {
     "python tools/vllm_shapes.py --out OUT": _ON_A_GPU,
     "python tools/openvino_genai.py DIR/onnx OUT": "needs a Python with openvino-genai",
     "python tools/executorch_program.py DIR OUT.pte": "needs a Python with executorch",
+    "pip install onnxruntime-genai prism-local": _OTHER_ENGINE,
+    "pip install onnx-genai-server": _OTHER_ENGINE,
+    "pip install 'llama-cpp-python[server]'": _OTHER_ENGINE,
+    "python -m llama_cpp.server --model narrow.gguf": _OTHER_ENGINE,
     "DISPFX_VLLM=ENV/bin/python tools/test tests/serving": "needs a Python with vLLM",
     "pip install 'dispfx[data]'": _PACKAGES,
     "pip install pip-audit && pip-audit": "asks a database on the network",

@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import dispfx
 from dispfx.analysis.label_map import Mismatch
 from dispfx.api import apply, capture
 from dispfx.errors import UnsupportedGraphError
 from dispfx.huggingface.widths_of_config import resized
+from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan
 from dispfx.report import load_report
+from dispfx.run.targets import require_ordinary
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.source import Source
 from tests.huggingface.conftest import Folder, logits_without_dispfx, write_narrower
 from tests.learning_options import options_of
 from tests.programs import relative_error, token_ids
@@ -132,6 +135,34 @@ def test_what_is_not_possible_is_refused_before_anything_is_learned(tmp_path: Pa
             export="dense",
         )
     assert not (tmp_path / "out").exists()
+
+
+def nine_heads() -> Any:
+    """A llama of nine heads: transformers does not load one whose width is no multiple of them."""
+    torch.manual_seed(0)
+    sizes: Any = {
+        "hidden_size": 72,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCABULARY,
+    }
+    heads: Any = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+
+
+@pytest.mark.parametrize("ratio", [0.02, 0.3])
+def test_a_width_that_the_config_forbids_is_refused_before_learning(ratio: float) -> None:
+    """Even if the random plan, which is tried first, has a width that it allows."""
+    model = nine_heads()
+    program = capture(model, select="before-norm")
+    source = Source(model, None, model.config, "nine", "folder")
+
+    with pytest.raises(
+        UnsupportedGraphError, match="is not a multiple of the number of attention heads"
+    ) as no:
+        require_ordinary(source, program, Budget(ratio, "total", 8))
+    assert "`align`" in str(no.value.hint)
+    require_ordinary(source, program, Budget(0.3, "total", 9))
 
 
 def test_verify_compares_the_ordinary_form_as_it_lies_there(narrow_llama: Folder, tmp_path: Path) -> None:
