@@ -24,6 +24,7 @@ from dispfx.report.quantized import quantized_notes
 from dispfx.run.folders import Opened, is_output, open_folder, require_unchanged
 from dispfx.run.onnx_folder import FOLDER, folder_onnx_lines, has_onnx, onnx_runner, write_onnx
 from dispfx.run.opening import open_model
+from dispfx.run.quantized_checkpoint import write_quantized_checkpoint
 from dispfx.run.quantized_folder import quantized_folder, write_quantized
 from dispfx.run.run_text import TextChoice, require_known, require_one_tokenizer, vocabulary_of
 from dispfx.run.timed_stages import Stages
@@ -185,7 +186,8 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
         for place in _new_places(path, forms):
             refuse_existing(place)
     TextChoice(settings.text).check()
-    opened = open_folder(path, experts="batched", trust_remote_code=settings.model.trust_remote_code)
+    model = settings.model
+    opened = open_folder(path, experts="batched", trust_remote_code=model.trust_remote_code)
     require_unchanged(opened.path)
     written: list[Path] = []
     if forms.pt2:
@@ -199,22 +201,27 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
     if forms.onnx:
         written += _written_onnx(opened, forms, observer)
     if forms.quantize != "none":
-        found = write_quantized(opened, forms.quantize, settings.text)
-        for line in quantized_notes(found):
+        write = write_quantized if forms.onnx else write_quantized_checkpoint
+        placed = replace(opened, device=model.device or "cpu")
+        for line in quantized_notes(write(placed, forms.quantize, settings.text)):
             observer.note(line)
-        written.append(path / quantized_folder(forms.quantize))
+        written.append(_quantized_place(path, forms))
     return written
 
 
 def _new_places(path: Path, forms: FormSettings) -> list[Path]:
     """Return the paths that must not exist yet; an ONNX model that is there can be quantized as it is."""
-    again = forms.quantize != "none" and not forms.shapes_onnx and has_onnx(path)
+    again = forms.quantize != "none" and forms.onnx and not forms.shapes_onnx and has_onnx(path)
     asked = (
         (forms.pt2, path / exported.PROGRAM_FILE),
         (forms.onnx and not again, path / FOLDER),
-        (forms.quantize != "none", path / quantized_folder(forms.quantize)),
+        (forms.quantize != "none", _quantized_place(path, forms)),
     )
     return [place for wanted, place in asked if wanted]
+
+
+def _quantized_place(path: Path, forms: FormSettings) -> Path:
+    return path / (quantized_folder(forms.quantize) if forms.onnx else forms.quantize)
 
 
 def _written_onnx(opened: Opened, forms: FormSettings, observer: Observer) -> list[Path]:

@@ -103,9 +103,17 @@ VERBS = (
         using.export,
         ExportSettings,
         positional=_DIR,
-        without=(*_OPENING, *_LEARNED_FROM, "device", "data_field", "data_bytes", "allow_unknown", "bos"),
-        docs=_DIR_DOC | {"eval_data": "Text to measure the loss by quantization on. May be repeated."},
-        shown_defaults={"eval_data": "demo: its own text, else a short text of dispfx"},
+        without=(*_OPENING, "data_weight"),
+        docs=_DIR_DOC
+        | {
+            "data": "Text to round weights by, as for learning. May be repeated.",
+            "device": "Device on which the text is read: cpu, cuda or cuda:N.",
+            "eval_data": "Text to measure the loss by quantization on. May be repeated.",
+        },
+        shown_defaults={
+            "data": "demo: its own text",
+            "eval_data": "the last tenth of the data, else a short text of dispfx",
+        },
     ),
     Verb(
         using.generate,

@@ -93,27 +93,30 @@ def verify(settings: VerifySettings, screen: Screen) -> None:
 
 def export(settings: ExportSettings, screen: Screen) -> None:
     """Write other forms of the decoder in a folder, and verify them."""
-    if not (settings.forms.onnx or settings.forms.pt2):
-        raise OutputError("there is nothing to write", hint="add --onnx, --pt2, or both")
+    forms = settings.forms
+    if not (forms.onnx or forms.pt2 or forms.quantize != "none"):
+        raise OutputError("there is nothing to write", hint="add --onnx, --pt2, --quantize, or several")
     check_folder(settings.model.model)
     from dispfx import api
 
     with screen.observer() as observer:
         files = api.export(settings, observer=observer)
-    recorded = _quantized(Path(settings.model.model).expanduser(), settings.forms.quantize)
+    form = "onnx" if forms.onnx else "checkpoint"
+    recorded = _quantized(Path(settings.model.model).expanduser(), forms.quantize, form)
     screen.print_json({"files": [str(path) for path in files], **recorded})
     for path in files:
         screen.print_text(str(path))
 
 
-def _quantized(folder: Path, scheme: str) -> dict[str, Any]:
+def _quantized(folder: Path, scheme: str, form: str) -> dict[str, Any]:
     """Return what the folder's report says of a quantized model, ready for JSON."""
     from dispfx.report import load_report, to_plain
 
     path = folder / "report.json"
     if scheme == "none" or not path.is_file():
         return {}
-    return {"quantized": to_plain([one for one in load_report(path).quantized if one.name == scheme])}
+    found = load_report(path).quantized
+    return {"quantized": to_plain([one for one in found if (one.name, one.form) == (scheme, form)])}
 
 
 def generate(settings: GenerateSettings, screen: Screen) -> None:

@@ -15,13 +15,14 @@ indices.
 Nothing here imports transformers.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from dispfx.errors import OutputError
 
 METHOD = "dispfx"
-# Version 3 held the same in more entries.
-SCHEMA_VERSION, READABLE_VERSIONS = 4, (3, 4)
+# Version 3 held the same in more entries; version 5 is version 4 with rounded weights.
+SCHEMA_VERSION, ROUNDED_VERSION, READABLE_VERSIONS = 4, 5, (3, 4, 5)
 SECTION, LOCK = "quantization_config", "transformers_weights"
 REFUSAL = "this decoder was pruned by dispfx; install dispfx and `import dispfx` before the folder is loaded"
 
@@ -37,10 +38,30 @@ def checked_section(section: Any, where: str | None) -> dict[str, Any]:
             "a folder written by dispfx was expected, but its config has no dispfx section", where=where
         )
     if section.get("schema_version") not in READABLE_VERSIONS:
-        known = " and ".join(str(version) for version in READABLE_VERSIONS)
+        known = f"{READABLE_VERSIONS[0]} to {READABLE_VERSIONS[-1]}"
         raise OutputError(
             f"the folder has format {section.get('schema_version')}, but this version reads {known}",
             where=where,
             hint="use the version of dispfx that wrote it",
         )
     return section
+
+
+def with_rounded_weights(
+    section: dict[str, Any], scheme: str, layers: Sequence[str], weights: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a section that says which layers have rounded weights.
+
+    Args:
+        scheme: of `dispfx.quantization.stored_weights`.
+        layers: paths of the rounded layers.
+        weights: the same for engines, as compressed-tensors says it.
+    """
+    rounded = {"scheme": scheme, "layers": list(layers), "format": weights}
+    return {**section, "schema_version": ROUNDED_VERSION, "rounded": rounded}
+
+
+def without_rounded_weights(section: dict[str, Any]) -> dict[str, Any]:
+    """Return the section of a decoder whose weights are plain again."""
+    plain = {name: entry for name, entry in section.items() if name != "rounded"}
+    return {**plain, "schema_version": min(section["schema_version"], SCHEMA_VERSION)}

@@ -28,10 +28,18 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dispfx.errors import OutputError
 from dispfx.huggingface.building import headless_prefix, own_path, shape_modules
-from dispfx.huggingface.entries import LOCK, METHOD, REFUSAL, SECTION, checked_section
+from dispfx.huggingface.entries import (
+    LOCK,
+    METHOD,
+    REFUSAL,
+    SECTION,
+    checked_section,
+    without_rounded_weights,
+)
 from dispfx.huggingface.index_values import remember_index
 from dispfx.huggingface.layout import Layout
 from dispfx.huggingface.modules import held_index, index_buffers
+from dispfx.huggingface.rounded_modules import fill_weight, make_room, rounded_modules
 
 
 class DispfxConfig(QuantizationConfigMixin):
@@ -56,6 +64,7 @@ class DispfxQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.layout = _layout_of(quantization_config.section)
         self._config = quantization_config
+        self._rounded: list[nn.Module] = []
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Called with the config before the weights are looked for, since transformers 5.20."""
@@ -84,8 +93,14 @@ class DispfxQuantizer(HfQuantizer):
         for path, dtype in self.layout.dtypes.items():
             _expect_dtype(model, path, getattr(torch, dtype), kwargs.get("dtype"))
         shape_modules(model, self.layout)
+        self._rounded = rounded_modules(model, self._config.section)
+        for module in self._rounded:
+            make_room(module, self._config.section)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for module in self._rounded:
+            fill_weight(module, self._config.section)
+        self._config.section = without_rounded_weights(self._config.section)
         found = index_buffers(model)
         prefix = headless_prefix(model)
         named = {

@@ -1,4 +1,4 @@
-"""What a report says of quantized ONNX models: rows of a table, sentences, a section of the card.
+"""What a report says of quantized models: rows of a table, sentences, a section of the card.
 
 Reports are untyped here, because a report shows itself with this module.
 """
@@ -11,6 +11,7 @@ from dispfx.report.numbers import shown_bytes, shown_perplexity
 
 Row = tuple[str, str, str, str]
 _HEADING = "## Quantized"
+_WHAT = {"onnx": "ONNX model", "checkpoint": "checkpoint"}
 
 
 def quantized_rows(found: Sequence[Any]) -> list[Row]:
@@ -21,7 +22,12 @@ def quantized_rows(found: Sequence[Any]) -> list[Row]:
 def _rows(one: Any) -> list[Row]:
     before, after = one.bytes_before, one.bytes_after
     rows = [
-        (f"ONNX model, {one.name}", shown_bytes(before), shown_bytes(after), f"{after / before - 1:+.1%}"),
+        (
+            f"{_WHAT[one.form]}, {one.name}",
+            shown_bytes(before),
+            shown_bytes(after),
+            f"{after / before - 1:+.1%}",
+        ),
     ]
     quality = one.quality
     if quality is None:
@@ -30,13 +36,13 @@ def _rows(one: Any) -> list[Row]:
     return [
         *rows,
         (
-            f"KL per token, {one.name}",
+            f"KL per token, {_short(one)}",
             "0",
             f"{quality.kl:.4f} nats",
             f"{quality.top1:.1%} the same first choice",
         ),
         (
-            f"perplexity, {one.name} ({quality.protocol.windows} × {quality.protocol.context} tokens)",
+            f"perplexity, {_short(one)} ({quality.protocol.windows} × {quality.protocol.context} tokens)",
             shown_perplexity(first),
             shown_perplexity(second),
             f"{second / first - 1:+.2%}",
@@ -45,20 +51,28 @@ def _rows(one: Any) -> list[Row]:
 
 
 def quantized_lines(one: Any) -> list[str]:
-    """Return sentences on what was measured, and on weights that are not quantized."""
-    lines = []
+    """Return sentences on how weights were rounded, what was measured, and what is not quantized."""
+    name = _short(one)
+    lines = [f"{name}: weights rounded by the text {one.rounded_by}"] if one.rounded_by else []
     if one.quality is None:
-        lines.append(f"{one.name}: the loss was not measured: the folder's tokenizer knows no text of dispfx")
+        lines.append(f"{name}: the loss was not measured: the folder's tokenizer knows no text of dispfx")
     else:
         protocol = one.quality.protocol
+        against = {
+            "onnx": "in ONNX Runtime against the ONNX model before quantization",
+            "checkpoint": "against the checkpoint before quantization",
+        }
         lines.append(
-            f"{one.name}: measured on {protocol.text}, {protocol.tokens:,} predicted tokens, in ONNX Runtime "
-            "against the ONNX model before quantization"
+            f"{name}: measured on {protocol.text}, {protocol.tokens:,} predicted tokens, {against[one.form]}"
         )
-    for name in one.left[:1]:
+    for left in one.left[:1]:
         more = f" and {len(one.left) - 1} more" if len(one.left) > 1 else ""
-        lines.append(f"{one.name}: not quantized: {name}{more}")
+        lines.append(f"{name}: not quantized: {left}{more}")
     return lines
+
+
+def _short(one: Any) -> str:
+    return f"ONNX {one.name}" if one.form == "onnx" else one.name
 
 
 def quantized_notes(one: Any) -> list[str]:
@@ -76,12 +90,13 @@ def with_quantized_section(card: str, report: Any) -> str:
 def _section(found: Sequence[Any]) -> str:
     rows = [f"| {' | '.join(row)} |" for row in quantized_rows(found)]
     lines = [f"- {line}." for one in found for line in quantized_lines(one)]
-    places = ", ".join(f"`onnx-{one.name}/model.onnx`" for one in found)
+    places = {"onnx": "`onnx-{}/model.onnx`", "checkpoint": "`{}/`, a checkpoint"}
+    listed = "; ".join(places[one.form].format(one.name) for one in found)
     return "\n".join(
         [
             _HEADING,
             "",
-            f"{places}: the ONNX model with weights in fewer bits.",
+            f"With weights in fewer bits: {listed}.",
             "",
             "| | before | after | change |",
             "|---|---:|---:|---:|",

@@ -6,7 +6,7 @@ written files, read back.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from dispfx.ir.lengths import Lengths
 from dispfx.learning.distillation import HeldOut
@@ -224,16 +224,18 @@ class QuantizedQuality:
 
 @dataclass(frozen=True)
 class Quantized:
-    """An ONNX model with weights in fewer bits.
+    """An ONNX model or a checkpoint with weights in fewer bits.
 
     Args:
-        name: int8 or int4.
-        bytes_before: of the ONNX model that it was made from.
-        bytes_after: of its own files.
+        name: int8, int4 or fp8.
+        bytes_before: of the ONNX model, or of the weights of the checkpoint, that it was made from.
+        bytes_after: of its own.
         quality: what quantization costs; None if there was no text to measure on.
         left: weights that are not quantized.
         verify: its comparisons.
         files: SHA-256 of each of its files by its path in the folder.
+        form: onnx or checkpoint.
+        rounded_by: name of the text by which weights were rounded; empty if they were rounded to nearest.
     """
 
     name: str
@@ -243,6 +245,8 @@ class Quantized:
     left: tuple[str, ...]
     verify: tuple[Verification, ...]
     files: Mapping[str, str]
+    form: Literal["onnx", "checkpoint"] = "onnx"
+    rounded_by: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dispfx.deploy import reload
 from dispfx.deploy.checkpoint import PLAN_FILE, implementations, own_config, skeleton
 from dispfx.deploy.digests import changed
 from dispfx.deploy.exported import PROGRAM_FILE, load_program
-from dispfx.deploy.section import CONFIG_FILE, read_layout
+from dispfx.deploy.section import CONFIG_FILE, read_layout, read_section
 from dispfx.deploy.weights import read_tensors
 from dispfx.errors import OutputError, PlanMismatchError
 from dispfx.huggingface.model_loading import load_model
@@ -185,6 +185,12 @@ class Opened:
         self, plan: Plan, capture: Callable[..., Program], device: str | torch.device
     ) -> "_Captured":
         """Capture the decoder without its weights, lower it, and insert the stored weights."""
+        if (rounded := read_section(self.path).get("rounded")) is not None:
+            raise OutputError(
+                f"this folder holds weights of {rounded['scheme']}, which a graph cannot take",
+                where=str(self.path),
+                hint="use the folder that it was made from; eval, generate and transformers take this one",
+            )
         model = skeleton(self.path, device=device, trust_remote_code=self.trust_remote_code)
         program = only_planned(capture(model, select=plan.select, sites=plan.sites), plan)
         lowered = lower_program(program, plan)

@@ -261,7 +261,7 @@ class Writer:
         if kept:
             tensors = {path: _parameter(values, path, tensor) for path, tensor in program.tensors()}
             program.rebuild(tensors)
-        _copy_files(self.opened.path, folder)
+        copy_files(self.opened.path, folder)
         if self.opened.plan is None:
             exported.save_graph(program.graph_module, folder)
         else:
@@ -287,7 +287,7 @@ class Writer:
             shutil.rmtree(place)
         else:
             merged, lines = own_model(self.opened), []
-        _copy_files(self.opened.path, folder)
+        copy_files(self.opened.path, folder)
         stored = PrunedModel(merged, layout)
         weights.write_tensors(folder, stored.stored_parameters(), stored.stored_buffers())
         return merged, lines
@@ -397,7 +397,7 @@ def _added(adapted: Any, vocabulary_size: int) -> tuple[nn.Module, list[Verifica
     return merged, lines
 
 
-def _copy_files(source: Path, target: Path) -> None:
+def copy_files(source: Path, target: Path) -> None:
     """Copy what stays true when weights change: config, tokenizer, plan, and the log of learning."""
     for file in source.iterdir():
         weight = file.suffix in (".safetensors", ".pt2") and file.name != PLAN_FILE

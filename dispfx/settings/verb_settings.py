@@ -12,7 +12,7 @@ from dispfx.settings.sections import ComputeSettings, ModelSettings, OutputSetti
 from dispfx.words.option_names import option
 
 Runtime = Literal["torch", "onnx"]
-Quantize = Literal["none", "int8", "int4"]
+Quantize = Literal["none", "int8", "int4", "fp8"]
 # Tokens that are read at once at most, unless a user asks for more.
 LONGEST_CONTEXT = 2048
 TIMED_BATCHES = (1, 8, 32, 128)
@@ -122,16 +122,17 @@ class FormSettings(Section):
     no_padding: bool = setting(False, "Leave out the attention mask. The model then accepts no padding.")
     quantize: Quantize = setting(
         "none",
-        "Also write DIR/onnx-int8/ or DIR/onnx-int4/: the ONNX model with weights of 8 or 4 bits.",
+        "Write DIR/int8/, DIR/int4/ or DIR/fp8/, the checkpoint with weights of 8 or 4 bits; with --onnx "
+        "DIR/onnx-int8/ or DIR/onnx-int4/, the ONNX model. int4 needs --data.",
         common=True,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.quantize != "none" and not self.onnx:
+        if self.quantize == "fp8" and self.onnx:
             raise OutputError(
-                f"{option('quantize')} is for the ONNX model, which was not requested",
-                hint=f"add {option('onnx', True)}",
+                "an ONNX model cannot have weights of fp8",
+                hint=f"choose int8 or int4, or leave out {option('onnx', True)} for a checkpoint",
             )
 
     @property

@@ -35,7 +35,8 @@ def made(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, 
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with its ONNX model and one of 4 bits; do not change it."""
     folder = made(tmp_path_factory.mktemp("quantized") / "out")
-    written = api.export(folder, onnx=True, quantize="int4")
+    data = tokens(tmp_path_factory.mktemp("text") / "text.safetensors", 400)
+    written = api.export(folder, onnx=True, quantize="int4", data=str(data))
     assert written == [folder / "onnx", folder / "onnx-int4"]
     return folder
 
@@ -84,7 +85,7 @@ def test_the_folder_opens_as_the_one_of_the_float_model(quantized: Path):
     assert {node.op_type for node in model.graph.node}.isdisjoint({"MatMul", "Gemm"})
 
 
-def test_values_of_attention_inner_features_and_head_keep_8_bits(quantized: Path):
+def test_every_layer_has_4_bits_and_the_head_8(quantized: Path):
     model = onnx.load(str(quantized / "onnx-int4/model.onnx"))
 
     bits = {
@@ -93,17 +94,15 @@ def test_values_of_attention_inner_features_and_head_keep_8_bits(quantized: Path
         for at in node.attribute
         if node.op_type == "MatMulNBits" and at.name == "bits"
     }
-    # Of each layer, in order: query, key, value, output, gate, up, down.
-    exact = {"linear_2", "linear_6", "linear_9", "linear_13", "logits"}
-    assert {name for name, count in bits.items() if count == 8} == exact
-    assert sorted(bits.values()) == [4] * 10 + [8] * 5
+    assert {name for name, count in bits.items() if count == 8} == {"logits"}
+    assert sorted(bits.values()) == [4] * 14 + [8]
 
 
 def test_verify_checks_rounding_cache_padding_and_digests(quantized: Path):
     lines = api.verify(quantized)
 
     names = [line.name for line in lines if line.name.startswith("onnx-int4")]
-    assert names.count("onnx-int4 rounds onnx") == 1
+    assert names.count("onnx-int4 rounds onnx") == names.count("onnx-int4 stays near onnx") == 1
     assert names.count("onnx-int4 = dequantized") == 3
     assert names.count("onnx-int4 with cache = dequantized") == 4
     assert names.count("onnx-int4, integer products = dequantized") == 3
@@ -114,7 +113,8 @@ def test_verify_checks_rounding_cache_padding_and_digests(quantized: Path):
 def test_report_card_and_page_give_the_sizes(quantized: Path):
     (found,) = load_report(quantized / "report.json").quantized
 
-    assert found.name == "int4" and found.quality is None and found.left == ()
+    assert found.name == "int4" and found.left == () and found.rounded_by == "text.safetensors"
+    assert found.quality is not None and found.quality.protocol.text == "text.safetensors"
     assert found.bytes_before == (quantized / "onnx/model.onnx").stat().st_size
     assert found.bytes_after == (quantized / "onnx-int4/model.onnx").stat().st_size
     assert found.bytes_after < 0.8 * found.bytes_before
@@ -140,28 +140,27 @@ def test_verify_finds_a_changed_model(quantized: Path, tmp_path: Path, name: str
 
     failed = {line.name for line in api.verify(folder) if not line.holds}
 
-    assert failed >= {"onnx-int4/model.onnx = report", "onnx-int4 rounds onnx"}
+    assert "onnx-int4/model.onnx = report" in failed
+    # One number of 4 bits may be several steps from its original; the digest finds it.
+    assert ("onnx-int4 rounds onnx" in failed) == (name == "norm")
 
 
 def test_a_wrong_packing_is_found_and_nothing_appears(
     quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder = copied(quantized, tmp_path)
-    right = quantize._packer
+    right = quantize._in_bytes
 
-    def wrong(bits: int) -> Any:
-        def pack(matrix: np.ndarray) -> tuple[np.ndarray, ...]:
-            data, scales, zeros = right(bits)(matrix)
-            return (data >> 4 | data << 4) if bits == 4 else data, scales, zeros
+    def wrong(codes: np.ndarray, bits: int) -> np.ndarray:
+        data = right(codes, bits)
+        return data >> 4 | data << 4 if bits == 4 and codes.ndim == 3 else data
 
-        return pack
-
-    monkeypatch.setattr(quantize, "_packer", wrong)
+    monkeypatch.setattr(quantize, "_in_bytes", wrong)
     shutil.rmtree(folder / "onnx-int4")
     before = (folder / "report.json").read_bytes()
 
-    with pytest.raises(VerificationError, match="onnx-int4 rounds onnx"):
-        api.export(folder, onnx=True, quantize="int4")
+    with pytest.raises(VerificationError, match="onnx-int4 stays near onnx"):
+        api.export(folder, onnx=True, quantize="int4", data=str(tokens(tmp_path / "text.safetensors")))
 
     assert not [path for path in folder.iterdir() if path.name.startswith("onnx-")]
     assert (folder / "report.json").read_bytes() == before
@@ -193,7 +192,7 @@ def test_a_model_that_is_there_is_quantized_as_it_is_and_measured(quantized: Pat
     for found, expected in ((quality.perplexity_before, p), (quality.perplexity_after, q)):
         likelihood = expected[np.arange(79), ids[0, 1:]].mean()
         assert found == pytest.approx(np.exp(-likelihood), rel=1e-5)
-    assert any("KL per token, int8" in note for note in observer.notes)
+    assert any("KL per token, ONNX int8" in note for note in observer.notes)
     assert (folder / "README.md").read_text().count("## Quantized") == 1
     assert all(line.holds for line in api.verify(folder))
 
@@ -209,16 +208,17 @@ def test_what_makes_no_sense_is_refused(quantized: Path, tmp_path: Path):
 
     unknown = run("export", folder, "--onnx", "--quantize", "int3")
     assert unknown.exit_code == 2 and '"int8", "int4"' in unknown.stderr
-    alone = run("export", folder, "--quantize", "int4")
-    assert alone.exit_code == 2 and "add --onnx" in alone.stderr
+    nowhere = run("export", folder, "--onnx", "--quantize", "fp8")
+    assert nowhere.exit_code == 2 and "leave out --onnx" in nowhere.stderr
     again = run("export", folder, "--onnx", "--quantize", "int4")
     assert again.exit_code == 2 and "onnx-int4" in again.stderr
     # Options on how the float model is written cannot apply to one that is there.
     other = run("export", folder, "--onnx", "--quantize", "int8", "--no-padding")
     assert other.exit_code == 2 and "must not exist yet" in other.stderr
-    with pytest.raises(OutputError, match="was not requested"):
-        api.export(folder, pt2=True, quantize="int8")
-    assert not (folder / "onnx-int8").exists()
+    shutil.rmtree(folder / "onnx-int4")
+    blind = run("export", folder, "--onnx", "--quantize", "int4")
+    assert blind.exit_code == 2 and "int4 needs a text" in blind.stderr and "--data" in blind.stderr
+    assert not [path for path in folder.iterdir() if path.name.startswith("onnx-")]
 
 
 def test_json_output_gives_the_figures(quantized: Path, tmp_path: Path):
@@ -238,7 +238,7 @@ def test_json_output_gives_the_figures(quantized: Path, tmp_path: Path):
 def test_a_decoder_in_half_precision_runs_on_the_cpu_in_float32(tmp_path: Path):
     folder = made(tmp_path / "out", dtype=torch.bfloat16, align=4)
 
-    api.export(folder, onnx=True, quantize="int4")
+    api.export(folder, onnx=True, quantize="int4", data=str(tokens(tmp_path / "text.safetensors")))
 
     ids = np.arange(12, dtype=np.int64).reshape(2, 6)
     logits = logits_of(folder / "onnx-int4/model.onnx", ids)
@@ -251,11 +251,13 @@ def test_a_decoder_in_half_precision_runs_on_the_cpu_in_float32(tmp_path: Path):
 def test_products_with_biases_and_a_model_without_a_cache_are_quantized(tmp_path: Path, kind: str):
     folder = made(tmp_path / "out", kind)
 
-    api.export(folder, onnx=True, quantize="int4")
+    api.export(folder, onnx=True, quantize="int4", data=str(tokens(tmp_path / "text.safetensors")))
 
     model = onnx.load(str(folder / "onnx-int4/model.onnx"))
-    assert sum(node.op_type == "MatMulNBits" for node in model.graph.node) >= 8
+    bits = [at.i for node in model.graph.node for at in node.attribute if at.name == "bits"]
+    # Layers that a text has rounded, also those that keep their weights transposed; and the head.
+    assert bits.count(4) >= 7 and bits.count(8) >= 1
     cached = any(value.name.startswith("past") for value in model.graph.input)
     assert cached == (kind == "gpt2")
     lines = [line for line in api.verify(folder) if line.name.startswith("onnx-int4")]
-    assert len(lines) == (12 if cached else 7) and all(line.holds for line in lines)
+    assert len(lines) == (13 if cached else 8) and all(line.holds for line in lines)

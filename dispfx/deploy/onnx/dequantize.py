@@ -2,21 +2,24 @@
 
     w = scale · (number − zero point)        of the group that the number is in
 
-`dequantized` replaces packed weights by these numbers.  `rounding_steps` compares them with the weights of
-the model that was quantized.  `with_float_products` lets the kernels take their inputs unrounded, so that
+`dequantized` replaces packed weights by these numbers.  `rounding` compares them with the weights of the
+model that was quantized.  `with_float_products` lets the kernels take their inputs unrounded, so that
 both can be compared closely.
 
 Shape legend: K input width, N output width, V vocabulary, G groups of a row, S numbers of a group.
 """
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from dispfx.deploy.onnx.quantize import DOMAIN, PRODUCT, weight_of
+from dispfx.deploy.onnx.quantize import BY_TEXT, DOMAIN, PRODUCT, weight_of
 from dispfx.deploy.onnx.twin import float32_twin, outline
 
 _PACKED = ("MatMulNBits", "GatherBlockQuantized")
+_TINY = 1e-30
 
 
 def with_float_products(model: ir.Model) -> ir.Model:
@@ -52,25 +55,40 @@ def dequantized(model: ir.Model) -> ir.Model:
     return twin
 
 
-def rounding_steps(model: ir.Model, original: ir.Model) -> float:
-    """Return the largest distance of a dequantized weight from its original, in steps of its group.
+@dataclass(frozen=True)
+class Rounding:
+    """How far dequantized weights are from their originals; infinite if anything else differs.
 
-    It is 0.5 at most if every number was rounded to the nearest; infinite if anything else differs between
-    the two models.
+    Args:
+        steps: the largest distance of a number in 8 bits, in steps of its group; 0.5 at most if every one was
+            rounded to the nearest.
+        change: the largest change of a weight in 4 bits, as a part of the weight's root mean square.
     """
+
+    steps: float = 0.0
+    change: float = 0.0
+
+
+def rounding(model: ir.Model, original: ir.Model) -> Rounding:
+    """Compare the weights of a quantized model with those of the model that it was made from."""
     source = float32_twin(original)
     known = {node.outputs[0].name: node for node in source.graph}
-    replaced, worst = set(), 0.0
+    replaced, worst = set(), Rounding()
     for node in [node for node in model.graph if _is_packed(node)]:
         name = _original_output(node)
         before = known.get(name)
         found, steps = _weights(node)
         expected = None if before is None else _original(before)
         if expected is None or found.size != expected.size:
-            return float("inf")
+            return Rounding(float("inf"), float("inf"))
         replaced.add(name)
-        worst = max(worst, _largest(np.abs(found - expected.reshape(found.shape)), steps))
-    return float("inf") if _others_differ(model, source, replaced) else worst
+        expected = expected.reshape(found.shape)
+        if node.attributes["bits"].as_int() == BY_TEXT.bits:
+            change = np.linalg.norm(found - expected) / max(np.linalg.norm(expected), _TINY)
+            worst = replace(worst, change=max(worst.change, float(change)))
+        else:
+            worst = replace(worst, steps=max(worst.steps, _largest(np.abs(found - expected), steps)))
+    return Rounding(float("inf"), float("inf")) if _others_differ(model, source, replaced) else worst
 
 
 def _original(node: ir.Node) -> np.ndarray | None:

@@ -1,17 +1,17 @@
-"""Store the weights of products in 4 or 8 bits, in groups of 32, packed by ONNX Runtime's own tool.
+"""Store the weights of products in 4 or 8 bits, in groups of 32.
 
     y = MatMul(x, W)            →    y = MatMulNBits(x, W_Q4, W_scales, W_zero_points)
     y = Gemm(x, W, bias)        →    p = MatMulNBits(x, W_Q4, …); y = Add(p, bias)
     y = Gather(E, input_ids)    →    y = GatherBlockQuantized(E_Q8, input_ids, E_scales, E_zero_points)
 
-Every group of 32 numbers along the input dimension has a scale and a zero point (round to nearest).
+Every group of 32 numbers along the input dimension has a scale and a zero point.
 
 Rules:
 1. A weight of a product is quantized if it is a float32 matrix, or the Transpose of one.  Its width need not
    be a multiple of 32: the last group is filled up with zeros, which take no part in the product.
-2. The token embedding, the head, and two kinds of products in a layer keep 8 bits: those that give the values
-   of attention, if the graph has that operator, and those from an MLP's inner features.  In 4 bits
-   these two do half of the damage, measured as KL.  Position tables and everything else stay float32.
+2. A product gets 4 bits if its weight is that of a layer that was rounded by a text.  The token embedding,
+   the head and other products get 8 bits, rounded to nearest.  Position tables and everything else stay
+   float32.
 3. A head with the numbers of the embedding is stored once.  The embedding then gives groups, which a Reshape
    joins.
 4. Products are marked for integer arithmetic (`accuracy_level` 4): the kernel also rounds the inputs, to 8
@@ -20,27 +20,26 @@ Rules:
 Shape legend: K input width, N output width, V vocabulary, D residual width, G groups of a row.
 """
 
-import logging
-from collections.abc import Callable
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
+import torch
 
 from dispfx.deploy.onnx.twin import float32_twin
+from dispfx.quantization.rounding import Grid, Rounded, to_nearest
 
 DOMAIN = "com.microsoft"
 GROUP = 32
-BITS = {"int4": 4, "int8": 8}
-# Of the embedding, the head and other weights that 4 bits would harm most (rule 2).
-_MORE_BITS = 8
+# Of the layers that a text is read for (rule 2).
+BY_TEXT = Grid(4, GROUP)
+_NEAREST = Grid(8, GROUP)
 _INTEGER_PRODUCTS = 4
 _PRODUCTS = ("MatMul", "Gemm")
-_SHAPING = ("Reshape", "Transpose", "Cast", "Squeeze", "Unsqueeze")
-# Results of an MLP's inner part: a gate, an activation, or a formula that ends in a product of two numbers.
-_INNER = ("Mul", "Relu", "Gelu", "Tanh", "Sigmoid", "HardSwish", "Pow")
 _PLAIN_GEMM = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
 # End of the name of a product before its bias is added.
 PRODUCT = "_product"
@@ -69,23 +68,30 @@ class Packed:
         scales: (N, G).
         zero_points: (N, G) uint8, two in a byte for 4 bits.
         shape: K and N.
+        bits: of a number.
     """
 
     data: ir.Value
     scales: ir.Value
     zero_points: ir.Value
     shape: tuple[int, int]
+    bits: int
 
 
-def quantized(model: ir.Model, scheme: str) -> ir.Model:
+def quantized(model: ir.Model, by_text: Mapping[str, Rounded] | None = None) -> ir.Model:
     """Return a copy of a model with smaller weights; half precision becomes float32.
 
     Args:
-        scheme: int4 or int8.
+        by_text: weights that were rounded by a text, by the `key` of what they were; the others get 8 bits.
     """
     twin = float32_twin(model)
-    _Rewriting(twin, BITS[scheme]).run()
+    _Rewriting(twin, by_text or {}).run()
     return twin
+
+
+def key(weight: np.ndarray) -> str:
+    """Return what a weight (N, K) float32 is known by."""
+    return hashlib.sha256(np.ascontiguousarray(weight).tobytes()).hexdigest() + str(weight.shape)
 
 
 def left_float(model: ir.Model, original: ir.Model) -> list[str]:
@@ -113,19 +119,17 @@ def shape_of(value: ir.Value) -> tuple[int, ...]:
 
 
 class _Rewriting:
-    """One model being rewritten; matrices that are already packed are found by weight and bits."""
+    """One model being rewritten; matrices that are already packed are found by weight and direction."""
 
-    def __init__(self, model: ir.Model, bits: int):
-        self._model, self._graph, self._bits = model, model.graph, bits
-        self._packed: dict[tuple[str, int, bool], Packed] = {}
+    def __init__(self, model: ir.Model, by_text: Mapping[str, Rounded]):
+        self._model, self._graph, self._by_text = model, model.graph, by_text
+        self._packed: dict[tuple[str, bool], Packed] = {}
         self._head: Packed | None = None
 
     def run(self) -> None:
         head = head_of(self._graph)
-        products = [node for node in self._graph if weight_of(node) is not None]
-        exact = {head, *sensitive_products(self._graph)}
-        for node in products:
-            packed = self._replace_product(node, _MORE_BITS if node in exact else self._bits)
+        for node in [node for node in self._graph if weight_of(node) is not None]:
+            packed = self._replace_product(node)
             self._head = packed if node is head else self._head
         for node in [node for node in self._graph if _is_embedding(node)]:
             self._replace_embedding(node)
@@ -134,10 +138,10 @@ class _Rewriting:
         common.RemoveUnusedNodesPass()(self._model)
         self._graph.sort()
 
-    def _replace_product(self, node: ir.Node, bits: int) -> Packed:
+    def _replace_product(self, node: ir.Node) -> Packed:
         weight, output = weight_of(node), node.outputs[0]
         assert weight is not None
-        packed = self._pack(weight, bits)
+        packed = self._pack(weight)
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         inner = output.name if bias is None else f"{output.name}{PRODUCT}"
         product = _like(output, inner)
@@ -148,13 +152,13 @@ class _Rewriting:
             {
                 "K": width,
                 "N": columns,
-                "bits": bits,
+                "bits": packed.bits,
                 "block_size": GROUP,
                 "accuracy_level": _INTEGER_PRODUCTS,
             },
             domain=DOMAIN,
             outputs=[product],
-            name=f"{node.name}_Q{bits}",
+            name=f"{node.name}_Q{packed.bits}",
         )
         added = None
         if bias is not None:
@@ -166,13 +170,13 @@ class _Rewriting:
         table, ids, output = node.inputs[0], node.inputs[1], node.outputs[0]
         assert table is not None and ids is not None
         width = shape_of(table)[1]
-        packed = self._pack(Weight(table, transposed=True), _MORE_BITS)
+        packed = self._pack(Weight(table, transposed=True))
         shared = width % GROUP == 0 and self._head is not None and self._is_head(packed)
         if shared:
             assert self._head is not None
             self._put(node, self._shared(node, self._head, width))
             return
-        data = ir.Value(name=f"{table.name}_rows_Q{_MORE_BITS}")
+        data = ir.Value(name=f"{table.name}_rows_Q{packed.bits}")
         # Rows without the zeros that fill up the last group.
         self._store(data, _numbers(packed.data).reshape(packed.shape[1], -1)[:, :width])
         made = _gather(node, [data, ids, packed.scales, packed.zero_points], 1, _like(output, output.name))
@@ -201,20 +205,29 @@ class _Rewriting:
         )
         return [*deeper, made, joined]
 
-    def _pack(self, weight: "Weight", bits: int) -> Packed:
+    def _pack(self, weight: "Weight") -> Packed:
         name = str(weight.value.name)
-        key = (name, bits, weight.transposed)
-        if key not in self._packed:
-            matrix = weight.numbers
-            names = (f"{name}_Q{bits}", f"{name}_scales", f"{name}_zero_points")
+        place = (name, weight.transposed)
+        if place not in self._packed:
+            rows = np.ascontiguousarray(weight.numbers.T)
+            by_text = self._rounded(rows)
+            grid = _NEAREST if by_text is None else BY_TEXT
+            found = to_nearest(torch.from_numpy(rows), _NEAREST) if by_text is None else by_text
+            names = (f"{name}_Q{grid.bits}", f"{name}_scales", f"{name}_zero_points")
             if any(name in self._graph.initializers for name in names):
-                # The same weight, packed with other bits or in the other direction.
+                # The same weight, packed in the other direction.
                 names = tuple(f"{name}_again" for name in names)
             data, scales, zeros = (ir.Value(name=name) for name in names)
-            for value, found in zip((data, scales, zeros), _packer(bits)(matrix), strict=True):
-                self._store(value, found)
-            self._packed[key] = Packed(data, scales, zeros, (matrix.shape[0], matrix.shape[1]))
-        return self._packed[key]
+            for value, numbers in zip((data, scales, zeros), _packed(found, grid.bits), strict=True):
+                self._store(value, numbers)
+            self._packed[place] = Packed(data, scales, zeros, (rows.shape[1], rows.shape[0]), grid.bits)
+        return self._packed[place]
+
+    def _rounded(self, rows: np.ndarray) -> Rounded | None:
+        """Return a weight (N, K) as a text has rounded it; one that writes has outputs of zeros at its end."""
+        used = int(rows.any(1).nonzero()[0].max(initial=-1)) + 1
+        found = self._by_text.get(key(rows[:used]))
+        return None if found is None else found.with_zeros(len(rows) - used)
 
     def _store(self, value: ir.Value, numbers: np.ndarray) -> None:
         tensor = ir.tensor(np.ascontiguousarray(numbers), name=value.name)
@@ -236,32 +249,6 @@ def head_of(graph: ir.Graph) -> ir.Node | None:
         above = [value.producer() for value in at.inputs if value is not None]
         at = next((node for node in above if node is not None), None)
     return at
-
-
-def sensitive_products(graph: ir.Graph) -> list[ir.Node]:
-    """Return the products that give values of attention, and those from inner features (rule 2)."""
-    values = [_above(node.inputs[2], _SHAPING) for node in graph if node.op_type == "Attention"]
-    products = [node for node in graph if weight_of(node) is not None]
-    inner = [node for node in products if _reads_inner(node)]
-    return [*(node for node in values if node is not None and weight_of(node) is not None), *inner]
-
-
-def _reads_inner(product: ir.Node) -> bool:
-    """Whether a product reads what an activation or a gate gives, and neither a norm nor attention."""
-    source = _above(product.inputs[0], (*_SHAPING, "Gather"))
-    if source is None or source.op_type not in _INNER:
-        return False
-    # A norm written out ends in a product with its weight.
-    return not any(value is not None and value.is_initializer() for value in source.inputs)
-
-
-def _above(value: ir.Value | None, through: tuple[str, ...]) -> ir.Node | None:
-    """Return the first node above a value that does more than change its shape."""
-    node = None if value is None else value.producer()
-    while node is not None and node.op_type in through:
-        above = node.inputs[0]
-        node = None if above is None else above.producer()
-    return node
 
 
 def weight_of(node: ir.Node) -> Weight | None:
@@ -304,10 +291,10 @@ def _gather(node: ir.Node, inputs: list[Any], axis: int, output: ir.Value) -> ir
     return ir.node(
         "GatherBlockQuantized",
         inputs,
-        {"gather_axis": 0, "quantize_axis": axis, "block_size": GROUP, "bits": _MORE_BITS},
+        {"gather_axis": 0, "quantize_axis": axis, "block_size": GROUP, "bits": _NEAREST.bits},
         domain=DOMAIN,
         outputs=[output],
-        name=f"{node.name}_Q{_MORE_BITS}",
+        name=f"{node.name}_Q{_NEAREST.bits}",
     )
 
 
@@ -328,14 +315,17 @@ def _numbers(value: ir.Value) -> np.ndarray:
     return value.const_value.numpy()
 
 
-def _packer(bits: int) -> Callable[[np.ndarray], tuple[np.ndarray, ...]]:
-    """Return ONNX Runtime's function from a matrix (K, N) to its data, scales and zero points."""
-    # Importing the tool configures the root logger, unless it has a handler.
-    handler = logging.NullHandler()
-    logging.getLogger().addHandler(handler)
-    try:
-        from onnxruntime.quantization import matmul_nbits_quantizer as tool
-    finally:
-        logging.getLogger().removeHandler(handler)
-    config = tool.DefaultWeightOnlyQuantConfig(block_size=GROUP, is_symmetric=False, bits=bits)
-    return tool.DefaultWeightOnlyQuantizer(config).qbits_block_quant
+def _packed(found: Rounded, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return data (N, G, bytes of a group), scales (N, G) and zero points (N, bytes of G) of a weight."""
+    codes = found.codes.cpu().numpy()
+    full = np.pad(codes, ((0, 0), (0, -codes.shape[1] % GROUP))).reshape(len(codes), -1, GROUP)
+    zeros = found.zeros.cpu().numpy().astype(np.uint8)
+    return _in_bytes(full, bits), found.scales.cpu().numpy(), _in_bytes(zeros, bits)
+
+
+def _in_bytes(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Return codes along the last axis in bytes; a byte of 4-bit codes holds the first in its low half."""
+    if bits == 8:
+        return codes
+    even = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, codes.shape[-1] % 2)])
+    return even[..., ::2] | even[..., 1::2] << 4

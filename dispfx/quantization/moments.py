@@ -1,0 +1,78 @@
+"""Second moments of what linear layers read on a text, for choosing how their weights are rounded.
+
+    H = Σ w(t) · x(t)ᵀ x(t) / Σ w(t)        w(t) = ‖∂ loss / ∂ y(t)‖²,  y(t) = x(t) Wᵀ
+
+A token counts by what an error in the layer's result for it would do to the loss.  Without this weight, the
+first token of a text is one of thousands, but all others attend to it, and an error of its value is added to
+every one of them (weights by token as in GuidedQuant, arXiv 2505.07004).
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def weighed_moments(
+    model: nn.Module, layers: Mapping[str, nn.Module], texts: Iterable[Tensor]
+) -> dict[str, Tensor]:
+    """Return the weighed second moments (K, K) of the inputs of layers, by name.
+
+    Args:
+        model: a decoder of transformers in evaluation mode, whose weights need no gradients.
+        layers: of this model, by any name; those that no token reaches have no moments in the result.
+        texts: token ids (B, T) on the model's device.
+    """
+    sums = {name: _Sum() for name in layers}
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    handles = [embedding.register_forward_hook(_follow_gradients)]
+    for name, layer in layers.items():
+        # The layer's own product: after its input is gathered, and before its output is.
+        handles.append(layer.register_forward_pre_hook(sums[name].keep_input))
+        handles.append(layer.register_forward_hook(sums[name].keep_output, prepend=True))
+    try:
+        for ids in texts:
+            with torch.enable_grad():
+                logits = model(ids).logits
+                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+            loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: found.mean for name, found in sums.items() if found.weight > 0}
+
+
+def _follow_gradients(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
+    """Let gradients reach every layer, though no weight has one."""
+    return embedded if embedded.requires_grad else embedded.requires_grad_()
+
+
+class _Sum:
+    """The sum of weighed products of inputs of one layer."""
+
+    def __init__(self) -> None:
+        self.weight = 0.0
+        self._total: Tensor | None = None
+        self._inputs: list[Tensor] = []
+
+    @property
+    def mean(self) -> Tensor:
+        assert self._total is not None
+        return self._total / self.weight
+
+    def keep_input(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._inputs.append(args[0].detach().flatten(0, -2))
+
+    def keep_output(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        x = self._inputs.pop()
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._add(x, gradient.flatten(0, -2)))
+
+    def _add(self, x: Tensor, gradient: Tensor) -> None:
+        weights = gradient.float().square().sum(-1)
+        weighed = x.float() * weights.sqrt()[:, None]
+        product = weighed.T @ weighed
+        self._total = product if self._total is None else self._total + product
+        self.weight += float(weights.sum())

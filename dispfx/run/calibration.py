@@ -1,0 +1,93 @@
+"""The texts for quantizing a folder: one to round weights by, and one to measure the loss on."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dispfx.errors import DataError
+from dispfx.report import load_report
+from dispfx.run.folders import Opened
+from dispfx.run.run_text import MeasuredText, TextChoice, open_text, require_known, texts_to_measure
+from dispfx.settings import TextSettings
+from dispfx.source import Source
+from dispfx.source.source import longest_context
+from dispfx.source.text import with_bos
+from dispfx.words.option_names import option
+
+# Windows of a text, evenly spaced, and tokens of each.
+_WINDOWS, _TOKENS = 32, 1024
+_REPORT = "report.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What a folder's weights are rounded by, and what that is measured on.
+
+    Args:
+        windows: (1, T) token ids each; none if there is no text.
+        measured: a text that no weight was rounded by; None if the decoder knows no text of ours.
+        name: of the text that weights are rounded by.
+    """
+
+    windows: tuple[Tensor, ...]
+    measured: MeasuredText | None
+    name: str = ""
+
+    def on(self, device: Any) -> Iterator[Tensor]:
+        """Yield the windows on a device."""
+        for window in self.windows:
+            yield window.to(device)
+
+    def require(self, scheme: str) -> None:
+        """Raise if there is no text to round by.
+
+        Raises:
+            DataError: naming the option.
+        """
+        if not self.windows:
+            raise DataError(
+                f"{scheme} needs a text to choose the rounding by, and none was named",
+                hint=f"name one with {option('data')}, of the kind that the decoder will read",
+            )
+
+
+def calibration_of(opened: Opened, text: TextSettings) -> Calibration:
+    """Read the texts that a user named; the demo has its own.
+
+    Raises:
+        DataError: if a text cannot be used.
+    """
+    chosen = TextChoice(text)
+    chosen.check()
+    source = _source(opened)
+    found = open_text(source, chosen)
+    if found.learn:
+        found.require_learnable()
+        require_known(found.largest, opened.text_tokens, source.name)
+    measured = found.measured or texts_to_measure(source, chosen)
+    size = min(_TOKENS, longest_context(opened.config))
+    windows = [
+        torch.tensor([with_bos(window.tolist(), found.bos)[:size]], dtype=torch.int64)
+        for tokens in found.learn
+        for window in _spaced(tokens, size, max(1, _WINDOWS // len(found.learn)))
+    ]
+    return Calibration(tuple(windows), measured[0] if measured else None, found.learned_name)
+
+
+def _spaced(tokens: Tensor, size: int, most: int) -> Iterator[Tensor]:
+    """Yield windows of a text: all of it where it is short, else some with equal gaps."""
+    count = max(1, min(most, len(tokens) // size))
+    gap = max(0, len(tokens) - size) // max(1, count - 1)
+    for index in range(count):
+        yield tokens[index * gap : index * gap + size]
+
+
+def _source(opened: Opened) -> Source:
+    path = opened.path / _REPORT
+    settings = load_report(path).settings if path.is_file() else None
+    of_demo = settings is not None and settings.get("model", {}).get("model") == "demo"
+    origin = "demo" if of_demo else "folder"
+    return Source(opened.decoder, opened.tokenizer, opened.config, str(opened.path), origin)
