@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -16,7 +15,7 @@ from safetensors.torch import save_file
 import dispfx
 from dispfx import api
 from dispfx.deploy.onnx import quantize
-from dispfx.errors import OutputError, VerificationError
+from dispfx.errors import VerificationError
 from dispfx.report import load_report
 from tests.api.conftest import Watcher
 from tests.command_line import run

@@ -224,7 +224,7 @@ class _Rewriting:
         return self._packed[place]
 
     def _rounded(self, rows: np.ndarray) -> Rounded | None:
-        """Return a weight (N, K) as a text has rounded it; one that writes has outputs of zeros at its end."""
+        """Return a weight (N, K) as a text has rounded it; those of writes end in outputs of zeros."""
         used = int(rows.any(1).nonzero()[0].max(initial=-1)) + 1
         found = self._by_text.get(key(rows[:used]))
         return None if found is None else found.with_zeros(len(rows) - used)

@@ -1,0 +1,243 @@
+"""`dispfx export DIR --quantize int8|int4|fp8`: checkpoints, read number by number and by transformers."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import dispfx
+from dispfx import api
+from dispfx.errors import DispfxError, OutputError, VerificationError
+from dispfx.quantization import stored_weights
+from dispfx.report import load_report
+from tests.command_line import run
+from tests.tiny_transformers import VOCABULARY, tiny_transformer
+
+pytest.importorskip("compressed_tensors")
+SCHEMES = ("int8", "int4", "fp8")
+LAYER = "model.layers.0.mlp.down_proj"
+
+
+def text(folder: Path, count: int = 600) -> str:
+    """Write a text of token ids."""
+    ids = torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(3))
+    save_file({"tokens": ids.to(torch.int32)}, folder / "text.safetensors")
+    return str(folder / "text.safetensors")
+
+
+def wide_llama() -> nn.Module:
+    """Return a decoder whose widths are multiples of 32."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def made(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, align: int = 32) -> Path:
+    """Write a pruned folder."""
+    model = (wide_llama() if kind == "llama" else tiny_transformer(kind)).to(dtype)
+    plan = dispfx.Plan.random(dispfx.capture(model), 0.4, seed=1, align=align)
+    api.apply(model, plan, out=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with checkpoints of all schemes; do not change it."""
+    path = made(tmp_path_factory.mktemp("quantized") / "out")
+    data = text(tmp_path_factory.mktemp("text"))
+    for scheme in SCHEMES:
+        assert api.export(path, quantize=scheme, data=data) == [path / scheme]
+    return path
+
+
+def copied(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+    """Return signed codes along the last axis of int32 words, the first in the lowest bits."""
+    per_word = 32 // bits
+    codes = torch.stack([(words >> (bits * place)) & (2**bits - 1) for place in range(per_word)], -1)
+    return codes.flatten(-2)[..., :count] - 2 ** (bits - 1)
+
+
+def number_by_number(path: Path, scheme: str) -> Tensor:
+    """Return the weight of LAYER as its tensors define it, without the library that packed them."""
+    held = load_file(path / scheme / "model.safetensors")
+    scale = held[f"{LAYER}.weight_scale"].float()
+    if scheme == "fp8":
+        return held[f"{LAYER}.weight"].float() * scale
+    outputs, inputs = held[f"{LAYER}.weight_shape"].tolist()
+    codes = unpacked(held[f"{LAYER}.weight_packed"], 4 if scheme == "int4" else 8, inputs).float()
+    if scheme == "int8":
+        return codes * scale
+    zeros = unpacked(held[f"{LAYER}.weight_zero_point"].T, 4, outputs).T.float()
+    groups = torch.arange(inputs) // 32
+    return (codes - zeros[:, groups]) * scale[:, groups]
+
+
+def ids() -> Tensor:
+    return torch.arange(24).reshape(2, 12) % VOCABULARY
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_transformers_reads_the_numbers_that_the_file_defines(folder: Path, scheme: str):
+    found = AutoModelForCausalLM.from_pretrained(folder / scheme)
+    before = AutoModelForCausalLM.from_pretrained(folder)
+
+    expected = number_by_number(folder, scheme)
+    assert torch.equal(found.get_submodule(LAYER).weight, expected)
+    assert 0 < (before.get_submodule(LAYER).weight - expected).norm() < 0.2 * expected.norm()
+    # Everything but the layers is equal, and the layers compute what plain ones with these numbers do.
+    rounded = {
+        path for path, one in found.state_dict().items() if not torch.equal(one, before.state_dict()[path])
+    }
+    assert len(rounded) == 14 and all(path.endswith("proj.weight") for path in rounded)
+    before.load_state_dict(found.state_dict())
+    assert torch.equal(before(ids()).logits, found(ids()).logits)
+
+
+def test_files_are_smaller_by_what_bits_and_scales_take(folder: Path):
+    size = {path: one.nbytes for path, one in load_file(folder / "model.safetensors").items()}
+    weights = sum(count for path, count in size.items() if path.endswith("proj.weight"))
+    rest = sum(size.values()) - weights
+    for scheme, bits in (("int8", 8), ("fp8", 8), ("int4", 5.125)):
+        held = sum(one.nbytes for one in load_file(folder / scheme / "model.safetensors").values())
+        # And a scale of 32 bits for each output, or what fills up the last word of zero points.
+        assert 0 <= held - rest - weights * bits / 32 <= 0.08 * weights, scheme
+
+
+def test_verify_report_card_and_page_know_them(folder: Path):
+    lines = api.verify(folder)
+    names = [line.name for line in lines]
+    assert all(line.holds for line in lines)
+    for scheme in SCHEMES:
+        assert {f"{scheme} stays near checkpoint", f"{scheme}, all else = checkpoint"} <= set(names)
+
+    found = load_report(folder / "report.json").quantized
+    assert [(one.name, one.form) for one in found] == [(scheme, "checkpoint") for scheme in SCHEMES]
+    assert all(one.rounded_by == "text.safetensors" and one.quality is not None for one in found)
+    assert found[0].quality.kl < 0.001 and found[1].quality.kl < 0.05  # type: ignore[union-attr]
+    for name in ("README.md", "report.html"):
+        assert "checkpoint, int4" in (folder / name).read_text(), name
+
+
+def test_a_body_another_head_and_a_saved_copy_load(folder: Path, tmp_path: Path):
+    path = folder / "int4"
+    body = AutoModel.from_pretrained(path)
+    assert torch.equal(body.layers[0].mlp.down_proj.weight, number_by_number(folder, "int4"))
+    judge = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3, pad_token_id=0)
+    assert torch.equal(judge.model.layers[0].mlp.down_proj.weight, number_by_number(folder, "int4"))
+
+    model = AutoModelForCausalLM.from_pretrained(path)
+    model.save_pretrained(tmp_path / "saved")
+    section = json.loads((tmp_path / "saved/config.json").read_text())["quantization_config"]
+    assert "rounded" not in section and section["schema_version"] == 4
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(again(ids()).logits, model(ids()).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_keeps_its_dtype(tmp_path: Path, dtype: torch.dtype):
+    path = made(tmp_path / "out", dtype=dtype)
+    api.export(path, quantize="int4", data=text(tmp_path))
+
+    found = AutoModelForCausalLM.from_pretrained(path / "int4")
+    weight = found.get_submodule(LAYER).weight
+    assert weight.dtype == dtype
+    assert torch.equal(weight, number_by_number(path, "int4").to(dtype))
+    exact = AutoModelForCausalLM.from_pretrained(path / "int4", dtype=torch.float32)
+    assert torch.equal(exact.get_submodule(LAYER).weight, number_by_number(path, "int4"))
+
+
+def test_without_a_text_8_bits_are_rounded_to_nearest(folder: Path, tmp_path: Path):
+    path = copied(folder, tmp_path)
+    shutil.rmtree(path / "int8")
+    found = run("export", path, "--quantize", "int8", "--json")
+
+    assert found.exit_code == 0, found.stderr
+    (one,) = json.loads(found.stdout)["quantized"]
+    assert one["rounded_by"] == "" and one["form"] == "checkpoint"
+    weight = load_file(path / "model.safetensors")[f"{LAYER}.weight"]
+    step = load_file(path / "int8/model.safetensors")[f"{LAYER}.weight_scale"]
+    assert ((weight - number_by_number(path, "int8")).abs() <= 0.501 * step).all()
+
+
+def test_eval_and_generate_take_it_and_graphs_do_not(folder: Path, tmp_path: Path):
+    data = text(tmp_path)
+    assert run("eval", folder / "int4", "--eval-data", data).exit_code == 0
+    refused = run("export", folder / "int4", "--pt2")
+    assert refused.exit_code == 2 and "weights of int4" in refused.stderr
+
+
+def test_what_cannot_be_done_is_refused_and_leaves_nothing(folder: Path, tmp_path: Path):
+    odd = made(tmp_path / "odd", align=1)
+    before = sorted(path.name for path in odd.iterdir())
+    data = text(tmp_path)
+    narrow = run("export", odd, "--quantize", "int4", "--data", data)
+    assert narrow.exit_code == 2 and "--align 32" in narrow.stderr and "groups of 32" in narrow.stderr
+    blind = run("export", copied(folder, tmp_path), "--quantize", "int4")
+    assert blind.exit_code == 2 and "must not exist yet" in blind.stderr
+    assert sorted(path.name for path in odd.iterdir()) == before
+    assert api.export(odd, quantize="int8", data=data) == [odd / "int8"]
+    shutil.rmtree(tmp_path / "copy/int4")
+    blind = run("export", tmp_path / "copy", "--quantize", "int4")
+    assert blind.exit_code == 2 and "int4 needs a text" in blind.stderr and "--data" in blind.stderr
+
+    transposed = made(tmp_path / "gpt2", "gpt2")
+    with pytest.raises(OutputError, match="no linear layer"):
+        api.export(transposed, quantize="int8")
+
+
+def test_a_wrong_library_is_found_and_nothing_appears(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = copied(folder, tmp_path)
+    shutil.rmtree(path / "int8")
+    right = stored_weights.stored_tensors
+
+    def wrong(scheme, found, dtype):
+        tensors = right(scheme, found, dtype)
+        return tensors | {"weight_packed": tensors["weight_packed"] ^ 1}
+
+    monkeypatch.setattr("dispfx.run.quantized_checkpoint.stored_tensors", wrong)
+    with pytest.raises(VerificationError, match="int8 reloaded = chosen"):
+        api.export(path, quantize="int8", data=text(tmp_path))
+    assert not [one for one in path.iterdir() if one.name.startswith("int8")]
+
+
+def test_damage_is_found(folder: Path, tmp_path: Path):
+    path = copied(folder, tmp_path)
+    file = path / "int4/model.safetensors"
+    held = load_file(file)
+    held[f"{LAYER}.weight_scale"] *= 2
+    save_file(held, file, metadata={"format": "pt", "buffers": "[]"})
+    failed = {line.name for line in api.verify(path) if not line.holds}
+    assert failed >= {"int4/model.safetensors = report", "int4 stays near checkpoint"}
+
+
+def test_without_the_library_the_message_names_it(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "compressed_tensors", None)
+    with pytest.raises(DispfxError, match=r"compressed_tensors.*cannot be imported") as raised:
+        AutoModelForCausalLM.from_pretrained(folder / "int4")
+    assert "dispfx[quantize]" in str(raised.value)
