@@ -77,11 +77,14 @@ class FindSites:
     sites: tuple[FurtherSites, ...] = BudgetSettings.sites
 
     def __post_init__(self) -> None:
-        """Check `select` and `sites`.
+        """Check `select` and `sites`; one name may be given as a string.
 
         Raises:
             DispfxError: if one is unknown.
         """
+        for several in ("skip", "sites"):
+            given = getattr(self, several)
+            object.__setattr__(self, several, (given,) if isinstance(given, str) else tuple(given))
         check_choices(self)
 
     name = "find-sites"

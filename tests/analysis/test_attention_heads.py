@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 import dispfx
 from dispfx.ir.program import Program
+from dispfx.passes.find_sites import FindSites
 from dispfx.plan.plan import Plan
+from dispfx.settings.sections import BudgetSettings
 from tests.one_branch import OneBranch, require_one_function
 from tests.plain_decoders import perturb
 from tests.programs import relative_error, token_ids
@@ -369,6 +371,15 @@ def test_two_layers_that_share_keys_and_values_share_their_heads():
 def test_an_unknown_kind_of_site_is_refused():
     with pytest.raises(dispfx.DispfxError, match=r"sites must be heads, and 'head' was given"):
         dispfx.capture(decoder_of(lambda: Projections(fast, HEADS)), sites=("head",))  # type: ignore[arg-type]
+
+
+def test_one_kind_of_site_may_be_a_string():
+    """Not a list of its letters; the same for every function that takes kinds of site, or branches to skip."""
+    model = decoder_of(lambda: Projections(fast, HEADS))
+    program = dispfx.capture(model, sites="heads")
+    assert [site.kind for site in program.sites].count("heads") == 1
+    assert FindSites(skip="mlp", sites="heads") == FindSites(skip=("mlp",), sites=("heads",))  # type: ignore[arg-type]
+    assert BudgetSettings(ratio=0.3, sites="heads").sites == ("heads",)  # type: ignore[arg-type]
 
 
 def test_soft_masks_of_heads_scale_them():
