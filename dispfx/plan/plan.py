@@ -157,9 +157,12 @@ class Plan:
             selection.site
             for selection in self.selections
             if len(selection.kept) < selection.size
-            and len(selection.kept)
-            <= (1 if selection.kind == "heads" else self.budget.align) * selection.experts
+            and len(selection.kept) <= self.minimum(selection) * selection.experts
         )
+
+    def minimum(self, selection: Selection) -> int:
+        """Return how many features a site keeps at least, each expert by itself; heads are not aligned."""
+        return 1 if selection.kind == "heads" else self.budget.align
 
     @staticmethod
     def random(
