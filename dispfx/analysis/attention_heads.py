@@ -17,6 +17,7 @@ Entry point: `close_heads`.  Rules:
 """
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +85,9 @@ def _one_key(attention: fx.Node) -> Mismatch:
 def _no_dimension(attention: fx.Node) -> Mismatch:
     name = ops.operation(attention)
     for dim, size in enumerate(attention.meta["val"].shape):
-        if isinstance(size, torch.SymInt) and size.node.expr.as_coeff_Mul()[0] > 1:
+        expression: Any = size.node.expr if isinstance(size, torch.SymInt) else None
+        # A multiple of the number of sequences, as 6·B is.
+        if expression is not None and expression.as_coeff_Mul()[0] > 1:
             return Mismatch(f"dimension {dim} of {name} holds heads and sequences together", attention)
     return Mismatch(f"no dimension of {name} is of heads: it has one, or each is computed alone", attention)
 
