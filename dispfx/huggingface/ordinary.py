@@ -41,7 +41,8 @@ def build_ordinary(
     dense = {path: tuple(tensor.shape) for path, tensor in own.items()}
     wanted = {path: _kept_shape(path, shape, cuts) for path, shape in dense.items()}
     config = forget_format(copy.deepcopy(model.config))
-    found = resized(config, dense, wanted, type(model)._from_config)
+    heads = {(site.size, len(kept[site.name])) for site in program.sites if site.kind == "heads"}
+    found = resized(config, dense, wanted, type(model)._from_config, heads)
     if isinstance(found, Mismatch):
         return found
     with no_init_weights():
