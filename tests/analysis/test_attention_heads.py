@@ -179,6 +179,12 @@ def rectified(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1)).masked_fill(~causal(q), 0.0).relu() / q.shape[2] @ v
 
 
+def shares(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Divided by their sum, as a softmax is, but not of `exp`."""
+    numbers = (q @ k.transpose(-2, -1)).masked_fill(~causal(q), 0.0).square() + 1e-3
+    return numbers / numbers.sum(-1, keepdim=True) @ v
+
+
 def mixed_weights(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Weights that a matrix combines over heads, as talking heads do."""
     return torch.einsum("bhqk,hg->bgqk", weights(q, k), part.mix) @ v
@@ -359,6 +365,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "rule 6, mixed after the softmax": (
         lambda: Projections(mixed_weights, HEADS),
         "aten.einsum mixes the heads between softmax and values",
+    ),
+    "rule 6, shares that are no softmax": (
+        lambda: Projections(shares, HEADS),
+        "aten.matmul combines tokens with weights that are no softmax",
     ),
     "rule 6, no softmax": (
         lambda: Projections(rectified, HEADS),
