@@ -9,8 +9,9 @@ Rules:
 2. The operand is split at additions whose two operands both hold a product.  Where it mixes the branch
    with the stream it reads, as `α · (branch - x)` does, the branch alone is the leaf.
 3. A leaf is attention if it holds scaled dot-product attention, or a product of two activations with
-   a softmax after one of them; it is a mixer if anything else in it mixes tokens: a convolution, a scan,
-   a product of two activations that sums over tokens; otherwise it is an MLP.
+   a softmax after one of them, which may be written as `e / e.sum()` of `exp`; it is a mixer if anything else
+   in it mixes tokens: a convolution, a scan, a product of two activations that sums over tokens; otherwise it
+   is an MLP.
 4. Leaves of one kind under one addition, such as routed and shared experts, are one leaf.
 5. A branch is named after the module that holds its weights, with its kind where that is not unique.
 """

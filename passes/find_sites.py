@@ -22,7 +22,8 @@ Rules (each closure follows `dispfx.analysis.label_map`):
    only the kept features (S1 = S2 = S3 = S5, selected before the norm).  If that does not fit, the decoder is
    refused.  Inner features with their own norm, such as latents, are not pruned then.
 8. With `sites=("heads",)` the key/value heads of each attention are a site too (S7), with everything that
-   `dispfx.analysis.attention_heads` finds to be cut with them.
+   `dispfx.analysis.attention_heads` finds to be cut with them.  A branch whose products combine tokens, and
+   whose heads cannot go, is refused with the operation that is in the way.
 """
 
 import fnmatch
@@ -32,7 +33,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import fx
 
-from dispfx.analysis.attention_heads import attentions, close_heads
+from dispfx.analysis.attention_heads import attentions, close_heads, why_none
 from dispfx.analysis.coverage import unnamed
 from dispfx.analysis.flow import Flow
 from dispfx.analysis.label_map import Closure, LabelContext, Mismatch, Statistics, close, sums_over_several
@@ -77,11 +78,14 @@ class FindSites:
     sites: tuple[FurtherSites, ...] = BudgetSettings.sites
 
     def __post_init__(self) -> None:
-        """Check `select` and `sites`.
+        """Check `select` and `sites`; one name may be given as a string.
 
         Raises:
             DispfxError: if one is unknown.
         """
+        for several in ("skip", "sites"):
+            given = getattr(self, several)
+            object.__setattr__(self, several, (given,) if isinstance(given, str) else tuple(given))
         check_choices(self)
 
     name = "find-sites"
@@ -192,7 +196,7 @@ class _Search:
         readers = [product for product in products if product.first or self._sums_over_stream(product)]
         reads = (STREAM,) if self.whole_stream else self._reads(leaf, readers)
         inner = self._inner(leaf, [product for product in products if product not in readers])
-        heads = self._heads(leaf) if self.heads and leaf.kind == "attention" else ()
+        heads = self._heads(leaf) if self.heads and leaf.kind != "mlp" else ()
         self._name_unfit(leaf)
         writes = (STREAM,) if self.whole_stream else self._writes(leaf)
         if reads or inner or heads or writes:
@@ -244,16 +248,13 @@ class _Search:
     def _heads(self, leaf: Leaf) -> tuple[str, ...]:
         """Return the sites of key/value heads (rule 8); several attentions may share one."""
         names = []
-        known = list(attentions([self.nodes[name] for name in leaf.nodes], self.flow))
-        if not known:
-            top = self.nodes[leaf.top]
-            reason = "no product of attention weights and values was found, whose heads are kept apart"
-            self._refuse(leaf, "heads", Mismatch(reason, top), (top, ops.rank(top) - 1))
+        nodes = [self.nodes[name] for name in leaf.nodes]
+        known = list(attentions(nodes, self.flow))
+        missing = None if known else why_none(nodes, self.flow)
+        if missing is not None and missing.node is not None:
+            self._refuse(leaf, "heads", missing, (missing.node, 0))
         for attention in known:
-            found = close_heads(attention, self.flow, self.around)
-            if found is None:
-                continue
-            seed, closure = found
+            seed, closure = close_heads(attention, self.flow, self.around)
             owner = self._owner_of(seed)
             if owner is not None:
                 names.append(owner)

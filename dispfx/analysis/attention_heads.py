@@ -8,21 +8,25 @@ Entry point: `close_heads`.  Rules:
 1. A product that mixes tokens and keeps a dimension of fixed size of both operands apart has heads there.
 2. Neighbouring heads that share keys and values, as grouped queries do, are one feature: of all numbers of
    features that divide the number of heads, the largest whose labels fit counts.  So are heads that meet.
-3. An attention whose heads all share one key or value has no such features.
+3. An attention whose heads all share one key or value is refused: no head of the cache could go.
 4. Labels of every factor lead to a product that makes it; otherwise queries alone have heads (rule 3).
 5. A product of two activations keeps heads apart; one that sums over them refuses the site, and so does any
    other operation that mixes them.
+6. A branch that combines tokens without such a product is refused (`why_none`), and so are heads that share a
+   dimension with sequences.
 """
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import numpy as np
+import torch
 from torch import fx
 
 from dispfx.analysis.flow import Flow
 from dispfx.analysis.label_map import Closure, LabelContext, Mismatch, close
 from dispfx.analysis.links import Dimension, Link, links
-from dispfx.analysis.token_mixing import behind_softmax
+from dispfx.analysis.token_mixing import behind_softmax, sums_over_tokens
 from dispfx.ir import ops
 
 
@@ -34,22 +38,29 @@ def attentions(nodes: Collection[fx.Node], flow: Flow) -> Iterator[fx.Node]:
             yield node
 
 
+def why_none(nodes: Collection[fx.Node], flow: Flow) -> Mismatch | None:
+    """Return why nodes that combine tokens hold no attention; None if no product combines them (rule 6)."""
+    combining = [node for node in nodes if sums_over_tokens(node, flow)]
+    if not combining:
+        return None
+    first = min(combining, key=flow.order.__getitem__)
+    below = {one for value in flow.inputs(first) for one in flow.cone(value, stop=ops.is_product)[1]}
+    for product in sorted(filter(ops.is_product, below), key=flow.order.__getitem__):
+        if behind_softmax(product, flow):
+            reason = f"{ops.operation(product)} mixes the heads between softmax and values"
+            return Mismatch(reason, product)
+    return Mismatch(f"{ops.operation(first)} combines tokens with weights that are no softmax", first)
+
+
 def close_heads(
     attention: fx.Node, flow: Flow, context: LabelContext
-) -> tuple[Dimension, Closure | Mismatch] | None:
-    """Return the dimension of an attention's heads, and what is cut with them or why they cannot be cut.
-
-    None where one head, or one key or value for all heads, leaves nothing to choose (rule 3).
-    """
+) -> tuple[Dimension, Closure | Mismatch]:
+    """Return the dimension of an attention's heads, and what is cut with them or why they cannot be cut."""
     dims = _kept_apart(attention)
     shared = set.intersection(*dims)
-    if not shared and set.union(*dims) - {ops.rank(attention) - 1}:
-        return None  # Queries alone have heads.
     if not shared:
-        reason = (
-            "no dimension of the attention is of heads alone: they share one with sequences, or are separate"
-        )
-        return (attention, 0), Mismatch(reason, attention)
+        queries_alone = bool(set.union(*dims) - {ops.rank(attention) - 1})
+        return (attention, 0), _one_key(attention) if queries_alone else _no_dimension(attention)
     dim = max(shared)
     heads = ops.shape_of(attention)[dim]
     refused = None
@@ -57,10 +68,28 @@ def close_heads(
         labels = (np.arange(heads) // (heads // features)).astype(np.int32)
         found = close([((attention, dim), labels)], context, joins_features=True, of_heads=True)
         if isinstance(found, Closure):
-            return ((attention, dim), found) if _cuts_every_operand(attention, found, flow) else None
+            whole = _cuts_every_operand(attention, found, flow)
+            return (attention, dim), found if whole else _one_key(attention)
         if refused is None or not found.grouped:
             refused = found
-    return None if refused is None else ((attention, dim), refused)
+    assert refused is not None, "a dimension of one head is never linked"
+    return (attention, dim), refused
+
+
+def _one_key(attention: fx.Node) -> Mismatch:
+    """All heads would lose what they read with the first one (rule 3)."""
+    reason = f"all heads of {ops.operation(attention)} read one key or one value"
+    return Mismatch(reason, attention)
+
+
+def _no_dimension(attention: fx.Node) -> Mismatch:
+    name = ops.operation(attention)
+    for dim, size in enumerate(attention.meta["val"].shape):
+        expression: Any = size.node.expr if isinstance(size, torch.SymInt) else None
+        # A multiple of the number of sequences, as 6·B is.
+        if expression is not None and expression.as_coeff_Mul()[0] > 1:
+            return Mismatch(f"dimension {dim} of {name} holds heads and sequences together", attention)
+    return Mismatch(f"no dimension of {name} is of heads: it has one, or each is computed alone", attention)
 
 
 def _kept_apart(attention: fx.Node) -> list[set[int]]:

@@ -215,7 +215,10 @@ class _Walk:
         if node in self._context.stream:
             raise _Refused(Mismatch("the features reach the residual stream itself", node, stream=True))
         if ops.is_dynamic(node, dim):
-            raise _Refused(Mismatch("the features reach a dimension whose size changes between runs", node))
+            reason = "the features reach a dimension whose size changes between runs"
+            if self._of_heads:
+                reason = f"dimension {dim} of {ops.operation(node)} holds heads and sequences together"
+            raise _Refused(Mismatch(reason, node))
         if not len(labels):
             raise _Refused(Mismatch("a layer of width 0 has no features", node))
         known = self.closure.labels.get(dimension)
@@ -252,6 +255,11 @@ class _Walk:
             reason = "the features enter a product of two activations"
             raise _Refused(Mismatch(reason, place, grouped=True))
         connections = links(place)
+        if connections is None and not ops.operands(place):
+            reason = (
+                f"{ops.operation(place)} counts the features in the model's code, and no weight holds them"
+            )
+            raise _Refused(Mismatch(reason, place))
         if connections is None:
             raise _Refused(Mismatch(f"no rule is known for {ops.operation(place)}", place))
         for connection in connections:

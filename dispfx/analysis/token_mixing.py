@@ -28,6 +28,14 @@ def mixes_tokens(node: fx.Node, flow: Flow) -> bool:
     )
 
 
+def sums_over_tokens(node: fx.Node, flow: Flow) -> bool:
+    """Whether the node is a product of two activations that sums over tokens."""
+    between = ops.is_product(node) and len(ops.activations(node, flow.dependent)) > 1
+    return between and any(
+        isinstance(one, Contraction) and ops.is_dynamic(*one.a) for one in links(node) or ()
+    )
+
+
 def _along_tokens(connection: Connection) -> bool:
     match connection:
         case Contraction(a=a):
@@ -50,6 +58,19 @@ def behind_softmax(product: fx.Node, flow: Flow, within: Collection[fx.Node] | N
     for operand in flow.inputs(product):
         inside, met = flow.cone(operand, stop=stops)
         sources = met if within is None else met & set(within)
-        if any(map(ops.is_product, sources)) and any(ops.packet(node) in ops.SOFTMAX for node in inside):
+        if any(map(ops.is_product, sources)) and any(_is_softmax(node, flow) for node in inside):
             return True
     return False
+
+
+def _is_softmax(node: fx.Node, flow: Flow) -> bool:
+    """Whether the node is a softmax, or the division of one that is written as `e / e.sum()` of `exp`."""
+    if ops.packet(node) is not ops.aten.div or not all(isinstance(value, fx.Node) for value in node.args[:2]):
+        return ops.packet(node) in ops.SOFTMAX
+
+    def before(value: fx.Node) -> set[fx.Node]:
+        return flow.cone(value, stop=ops.is_product)[0]
+
+    numbers = {value for value in before(ops.operand(node, 0)) if ops.packet(value) in ops.EXPONENTIALS}
+    sums = [value for value in before(ops.operand(node, 1)) if ops.packet(value) is ops.aten.sum]
+    return any(numbers & before(value) for value in sums)

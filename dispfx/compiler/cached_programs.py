@@ -17,7 +17,6 @@ from dispfx.compiler.programs import (
     lower_program,
     only_planned,
     require_same_decoder,
-    skipped,
 )
 from dispfx.ir.cached_inputs import cache_tensors, positions_of
 from dispfx.ir.program import Program
@@ -32,9 +31,9 @@ from dispfx.source.source import named_context
 def capture_cached(
     model: nn.Module,
     *,
-    skip: Sequence[str] = (),
+    skip: Sequence[str] | str = (),
     select: Select = BudgetSettings.select,
-    sites: Sequence[FurtherSites] = BudgetSettings.sites,
+    sites: Sequence[FurtherSites] | FurtherSites = BudgetSettings.sites,
     vocabulary_size: int | None = None,
     experts: Experts = "batched",
 ) -> Program:
@@ -57,7 +56,7 @@ def capture_cached(
     with experts_as(model, experts):
         program = capture_prepared(cached_forward(model), vocabulary_size=vocabulary_size, context=context)
     program.context = context
-    return run_pipeline("analyse", program, skip=skipped(skip), select=select, sites=tuple(sites))
+    return run_pipeline("analyse", program, skip=skip, select=select, sites=sites)
 
 
 def lower_cached(

@@ -32,17 +32,12 @@ from dispfx.words.given import shown
 from dispfx.words.option_names import option
 
 
-def skipped(skip: Sequence[str] | str) -> tuple[str, ...]:
-    """Return patterns of branches to leave dense; a single pattern is accepted as a string."""
-    return (skip,) if isinstance(skip, str) else tuple(skip)
-
-
 def capture(
     model: nn.Module,
     *,
     skip: Sequence[str] | str = (),
     select: Select = BudgetSettings.select,
-    sites: Sequence[FurtherSites] = BudgetSettings.sites,
+    sites: Sequence[FurtherSites] | FurtherSites = BudgetSettings.sites,
     vocabulary_size: int | None = None,
     experts: Experts = "grouped",
     passes: Sequence[Pass] = (),
@@ -54,7 +49,7 @@ def capture(
         skip: patterns of branch names to leave dense; one, or several.
         select: `after-norm`, with separate selections for the reads and writes of every branch; or
             `before-norm`, one selection for the whole residual stream, including embedding, norms and head.
-        sites: what to prune besides the paper's selections: `heads`.
+        sites: what to prune besides the paper's selections, one or several: `heads`.
         vocabulary_size: token ids that check the capture are below it; by default that of the input
             embedding.
         experts: how a mixture of experts is computed if the decoder has a choice: `grouped`, which is fast
@@ -87,7 +82,7 @@ def analyse(
     *,
     skip: Sequence[str] | str = (),
     select: Select = BudgetSettings.select,
-    sites: Sequence[FurtherSites] = BudgetSettings.sites,
+    sites: Sequence[FurtherSites] | FurtherSites = BudgetSettings.sites,
     vocabulary_size: int | None = None,
     experts: Experts = "grouped",
     separator: int | None = None,
@@ -114,7 +109,7 @@ def analyse(
                 longest=max(longest, longest_context(config)),
             )
         program.context = named_context(config)
-        return run_pipeline("analyse", program, skip=skipped(skip), select=select, sites=tuple(sites))
+        return run_pipeline("analyse", program, skip=skip, select=select, sites=sites)
 
     try:
         return attempt(experts)
@@ -132,9 +127,9 @@ def separate_documents(
     program: Program,
     separator: int,
     *,
-    skip: Sequence[str] = (),
+    skip: Sequence[str] | str = (),
     select: Select = BudgetSettings.select,
-    sites: Sequence[FurtherSites] = BudgetSettings.sites,
+    sites: Sequence[FurtherSites] | FurtherSites = BudgetSettings.sites,
     longest: int = 0,
 ) -> Program:
     """Return a program of the same decoder in which the documents of a sequence do not see each other.

@@ -62,7 +62,8 @@ def ordinary_config(
     dense = {path: tuple(tensor.shape) for path, tensor in _tensors(model).items()}
     wanted = {path: _kept_shape(path, shape, cuts) for path, shape in dense.items()}
     config = forget_format(copy.deepcopy(model.config))
-    return resized(config, dense, wanted, type(model)._from_config)
+    heads = {(site.size, len(kept[site.name])) for site in program.sites if site.kind == "heads"}
+    return resized(config, dense, wanted, type(model)._from_config, heads)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

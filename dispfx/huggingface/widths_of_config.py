@@ -4,12 +4,14 @@
 
 No architecture is known here.  The whole numbers of the config that equal a size that changes are tried,
 and a number counts as found when the decoder that is built with it, without memory, comes closer to the
-wanted shapes; so do numbers that a config leaves open.  `head_dim` is the one name that is known: decoders
-that let it be given, and would otherwise derive it from the width of the stream, get it as it was.
+wanted shapes; so do numbers that a config leaves open.  Where key/value heads are removed, every number that
+they divide is tried with the same share.  `head_dim` is the one name that is known: a head keeps its size,
+and decoders that let it be given, and would otherwise derive it from the width of the stream, get it as it
+was.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,6 +49,7 @@ def resized(
     dense: Shapes,
     wanted: Shapes,
     build: Build = AutoModelForCausalLM.from_config,
+    heads: Collection[tuple[int, int]] = (),
 ) -> Resized | Mismatch:
     """Return a config whose decoder has the wanted shapes, or the reason why there is no such config.
 
@@ -55,6 +58,7 @@ def resized(
         dense: shape of every parameter, and buffer, of the dense decoder by path.
         wanted: of the smaller one, for the same paths.
         build: makes a decoder from a config.
+        heads: number of key/value heads of an attention, and how many of them it keeps.
     """
     sizes = {
         (old, new)
@@ -62,7 +66,7 @@ def resized(
         for old, new in zip(dense[path], shape, strict=True)
         if old != new
     }
-    choices = dict(_choices(config, sizes))
+    choices = dict(_choices(config, sizes, {pair for pair in heads if pair[0] != pair[1]}))
     starts = [
         {},
         {place: values[0] for place, values in choices.items() if _number(config, place) is not None},
@@ -136,12 +140,16 @@ def _try(config: PreTrainedConfig, wanted: Shapes, build: Build, numbers: dict[_
     return _Try(numbers, len(wrong), reason)
 
 
-def _choices(config: PreTrainedConfig, sizes: set[tuple[int, int]]) -> Iterator[tuple[_Place, list[int]]]:
+def _choices(
+    config: PreTrainedConfig, sizes: set[tuple[int, int]], shares: set[tuple[int, int]]
+) -> Iterator[tuple[_Place, list[int]]]:
     """Yield every number of the config that may have to change, with the values that it may get."""
     for place, value in _numbers(config):
-        new = sorted({new for old, new in sizes if value in (old, None)})
+        new = {new for old, new in sizes if value in (old, None)}
+        if value and place[-1] != _HEAD_DIM:  # Queries are a multiple of key/value heads.
+            new |= {value // old * kept for old, kept in shares if value % old == 0}
         if new:
-            yield place, new
+            yield place, sorted(new)
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if not hasattr(config, _HEAD_DIM) and isinstance(heads, int) and isinstance(width, int):
         yield (_HEAD_DIM,), [width // heads]

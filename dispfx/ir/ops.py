@@ -46,6 +46,7 @@ _OWN_NAMESPACES = ("aten", "prims", "dispfx", "_c10d_functional", "higher_order"
 CONVOLUTIONS = packets("conv1d convolution")
 ATTENTION = packets("scaled_dot_product_attention")
 SOFTMAX = packets("softmax _softmax _safe_softmax")
+EXPONENTIALS = packets("exp exp2")
 MIXERS = packets(
     "conv1d convolution conv2d cumsum cumprod pad constant_pad_nd roll flip fft_fft logcumsumexp"
 )

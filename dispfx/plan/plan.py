@@ -33,6 +33,7 @@ from dispfx.plan.hardening import ParameterCount, hard_masks, harden
 from dispfx.plan.latency_table import LatencyTable
 from dispfx.settings.sections import FurtherSites, Select
 from dispfx.words.given import path_given, require_given
+from dispfx.words.option_names import option
 from dispfx.words.own_function import names_function
 
 SCHEMA_VERSION = 1
@@ -157,9 +158,12 @@ class Plan:
             selection.site
             for selection in self.selections
             if len(selection.kept) < selection.size
-            and len(selection.kept)
-            <= (1 if selection.kind == "heads" else self.budget.align) * selection.experts
+            and len(selection.kept) <= self.minimum(selection) * selection.experts
         )
+
+    def minimum(self, selection: Selection) -> int:
+        """Return how many features a site keeps at least, each expert by itself; heads are not aligned."""
+        return 1 if selection.kind == "heads" else self.budget.align
 
     @staticmethod
     def random(
@@ -306,7 +310,7 @@ class Plan:
                 raise PlanMismatchError(
                     f"the decoder has a site of {_features(site)}, but the plan has {arrived}",
                     where=site.name,
-                    hint="apply the plan to the decoder it was learned on",
+                    hint=self._remedy(sites),
                 )
             found.append(fitting)
         if by_keys:
@@ -314,9 +318,18 @@ class Plan:
             raise PlanMismatchError(
                 f"the plan prunes {len(by_keys)} site(s) that the decoder does not have",
                 where=extra.site,
-                hint="apply the plan to the decoder it was learned on",
+                hint=self._remedy(sites),
             )
         return found
+
+    def _remedy(self, sites: Sequence[Site]) -> str:
+        """Say how sites of this plan are found: kinds that are pruned on request must be asked for."""
+        found = {site.kind for site in sites}
+        if "heads" in self.sites and "heads" not in found:
+            return f"capture the decoder with {option('sites', 'heads')}, as for the plan"
+        if "heads" in found and "heads" not in self.sites:
+            return f"capture the decoder without {option('sites')}, as for the plan"
+        return "apply the plan to the decoder it was learned on"
 
     def _require_possible(self) -> None:
         """Raise PlanMismatchError for selections that `load` would reject; they are not checked when made."""

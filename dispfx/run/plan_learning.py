@@ -63,11 +63,7 @@ def learn_from(
         plan = learn_within(ready.job(settings.compute, ranks), watch)
         plan = replace(plan, bos=ready.text.bos, made_from=made_by(settings, ready))
     if plan.emptied:
-        stages.observer.note(
-            f"{len(plan.emptied)} of {len(plan.selections)} sites keep the allowed minimum, "
-            f"{plan.budget.align} of their features: {', '.join(plan.emptied[:3])}"
-            + (" …" if len(plan.emptied) > 3 else "")
-        )
+        stages.observer.note(_at_minimum(plan))
     if all(one.full for one in plan.selections):
         stages.observer.note(
             f"nothing is removed: {plan.budget.ratio:g} of the counted parameters is less than a step of the "
@@ -82,6 +78,17 @@ def learn_from(
     state.mkdir(parents=True, exist_ok=True)
     plan.save(state / PLAN_FILE)
     return ready, plan
+
+
+def _at_minimum(plan: Plan) -> str:
+    """Say which sites keep the allowed minimum, and how many features that is."""
+    names = set(plan.emptied)
+    least = sorted({plan.minimum(one) for one in plan.selections if one.site in names})
+    return (
+        f"{len(plan.emptied)} of {len(plan.selections)} sites keep the allowed minimum, "
+        f"{' or '.join(map(str, least))} of their features: {', '.join(plan.emptied[:3])}"
+        + (" …" if len(plan.emptied) > 3 else "")
+    )
 
 
 def follow_command(settings: RunSettings, ranks: Ranks) -> Ready | None:

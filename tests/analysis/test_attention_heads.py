@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 import dispfx
 from dispfx.ir.program import Program
+from dispfx.passes.find_sites import FindSites
 from dispfx.plan.plan import Plan
+from dispfx.settings.sections import BudgetSettings
 from tests.one_branch import OneBranch, require_one_function
 from tests.plain_decoders import perturb
 from tests.programs import relative_error, token_ids
@@ -166,6 +168,47 @@ def normed_over_heads(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Ten
     ).transpose(1, 2)  # fmt: skip
 
 
+def by_exponentials(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A softmax that its author wrote out."""
+    scores = (q @ k.transpose(-2, -1)).masked_fill(~causal(q), float("-inf"))
+    numbers = (scores - scores.amax(-1, keepdim=True)).exp()
+    return numbers / numbers.sum(-1, keepdim=True) @ v
+
+
+def rectified(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1)).masked_fill(~causal(q), 0.0).relu() / q.shape[2] @ v
+
+
+def shares(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Divided by their sum, as a softmax is, but not of `exp`."""
+    numbers = (q @ k.transpose(-2, -1)).masked_fill(~causal(q), 0.0).square() + 1e-3
+    return numbers / numbers.sum(-1, keepdim=True) @ v
+
+
+def mixed_weights(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Weights that a matrix combines over heads, as talking heads do."""
+    return torch.einsum("bhqk,hg->bgqk", weights(q, k), part.mix) @ v
+
+
+def as_sequences(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Heads and sequences in one dimension, as for `torch.bmm`."""
+    batch, heads, tokens, size = q.shape
+    q, k, v = (one.reshape(batch * heads, tokens, size) for one in (q, k, v))
+    return torch.bmm(weights(q, k), v).view(batch, heads, tokens, size)
+
+
+def biased_as_sequences(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A slope for each head, in one dimension with sequences, as in the first Falcon."""
+    slopes = part.slopes[:, None] * torch.ones_like(q[:, 0, :, 0]).cumsum(-1)[:, None]
+    return weights(q, k, slopes.reshape(-1, 1, q.shape[2]).view(q.shape[0], HEADS, 1, -1)) @ v
+
+
+def biased_by_number(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A slope that the code computes from the number of its head, as in MPT."""
+    slopes = 2.0 ** -torch.arange(1, HEADS + 1)
+    return weights(q, k, slopes[:, None, None] * torch.arange(q.shape[2])) @ v
+
+
 class Fused(nn.Module):
     """Queries, keys and values in one weight, side by side, or head by head."""
 
@@ -186,6 +229,21 @@ class Fused(nn.Module):
             )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+class OneKey(nn.Module):
+    """Queries, the one key and the one value from one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, (HEADS + 2) * SIZE)
+        self.out = nn.Linear(HEADS * SIZE, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([HEADS * SIZE, SIZE, SIZE], -1)
+        q = q.unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
+        k, v = (one[:, None].expand(-1, HEADS, -1, -1) for one in (k, v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
 class Latent(nn.Module):
@@ -244,6 +302,7 @@ PATTERNS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "heads after features": (lambda: Projections(heads_after_features, HEADS), HEADS),
     "gates by head": (lambda: Projections(gated_by_head, HEADS), HEADS),
     "scores mixed over heads": (lambda: Projections(mixed_scores, HEADS), HEADS),
+    "a softmax written out": (lambda: Projections(by_exponentials, HEADS), HEADS),
     "fused side by side": (lambda: Fused(by_head=False), HEADS),
     "fused head by head": (lambda: Fused(by_head=True), HEADS),
     "latent": (Latent, HEADS),
@@ -272,19 +331,78 @@ def test_heads_are_found_and_cut(name: str):
         assert shapes[cut.parameter][cut.axis] < before[cut.parameter][cut.axis], cut
 
 
-def test_heads_that_meet_are_refused_by_name():
-    """Rule 5: the other sites of the attention stay."""
-    _, program = found(lambda: Projections(normed_over_heads, HEADS))
+SDPA = "aten.scaled_dot_product_attention"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "rule 5, a norm over heads": (
+        lambda: Projections(normed_over_heads, HEADS),
+        "aten.rms_norm combines all features",
+    ),
+    "rule 3, one key": (
+        lambda: Projections(shared_by_argument, 1),
+        f"all heads of {SDPA} read one key or one value",
+    ),
+    "rule 3, one key, written out": (
+        lambda: Projections(written_out, 1),
+        "all heads of aten.matmul read one key or one value",
+    ),
+    "rule 4, one fused key": (OneKey, f"all heads of {SDPA} read one key or one value"),
+    "rule 5, slopes by number": (
+        lambda: Projections(biased_by_number, HEADS),
+        "aten.arange counts the features in the model's code, and no weight holds them",
+    ),
+    "rule 6, heads one by one": (
+        lambda: Projections(one_by_one, HEADS),
+        f"no dimension of {SDPA} is of heads: it has one, or each is computed alone",
+    ),
+    "rule 6, heads as sequences": (
+        lambda: Projections(as_sequences, HEADS),
+        "dimension 0 of aten.bmm holds heads and sequences together",
+    ),
+    "rule 6, slopes as sequences": (
+        lambda: Projections(biased_as_sequences, HEADS),
+        "dimension 0 of aten.reshape holds heads and sequences together",
+    ),
+    "rule 6, mixed after the softmax": (
+        lambda: Projections(mixed_weights, HEADS),
+        "aten.einsum mixes the heads between softmax and values",
+    ),
+    "rule 6, shares that are no softmax": (
+        lambda: Projections(shares, HEADS),
+        "aten.matmul combines tokens with weights that are no softmax",
+    ),
+    "rule 6, no softmax": (
+        lambda: Projections(rectified, HEADS),
+        "aten.matmul combines tokens with weights that are no softmax",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_heads_that_cannot_go_are_refused_by_operation_and_line(name: str):
+    """The other sites of the attention stay."""
+    make, reason = REFUSED[name]
+    _, program = found(make)
     assert {site.kind for site in program.sites} == {"read", "write"}
     (refusal,) = [one for one in program.refused if one.name.endswith(".heads")]
-    assert "combines all features" in refusal.reason
+    assert refusal.reason == reason
     assert refusal.source is not None and "test_attention_heads" in refusal.source
 
 
-def test_heads_in_no_dimension_are_refused_by_name():
-    _, program = found(lambda: Projections(one_by_one, HEADS))
-    (refusal,) = [one for one in program.refused if one.name.endswith(".heads")]
-    assert "no dimension of the attention is of heads alone" in refusal.reason
+def test_a_convolution_over_tokens_has_no_heads_to_name():
+    """Rule 6: nothing is said of a branch in which no product combines tokens."""
+
+    class Convolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.taps = nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.taps(self.up(x).transpose(1, 2))[..., : x.shape[1]].transpose(1, 2))
+
+    _, program = found(Convolution)
+    assert [branch.kind for branch in program.branches] == ["mixer"]
+    assert not [one for one in program.refused if one.name.endswith(".heads")]
 
 
 def test_a_second_attention_on_the_same_weights_is_refused_by_name():
@@ -295,33 +413,6 @@ def test_a_second_attention_on_the_same_weights_is_refused_by_name():
     (refusal,) = [one for one in program.refused if one.name.endswith(".heads")]
     assert refusal.reason == f"other heads of the same projection already belong to {site.name}"
     require_one_function(model, program, plans=[halved(program, 0)])
-
-
-def test_one_key_for_all_heads_leaves_nothing_to_choose():
-    """Rule 3: queries alone are no heads, for the cache would stay."""
-    _, program = found(lambda: Projections(shared_by_argument, 1))
-    assert {site.kind for site in program.sites} == {"read", "write"}
-    assert not [one for one in program.refused if one.name.endswith(".heads")]
-
-
-def test_one_fused_key_for_all_heads_leaves_nothing_to_choose():
-    """Rule 4: queries, the one key and the one value come from one weight."""
-
-    class OneKey(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = nn.Linear(WIDTH, (HEADS + 2) * SIZE)
-            self.out = nn.Linear(HEADS * SIZE, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).split([HEADS * SIZE, SIZE, SIZE], -1)
-            q = q.unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
-            k, v = (one[:, None].expand(-1, HEADS, -1, -1) for one in (k, v))
-            return self.out(fast(self, q, k, v).transpose(1, 2).flatten(2))  # type: ignore[arg-type]
-
-    _, program = found(OneKey)
-    assert {site.kind for site in program.sites} == {"read", "write"}
-    assert not [one for one in program.refused if one.name.endswith(".heads")]
 
 
 def test_heads_are_left_alone_unless_asked_for():
@@ -369,6 +460,15 @@ def test_two_layers_that_share_keys_and_values_share_their_heads():
 def test_an_unknown_kind_of_site_is_refused():
     with pytest.raises(dispfx.DispfxError, match=r"sites must be heads, and 'head' was given"):
         dispfx.capture(decoder_of(lambda: Projections(fast, HEADS)), sites=("head",))  # type: ignore[arg-type]
+
+
+def test_one_kind_of_site_may_be_a_string():
+    """It is not a list of letters, wherever kinds of site or branches to skip are given."""
+    model = decoder_of(lambda: Projections(fast, HEADS))
+    program = dispfx.capture(model, sites="heads")
+    assert [site.kind for site in program.sites].count("heads") == 1
+    assert FindSites(skip="mlp", sites="heads") == FindSites(skip=("mlp",), sites=("heads",))  # type: ignore[arg-type]
+    assert BudgetSettings(ratio=0.3, sites="heads").sites == ("heads",)  # type: ignore[arg-type]
 
 
 def test_soft_masks_of_heads_scale_them():

@@ -101,6 +101,14 @@ def test_sites_that_would_keep_nothing_keep_one_feature_and_a_line_says_so(tmp_p
     assert any(note.startswith(f"{told}features: {plan.emptied[0]}") for note in watcher.notes)
 
 
+def test_the_minimum_of_heads_is_one_at_any_alignment(tmp_path: Path, tokens: Path):
+    watcher = Watcher()
+    given = {"align": 4, "method": "random", "seq_len": 16, "sites": "heads", "observer": watcher}
+    plan = learn_plan(MODEL, 0.8, tokens, tmp_path / "p", **given)
+    assert {one.kind: len(one.kept) for one in plan.selections if one.site in plan.emptied} == {"heads": 1}
+    assert any("keep the allowed minimum, 1 of their features: " in note for note in watcher.notes)
+
+
 def test_the_demo_is_written_as_a_checkpoint(demo: tuple[Path, Report]):
     path, report = demo
     names = {entry.name for entry in path.iterdir()}

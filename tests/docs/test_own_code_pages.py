@@ -38,6 +38,8 @@ def test_the_page_on_extending_works_from_top_to_bottom(tmp_path: Path, monkeypa
     scored, drawn = (dispfx.Plan.load(f"{name}.safetensors") for name in ("scored", "drawn"))
     even, fast = (dispfx.Plan.load(f"{name}.safetensors") for name in ("even", "fast"))
     assert "layers" in str(even.budget.of) and "seconds" in str(fast.budget.of)
+    cache = dispfx.Plan.load("cache.safetensors")
+    assert any(one.kind == "heads" and not one.full for one in cache.selections), "the cache counts most"
     shares = defaultdict(list)
     for one in even.selections:
         shares[layer_of(one.site)].append(len(one.kept) / one.size)

@@ -1,15 +1,21 @@
 """Folders of decoders that keep some of their key/value heads: modules, caches and ONNX models follow."""
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 import dispfx
+from dispfx.api.commands import export
 from dispfx.api.compilation import apply
 from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
@@ -164,3 +170,94 @@ def test_a_class_whose_code_counts_heads_itself_keeps_its_cache(tmp_path: Path) 
     report = apply(dense, plan, out=tmp_path / "out", export="none")
     assert all(line.holds for line in report.verify)
     assert report.cache is not None and report.cache.pruned == report.cache.dense
+
+
+@pytest.mark.parametrize("kind", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+def test_another_head_on_fewer_heads_computes_what_the_masked_dense_decoder_does(
+    fewer: Folder, masked: Any, kind: Any, tmp_path: Path
+) -> None:
+    masked.save_pretrained(tmp_path / "dense")
+    model, dense = (
+        kind.from_pretrained(path, num_labels=3, pad_token_id=0) for path in (fewer.path, tmp_path / "dense")
+    )
+    dense.score.load_state_dict(model.score.state_dict())
+    with torch.no_grad():
+        assert relative_error(model(IDS).logits, dense(IDS).logits) < 1e-5
+    labels = IDS[:, 0] % 3 if kind is AutoModelForSequenceClassification else IDS % 3
+    for one in (model, dense):
+        one(IDS, labels=labels).loss.backward()
+    grads = [one.model.layers[0].self_attn.v_proj.weight.grad for one in (model, dense)]
+    # The second of two key/value heads is left, with half of the features that it reads.
+    assert grads[0].shape[0] == 8
+    read = fewer.plan.kept["model.layers.0.self_attn.read"].long()
+    assert relative_error(grads[0], grads[1][8:, read]) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_on_fewer_heads_train_are_merged_and_read_again(pruned: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        pruned, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.5)
+    before = model.train()(input_ids=IDS, labels=IDS).loss
+    before.backward()
+    optimizer.step()
+    with torch.no_grad():
+        expected = model.eval()(input_ids=IDS, labels=IDS)
+        assert expected.loss < before
+        merged = model.merge_and_unload()
+        merged.save_pretrained(tmp_path)
+        again: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert relative_error(again(IDS).logits, expected.logits) < 1e-5
+    assert cached_heads(again) == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_quantized_onnx_model_caches_fewer_heads(fewer: Folder, kind: Any, tmp_path: Path) -> None:
+    """One token at a time gives what the whole text at once gives; rounding is the quantizer's."""
+    from dispfx.deploy.onnx.session import CachedSession
+
+    folder = Path(shutil.copytree(fewer.path, tmp_path / "out"))
+    shutil.rmtree(folder / "onnx")
+    export(folder, onnx=True, quantize=kind)
+    session = CachedSession(folder / f"onnx-{kind}" / "model.onnx")
+    assert [cache.heads for cache in session.caches] == [1, 1, 2, 2]
+    decoder = session.decoder()
+    decoder.reset()
+    steps = torch.cat([decoder(IDS[:, t : t + 1]) for t in range(IDS.shape[1])], 1)
+    decoder.reset()
+    assert relative_error(steps, decoder(IDS)) < 1e-4
+    with torch.no_grad():
+        dense = AutoModelForCausalLM.from_pretrained(folder)(IDS).logits
+    assert relative_error(steps, dense) < (0.05 if kind == "int8" else 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fewer_heads_in_half_precision(
+    fewer: Folder, masked: Any, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """The differences are those of rounding."""
+    dense: Any = tiny_transformer("llama").to(dtype)
+    plan = fewer.plan
+    if dtype == torch.float16:  # Weights that are rounded to it first are others in a plan's fingerprint.
+        plan = Plan.from_masks(dispfx.capture(dense, sites="heads"), plan.kept)
+    plan.save(tmp_path / "plan.safetensors")
+    report = apply(dense, tmp_path / "plan.safetensors", out=tmp_path / "out", export="none")
+    assert all(line.holds for line in report.verify)
+    # 2 layers of 2 heads of 8 features, keys and values, in two bytes.
+    assert report.cache is not None and (report.cache.dense, report.cache.pruned) == (128, 96)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == dtype and cached_heads(model) == [1, 2]
+    masked.to(dtype)
+    with torch.no_grad():
+        assert relative_error(model(IDS).logits, masked(IDS).logits) < 0.03
+    assert torch.equal(
+        *(one.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0) for one in (model, masked))
+    )
+
+
+def test_a_plan_of_heads_of_another_decoder_is_refused(fewer: Folder, tmp_path: Path) -> None:
+    with pytest.raises(dispfx.DispfxError, match="the plan was made for a decoder with fingerprint"):
+        apply(tiny_transformer("qwen3"), fewer.plan, out=tmp_path / "out", export="none")
+    assert not (tmp_path / "out").exists()

@@ -108,6 +108,39 @@ def test_a_class_that_cannot_be_built_so_is_refused_by_its_reason(
     assert not (tmp_path / "out").exists()
 
 
+def narrower_with_heads(*heads: list[int]) -> tuple[nn.Module, Plan]:
+    """Return a decoder, and a plan that keeps half of the stream and these heads of its layers."""
+    model = tiny_transformer("llama")
+    program = capture(model, select="before-norm", sites="heads")
+    left = iter(heads)
+    kept = {
+        site.name: next(left) if site.kind == "heads" else list(range(0, site.size, 2))
+        for site in program.sites
+    }
+    return model, Plan.from_masks(program, kept)
+
+
+def test_an_ordinary_decoder_has_fewer_heads_where_every_layer_has_as_many(tmp_path: Path) -> None:
+    """Each layer keeps another one of its two key/value heads, with the queries that read it."""
+    model, plan = narrower_with_heads([0], [1])
+    apply(model, plan, out=tmp_path / "out", export="dense")
+    config = AutoConfig.from_pretrained(tmp_path / "out" / "dense")
+    dense: Any = model.config
+    assert (config.num_key_value_heads, config.num_attention_heads) == (1, dense.num_attention_heads // 2)
+    assert (config.head_dim, config.num_hidden_layers) == (dense.head_dim, 2)
+    ordinary: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "dense")
+    with torch.no_grad():
+        found = ordinary(IDS, use_cache=True)
+        assert relative_error(found.logits, dispfx.load(tmp_path / "out")(IDS).logits) < 1e-5
+    assert [layer.keys.shape[1] for layer in found.past_key_values.layers] == [1, 1]
+
+
+def test_layers_of_unlike_numbers_of_heads_are_refused(tmp_path: Path) -> None:
+    model, plan = narrower_with_heads([0], [0, 1])
+    with pytest.raises(UnsupportedGraphError, match=r"layers\.\d\.self_attn\.\w+\.weight would have to be"):
+        apply(model, plan, out=tmp_path / "out", export="dense")
+
+
 def test_layers_of_unlike_widths_are_refused(tmp_path: Path) -> None:
     model = tiny_transformer("llama")
     program = capture(model, skip=["*layers.0.mlp"], select="before-norm")

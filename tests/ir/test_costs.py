@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 
+import dispfx
 from dispfx.errors import BudgetError, DataError
 from dispfx.ir.program import Program
 from dispfx.plan.budget import Budget
@@ -15,6 +16,7 @@ from dispfx.plan.hardening import ParameterCount, hard_masks, harden
 from dispfx.plan.latency_table import LatencyTable, branch_costs, read_costs
 from dispfx.plan.plan import Plan
 from dispfx.run.folder_report import left_dense
+from tests.plain_decoders import FORMS, build
 from tests.programs import program_of
 
 # A product costs what its weight has, in microseconds.
@@ -66,6 +68,21 @@ def test_a_branch_costs_its_products_and_its_selections(program: Program):
     assert numpy.isclose(attention.dense_seconds - attention.pruned_seconds, 3 * 32 * 16 * 1e-6 - 0.25)
     assert numpy.isclose(mlp.dense_seconds - mlp.pruned_seconds, 2 * 48 * 16 * 1e-6 - 0.25)
     assert attention.is_slower and mlp.is_slower
+
+
+def test_a_head_costs_its_rows_and_columns():
+    """As the products of the lowered decoder do."""
+    program = dispfx.capture(build(FORMS["pre-norm"]), sites="heads")
+    kept = [
+        torch.arange(1 if site.kind == "heads" else site.size, dtype=torch.int32) for site in program.sites
+    ]
+    attention, mlp = costs_of(program, FAIR, kept)[:2]
+    # One of four heads of eight features: 32 × 32 become 8 × 32 (query, key, value) and 32 × 8.
+    assert numpy.isclose(attention.dense_seconds, 4 * 32 * 32 * 1e-6, rtol=1e-3)
+    assert numpy.isclose(attention.pruned_seconds, 4 * 8 * 32 * 1e-6, rtol=1e-3)
+    assert mlp.dense_seconds == mlp.pruned_seconds
+    dear = replace(FAIR, selection_seconds=1.0)
+    assert not costs_of(program, dear, kept)[0].is_slower, "nothing is selected or placed"
 
 
 def test_a_fair_table_changes_nothing(program: Program):

@@ -18,6 +18,7 @@ from dispfx.plan.latency_table import LatencyTable
 from dispfx.plan.plan_making import layer_of
 from tests.command_line import run
 from tests.ir.site_strategies import decoder_sites
+from tests.plain_decoders import FORMS, build
 from tests.programs import program_of, token_ids
 from tests.trust.runs import write_tokens
 
@@ -75,6 +76,25 @@ def test_every_number_meets_the_ratio_alone(program: dispfx.Program, method: str
     parts = ParameterCount.of_sites(program.sites, program.shapes, by_layer).parts()
     assert len(parts) == 2
     assert all(abs(0.7 - part.count_kept(masks) / part.dense) < 0.005 for part in parts)
+
+
+def weights_and_cache(shapes: Shapes) -> Any:
+    """Bytes of all weights, and of the keys and values of 512 cached tokens."""
+    rows = sum(shape[0] for path, shape in shapes.items() if path.endswith(("key.weight", "value.weight")))
+    return 4 * parameters(shapes) + 4 * 512 * rows
+
+
+def test_weights_and_cache_are_one_number_that_heads_make_smaller():
+    program = dispfx.capture(build(FORMS["pre-norm"]), sites="heads")
+    plan = dispfx.learn(program, token_ids(1, 400)[0], 0.4, ratio_of=weights_and_cache, **SMALL)
+    shapes = {path: tuple(one.shape) for path, one in dispfx.lower(program, plan).named_parameters()}
+    left = weights_and_cache(shapes) / weights_and_cache(dict(program.shapes))
+    # A cost is counted in as many steps as there are parameters that can be cut.
+    assert abs(0.6 - left) < 0.005 and abs(1.0 - plan.achieved - left) < 1e-4
+    assert any(one.kind == "heads" and not one.full for one in plan.selections)
+    plain = dispfx.learn(program, token_ids(1, 400)[0], 0.4, ratio_of="total", **SMALL)
+    heads = [sum(len(one.kept) for one in each.selections if one.kind == "heads") for each in (plan, plain)]
+    assert heads[0] < heads[1], "what heads cost in the cache counts"
 
 
 def test_features_that_cost_nothing_are_kept(program: dispfx.Program):

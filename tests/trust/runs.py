@@ -48,9 +48,10 @@ def write_tokens(path: Path) -> Path:
 
 
 def command(tokens: Path, out: Path, *more: str) -> list[str]:
-    """Return a small `compile` that saves its state at every second step and exports."""
+    """Return a small `compile` of all kinds of site that saves its state at every second step and exports."""
     words = ["compile", "tests.api.plain:build_decoder", "--out", str(out), "--data", str(tokens)]
     words += ["--ratio", "0.3", "--align", "4", "--seed", str(SEED), "--steps", str(STEPS)]
+    words += ["--sites", "heads"]
     words += ["--batch-size", "2", "--seq-len", "16", "--save-every", "2", "--device", "cpu", "--quiet"]
     return [*words, *more]
 

@@ -27,6 +27,7 @@ def test_a_run_is_repeated_from_its_report_to_the_same_bytes(tmp_path: Path):
     first, second = (tmp_path / name for name in ("first", "2"))
     assert (first / "plan.safetensors").read_bytes() == (second / "plan.safetensors").read_bytes()
     told, again = (load_report(folder / "report.json") for folder in (first, second))
+    assert "heads" in {site.kind for site in told.sites}
     assert (told.sites, told.perplexity, told.seed) == (again.sites, again.perplexity, again.seed)
     assert told.settings is not None and again.settings is not None
     assert told.settings["learning"]["adaptable"] == ["samples"]
