@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from dispfx.deploy import checkpoint, reload, weights
 from dispfx.deploy.section import ModelFiles, read_section
 from dispfx.errors import DataError, OutputError
-from dispfx.huggingface.entries import SCHEMA_VERSION
+from dispfx.huggingface.entries import ROUNDED_VERSION, SCHEMA_VERSION
 from tests.deploy.conftest import Written, inner_plan, mlp_sites, plan_of, slice_in_place, tiny_llama, write
 
 STOCK = """
@@ -240,11 +240,11 @@ def test_a_config_that_is_not_ours_is_refused(written: Written, text: str) -> No
 def test_a_folder_of_a_later_format_names_both_versions(written: Written) -> None:
     path = written.folder / "config.json"
     entries = json.loads(path.read_text())
-    entries["quantization_config"]["schema_version"] = SCHEMA_VERSION + 1
+    entries["quantization_config"]["schema_version"] = ROUNDED_VERSION + 1
     path.write_text(json.dumps(entries))
 
     with pytest.raises(
-        OutputError, match=f"format {SCHEMA_VERSION + 1}, but this version reads 3 and {SCHEMA_VERSION}"
+        OutputError, match=f"format {ROUNDED_VERSION + 1}, but this version reads 3 to {ROUNDED_VERSION}"
     ):
         read_section(written.folder)
 
