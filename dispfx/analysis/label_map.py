@@ -247,13 +247,13 @@ class _Walk:
             if value in self._context.caches:
                 return
             raise _Refused(Mismatch("the features reach the decoder's output", place))
+        connections = links(place)
+        if connections is None:
+            raise _Refused(Mismatch(f"no rule is known for {ops.operation(place)}", place))
         between = ops.contracts(place) and len(ops.activations(place, self._context.dependent)) > 1
         if between and not self._of_heads:
             reason = "the features enter a product of two activations"
             raise _Refused(Mismatch(reason, place, grouped=True))
-        connections = links(place)
-        if connections is None:
-            raise _Refused(Mismatch(f"no rule is known for {ops.operation(place)}", place))
         for connection in connections:
             self._follow(connection, dimension, place)
 

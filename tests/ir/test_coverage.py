@@ -281,6 +281,10 @@ SILENT: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
         lambda x, u, d: torch.linalg.vecdot(x.unsqueeze(-2), u.T) @ d,
         "no rule is known for aten.linalg_vecdot",
     ),
+    "a bilinear form": (
+        lambda x, u, d: F.bilinear(x @ u, x, d.T[:, :, None] * d),
+        "no rule is known for aten.bilinear",
+    ),
     "channels in groups": (
         lambda x, u, d: F.conv1d((x @ u).transpose(1, 2), d[: INNER // 2].mT.unsqueeze(-1), groups=2).mT,
         "aten.conv1d combines all features",
