@@ -14,8 +14,8 @@ class Flow:
 
     Args:
         order: position of each node.
-        dependent: nodes whose value depends on the token ids.  Booleans (padding, a mask) do not count,
-            because they carry no features.
+        dependent: nodes whose value depends on the token ids.  Booleans of ids (padding, a mask) do not
+            count, because they carry no features; comparisons of activations do.
     """
 
     order: dict[fx.Node, int]
@@ -28,7 +28,8 @@ class Flow:
         ids = next(node for node in graph.nodes if node.op == "placeholder")
         dependent = {ids}
         for node in graph.nodes:
-            if not ops.is_boolean(node) and any(value in dependent for value in ops.operands(node)):
+            inputs = [value for value in ops.operands(node) if value in dependent]
+            if any(not ops.is_boolean(node) or ops.carries_features(value) for value in inputs):
                 dependent.add(node)
         return Flow(order, frozenset(dependent))
 

@@ -250,10 +250,6 @@ class _Walk:
             if value in self._context.caches:
                 return
             raise _Refused(Mismatch("the features reach the decoder's output", place))
-        between = ops.contracts(place) and len(ops.activations(place, self._context.dependent)) > 1
-        if between and not self._of_heads:
-            reason = "the features enter a product of two activations"
-            raise _Refused(Mismatch(reason, place, grouped=True))
         connections = links(place)
         if connections is None and not ops.operands(place):
             reason = (
@@ -262,6 +258,10 @@ class _Walk:
             raise _Refused(Mismatch(reason, place))
         if connections is None:
             raise _Refused(Mismatch(f"no rule is known for {ops.operation(place)}", place))
+        between = ops.contracts(place) and len(ops.activations(place, self._context.dependent)) > 1
+        if between and not self._of_heads:
+            reason = "the features enter a product of two activations"
+            raise _Refused(Mismatch(reason, place, grouped=True))
         for connection in connections:
             self._follow(connection, dimension, place)
 

@@ -27,8 +27,8 @@ from dispfx.errors import DataError, OutputError, PlanMismatchError
 from dispfx.ir.cached_inputs import CachedShape
 from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
-from dispfx.run.folders import Opened, open_folder
-from dispfx.run.opening import open_model
+from dispfx.run.folders import Opened
+from dispfx.run.opening import open_model, open_output
 from dispfx.settings import ModelSettings
 from dispfx.settings.trees import BenchSettings
 from dispfx.settings.verb_settings import TIMED_BATCHES, TimingSettings
@@ -108,7 +108,7 @@ def bench(folder: Any, *, on_row: Callable[[SpeedRow], None] = lambda row: None,
         has_dense=dense is not None,
         in_torch=runtime == "torch",
     )
-    opened = open_folder(folder, device=place, trust_remote_code=settings.model.trust_remote_code)
+    opened = open_output(settings.model)
     steps = _steps(opened, place, timing)
     context = longest_context(opened.config)
     # First, so that an unusable text is reported before anything slow.

@@ -23,7 +23,7 @@ from dispfx.report import NullObserver, Observer, load_report
 from dispfx.report.quantized import quantized_notes
 from dispfx.run.folders import Opened, is_output, open_folder, require_unchanged
 from dispfx.run.onnx_folder import FOLDER, folder_onnx_lines, has_onnx, onnx_runner, write_onnx
-from dispfx.run.opening import open_model
+from dispfx.run.opening import open_model, open_output, require_own_form
 from dispfx.run.quantized_checkpoint import write_quantized_checkpoint
 from dispfx.run.quantized_folder import quantized_folder, write_quantized
 from dispfx.run.run_text import TextChoice, require_known, require_one_tokenizer, vocabulary_of
@@ -36,6 +36,7 @@ from dispfx.source.source import beyond_context, context_of, longest_context, ot
 from dispfx.source.text import ReadText, bos_tokens, read_text, with_bos
 from dispfx.verification.equivalence import require
 from dispfx.verification.graphs import exported_lines
+from dispfx.words.chosen_device import chosen_device
 from dispfx.words.option_names import option
 from dispfx.words.preconditions import check_folder
 
@@ -72,7 +73,7 @@ def evaluate(model: Any, *, observer: Observer | None = None, **changes: Any) ->
     """
     settings = EvalSettings.given(model, changes)
     chosen = _measured_text(settings.text)
-    ready = _ready(settings.model)
+    ready = _ready(settings.model, of_dense=settings.evaluation.dense is not None)
     text, begins = _known_text(chosen, ready)
     context = settings.evaluation.context or ready.context
     window = min(context, len(text.tokens) + len(begins))
@@ -181,6 +182,8 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
     forms, observer = settings.forms, observer or NullObserver()
     path = Path(settings.model.model).expanduser()
     check_folder(path)
+    require_own_form(settings.model)
+    device = chosen_device(settings.model.device)
     target = path / exported.PROGRAM_FILE
     if is_output(path):
         for place in _new_places(path, forms):
@@ -202,7 +205,7 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
         written += _written_onnx(opened, forms, observer)
     if forms.quantize != "none":
         write = write_quantized if forms.onnx else write_quantized_checkpoint
-        placed = replace(opened, device=model.device or "cpu")
+        placed = replace(opened, device=device)
         for line in quantized_notes(write(placed, forms.quantize, settings.text)):
             observer.note(line)
         written.append(_quantized_place(path, forms))
@@ -276,13 +279,11 @@ def _measured_context(folder: Path) -> int | None:
     return None if change is None else change.protocol.context
 
 
-def _ready(settings: ModelSettings) -> _Ready:
-    """Return a decoder that runs, from MODEL or from an output folder."""
+def _ready(settings: ModelSettings, *, of_dense: bool = False) -> _Ready:
+    """Return a decoder that runs, from MODEL or from an output folder (`of_dense` as in `open_output`)."""
     model = settings.model
     if isinstance(model, str) and is_output(model):
-        opened = open_folder(
-            model, device=settings.device or "cpu", trust_remote_code=settings.trust_remote_code
-        )
+        opened = open_output(settings, of_dense=of_dense)
         config = opened.config
         # A user module does not declare its context; the compile recorded it.
         measured = None if config is not None else _measured_context(opened.path)

@@ -9,7 +9,7 @@ from dispfx.quality.task_harness import Harness, TaskScores, harness_versions
 from dispfx.report import NullObserver, Observer
 from dispfx.report.task_rows import task_line
 from dispfx.run.folders import is_output, open_folder
-from dispfx.run.opening import open_model
+from dispfx.run.opening import open_model, open_output
 from dispfx.settings import ModelSettings
 from dispfx.settings.trees import EvalSettings
 from dispfx.source.source import beyond_context, context_of, longest_context
@@ -38,7 +38,7 @@ def score_tasks(model: Any, *, observer: Observer | None = None, **changes: Any)
     watcher.stage("read tasks")
     harness = Harness(asked.task_names, asked.task_folder, shots=asked.shots, limit=asked.limit)
     watcher.stage("open")
-    decoder, words, longest = _decoder(settings.model)
+    decoder, words, longest = _decoder(settings.model, of_dense=asked.dense is not None)
     context = asked.context or longest
     for note in beyond_context(getattr(decoder, "config", None), context):
         watcher.note(note)
@@ -64,12 +64,10 @@ def score_tasks(model: Any, *, observer: Observer | None = None, **changes: Any)
     return TaskScores(tuple(scores), context, asked.batch_size, asked.limit, harness_versions())
 
 
-def _decoder(settings: ModelSettings) -> tuple[nn.Module, Any, int]:
+def _decoder(settings: ModelSettings, *, of_dense: bool) -> tuple[nn.Module, Any, int]:
     """Return a transformers model, its tokenizer, and how many tokens it reads."""
     if isinstance(settings.model, str) and is_output(settings.model):
-        opened = open_folder(
-            settings.model, device=settings.device or "cpu", trust_remote_code=settings.trust_remote_code
-        )
+        opened = open_output(settings, of_dense=of_dense)
         model, config, words = opened.decoder, opened.config, opened.tokenizer
         name, longest = settings.model, longest_context(config)
     else:

@@ -55,8 +55,8 @@ def write_genai_config(
             "decoder": {
                 "filename": model_file,
                 "head_size": keys[0].size,
-                "hidden_size": getattr(config, "hidden_size", 0),
-                "num_attention_heads": getattr(config, "num_attention_heads", keys[0].heads),
+                "hidden_size": _number(config, "hidden_size", 0),
+                "num_attention_heads": _number(config, "num_attention_heads", keys[0].heads),
                 "num_key_value_heads": keys[0].heads,
                 "num_hidden_layers": len(keys),
                 "inputs": {
@@ -81,6 +81,14 @@ def write_genai_config(
     }
     text = json.dumps(entries, indent=2) + "\n"
     (folder / GENAI_FILE).write_text(text, encoding="utf-8")
+
+
+def _number(config: Any, name: str, default: int) -> int:
+    """Return a number of a config, or the default where it has none, or one for each layer."""
+    try:
+        return getattr(config, name, default)
+    except RuntimeError:
+        return default
 
 
 def _token(name: str, vocabulary_size: int, *configs: Any) -> int | list[int] | None:

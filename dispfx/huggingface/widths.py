@@ -10,6 +10,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dispfx.analysis.positions import places
 from dispfx.huggingface.layout import READ, WRITE, ModuleLayout
+from dispfx.huggingface.widths_of_config import number_of
 
 Axis = tuple[str, int]
 MULTIPLE = 8
@@ -189,8 +191,9 @@ def counted_heads(
         widths: likewise of the axes of weights.
     """
     config = getattr(attention, "config", None)
-    held = {f"config.{name}": value for name, value in vars(config).items()} if config is not None else {}
-    held = {name: value for name, value in held.items() if _counts_heads(name)} | vars(attention)
+    named = [] if config is None else filter(_counts_heads, vars(config))
+    held: dict[str, Any] = {f"config.{name}": number_of(config, (name,)) for name in named}
+    held |= vars(attention)
     new: dict[str, int] = {}
     for name, value in sorted(held.items(), key=lambda item: item[0]):
         known = heads if _counts_heads(name) else widths if _is_of_all_heads(name) else {}

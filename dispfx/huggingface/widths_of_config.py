@@ -69,7 +69,7 @@ def resized(
     choices = dict(_choices(config, sizes, {pair for pair in heads if pair[0] != pair[1]}))
     starts = [
         {},
-        {place: values[0] for place, values in choices.items() if _number(config, place) is not None},
+        {place: values[0] for place, values in choices.items() if number_of(config, place) is not None},
     ]
     tries = [_descend(partial(_try, config, wanted, build), start, choices) for start in starts]
     best = min(tries, key=lambda found: found.wrong)
@@ -150,8 +150,8 @@ def _choices(
             new |= {value // old * kept for old, kept in shares if value % old == 0}
         if new:
             yield place, sorted(new)
-    heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    if not hasattr(config, _HEAD_DIM) and isinstance(heads, int) and isinstance(width, int):
+    heads, width = (number_of(config, (name,)) for name in ("num_attention_heads", "hidden_size"))
+    if heads is not None and width is not None and not _has(config, _HEAD_DIM):
         yield (_HEAD_DIM,), [width // heads]
 
 
@@ -163,11 +163,20 @@ def _numbers(config: PreTrainedConfig, outer: _Place = ()) -> Iterator[tuple[_Pl
             yield (*outer, name), value
 
 
-def _number(config: PreTrainedConfig, place: _Place) -> int | None:
+def number_of(config: Any, place: _Place) -> int | None:
+    """Return a whole number of a config; None where it holds none, or refuses one that differs by layer."""
     held: Any = config
     for name in place:
-        held = getattr(held, name, None)
-    return held
+        held = getattr(held, name) if _has(held, name) else None
+    return held if type(held) is int else None
+
+
+def _has(config: Any, name: str) -> bool:
+    """Whether a config has an attribute, and gives it."""
+    try:
+        return hasattr(config, name)
+    except RuntimeError:
+        return False
 
 
 def _with_numbers(config: PreTrainedConfig, numbers: Mapping[_Place, int]) -> PreTrainedConfig:

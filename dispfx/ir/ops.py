@@ -159,6 +159,11 @@ def is_boolean(node: fx.Node) -> bool:
     return is_tensor(node) and node.meta["val"].dtype == torch.bool
 
 
+def carries_features(node: fx.Node) -> bool:
+    """Whether the value of the node is a tensor of real numbers or of truth values, not of ids."""
+    return is_tensor(node) and (node.meta["val"].dtype.is_floating_point or is_boolean(node))
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """Return a dimension's size, or the traced size where it is dynamic.
 

@@ -70,7 +70,7 @@ class OwnCost:
         for (path, axis), (column, experts) in columns.items():
             whole_X[column] = shapes[path][axis] * experts
         with torch.enable_grad():  # callers often measure with gradients off
-            dense = found._numbers(whole_X.requires_grad_())
+            dense, again = (found._numbers(whole_X.requires_grad_()) for _ in range(2))
         values = {name: float(number.detach()) for name, number in dense.items()}
         for name, value in values.items():
             if not dense[name].requires_grad or not 0.0 < value < math.inf:
@@ -79,6 +79,12 @@ class OwnCost:
                     f"and returned {value:g}{f' for {name}' if name else ''}",
                     hint="compute with the sizes as tensors: float() and int() lose their gradients",
                 )
+        if values != {name: float(number.detach()) for name, number in again.items()}:
+            raise BudgetError(
+                f"{function.name} must return the same numbers whenever it is given the same shapes, "
+                "and the second time it did not",
+                hint="keep no state between calls, and draw no random numbers",
+            )
         return replace(found, dense=values)
 
     def only(self, name: str) -> "OwnCost":

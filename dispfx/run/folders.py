@@ -31,6 +31,7 @@ from dispfx.plan.plan import Plan
 from dispfx.report import load_report
 from dispfx.source import load_folder_tokenizer
 from dispfx.source.experts import Experts
+from dispfx.source.loading import named_tokenizer
 from dispfx.source.transformers_classes import require_head
 from dispfx.verification.equivalence import Verification
 from dispfx.words.chosen_device import chosen_device, require_default_device
@@ -48,6 +49,7 @@ class Opened:
         device: of the decoder.
         trust_remote_code: whether code that comes with the checkpoint may run.
         experts: how the program computes a mixture of experts, as in `dispfx.compiler.programs.capture`.
+        named_tokenizer: folder or hub id of a tokenizer, in place of the folder's own.
     """
 
     path: Path
@@ -55,6 +57,7 @@ class Opened:
     device: str | torch.device = "cpu"
     trust_remote_code: bool = False
     experts: Experts = "grouped"
+    named_tokenizer: str | None = None
 
     @cached_property
     def decoder(self) -> nn.Module:
@@ -154,7 +157,9 @@ class Opened:
 
     @property
     def tokenizer(self) -> Any | None:
-        """The folder's tokenizer, or None."""
+        """The tokenizer that was named, or the folder's own; None without either."""
+        if self.named_tokenizer is not None:
+            return named_tokenizer(self.named_tokenizer, self.trust_remote_code)
         return load_folder_tokenizer(self.path, self.trust_remote_code)
 
     def release(self) -> None:
@@ -251,11 +256,13 @@ def open_folder(
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
     experts: Experts = "grouped",
+    tokenizer: str | None = None,
 ) -> Opened:
     """Open an output folder; dense weights are never read or held.
 
     Args:
         experts: as in `dispfx.compiler.programs.capture`; `batched` to export what is opened.
+        tokenizer: folder or hub id of a tokenizer, in place of the folder's own.
 
     Raises:
         DispfxError: if the device is not available, or the default device of torch is not the CPU.
@@ -270,8 +277,8 @@ def open_folder(
     if is_saved_again(path):
         require_head(path)
     if (path / PROGRAM_FILE).is_file() and not (path / CONFIG_FILE).is_file():
-        return Opened(path, None, device, trust_remote_code, experts)
-    return Opened(path, reload.read_plan(path), device, trust_remote_code, experts)
+        return Opened(path, None, device, trust_remote_code, experts, tokenizer)
+    return Opened(path, reload.read_plan(path), device, trust_remote_code, experts, tokenizer)
 
 
 def require_record(folder: Path) -> None:

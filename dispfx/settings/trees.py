@@ -147,6 +147,13 @@ class RecoverSettings(Tree):
                 where=str(path),
                 hint=f"name another folder with {option('out')}",
             )
+        if self.model.dtype is not None and self.recovery.train != "lora":
+            raise DispfxError(
+                f"{option('dtype')} is that of frozen weights under adapters, and weights are trained in the "
+                "type that the folder has",
+                where=str(self.model.model),
+                hint=f"leave out {option('dtype')}, or train adapters with {option('train', 'lora')}",
+            )
 
 
 @dataclass(frozen=True, eq=False)

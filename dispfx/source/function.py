@@ -34,7 +34,7 @@ def build_module(spec: str) -> tuple[nn.Module, None, Any | None]:
         except (Exception, SystemExit) as error:
             raise SourceError(
                 f"MODEL's function raised {type(error).__name__}: {error}",
-                where=_line_of(error),
+                where=_line_of(error) or spec,
                 hint="it is called without arguments and must return an nn.Module",
             ) from error
     if not isinstance(module, nn.Module):
@@ -65,7 +65,7 @@ def _find(spec: str) -> Callable[[], Any]:
         hint = (suggestion_for(spec) or looked) if absent else installation(error)
         raise SourceError(
             f"the module {module_name} cannot be imported: {type(error).__name__}: {error}",
-            where=spec if absent else _line_of(error),
+            where=spec if absent else _line_of(error) or spec,
             hint=hint,
         ) from error
     for name in path.split("."):
@@ -101,11 +101,10 @@ def _out_of_memory(when: str, error: MemoryError) -> SourceError:
     )
 
 
-def _line_of(error: BaseException) -> str:
-    """Return the last line of the user's code that ran before `error`."""
+def _line_of(error: BaseException) -> str | None:
+    """Return the last line of the user's code that ran before `error`, or None."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [
         frame for frame in frames if frame.filename != __file__ and not frame.filename.startswith("<frozen")
     ]
-    last = (own or frames)[-1]
-    return f"{last.filename}:{last.lineno}"
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else None

@@ -83,7 +83,7 @@ def load_source(
         if origin == "folder":
             check_weights(Path(location.path))
         source = load_pretrained(location, spec, origin, wanted, trust_remote_code)
-    source = _with_tokenizer(source, tokenizer, trust_remote_code)
+    source = with_tokenizer(source, tokenizer, trust_remote_code)
     model = moved(source.model, target, wanted).eval()
     check_causal(model, spec, target)
     return source
@@ -150,15 +150,27 @@ def _location(spec: str, origin: str, revision: str | None) -> Location:
     return Location(str(path))
 
 
-def _with_tokenizer(source: Source, tokenizer: str | None, trust_remote_code: bool) -> Source:
-    if tokenizer is None:
-        return source
+def with_tokenizer(source: Source, tokenizer: str | None, trust_remote_code: bool) -> Source:
+    """Return a source with the tokenizer that was named, or with its own for None."""
+    return (
+        source
+        if tokenizer is None
+        else replace(source, tokenizer=named_tokenizer(tokenizer, trust_remote_code))
+    )
+
+
+def named_tokenizer(tokenizer: str, trust_remote_code: bool) -> Any:
+    """Return the tokenizer of a folder or hub id.
+
+    Raises:
+        SourceError: if there is none.
+    """
     folder = Path(tokenizer).expanduser()
     location = Location(str(folder)) if folder.is_dir() else reach_hub(tokenizer, None, option("tokenizer"))
     loaded = load_tokenizer(location, trust_remote_code)
     if loaded is None:
         raise SourceError(f"{option('tokenizer')} names a folder without a tokenizer", where=tokenizer)
-    return replace(source, tokenizer=loaded)
+    return loaded
 
 
 def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:

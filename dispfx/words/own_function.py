@@ -51,7 +51,8 @@ class OwnFunction:
             raise
         except (Exception, SystemExit) as error:
             raise SourceError(
-                f"{self.name} raised {type(error).__name__}: {error}", where=_line_of(error)
+                f"{self.name} raised {type(error).__name__}: {error}",
+                where=_line_of(error) or _place_of(self.function),
             ) from error
 
 
@@ -143,7 +144,8 @@ def _module(path: Path, content: bytes) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
         raise SourceError(
-            f"{path.name} cannot be run: {type(error).__name__}: {error}", where=_line_of(error)
+            f"{path.name} cannot be run: {type(error).__name__}: {error}",
+            where=_line_of(error) or str(path),
         ) from error
     finally:
         sys.path.remove(str(path.parent))
@@ -167,8 +169,17 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _line_of(error: BaseException) -> str:
-    """Return the last line of the user's code, not of a library, that ran before an error."""
+def _place_of(function: Any) -> str | None:
+    """Return the first line of a function, or of an object's class; None where it has no file."""
+    found = function if hasattr(function, "__code__") or isinstance(function, type) else type(function)
+    try:
+        return f"{inspect.getsourcefile(found)}:{inspect.getsourcelines(found)[1]}"
+    except (OSError, TypeError):
+        return None
+
+
+def _line_of(error: BaseException) -> str | None:
+    """Return the last line of the user's code, not of a library, that ran before an error; or None."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
@@ -179,5 +190,4 @@ def _line_of(error: BaseException) -> str:
         and "site-packages" not in frame.filename
         and not frame.filename.startswith("<frozen")
     ]
-    last = (own or frames)[-1]
-    return f"{last.filename}:{last.lineno}"
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else None

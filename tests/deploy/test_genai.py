@@ -42,6 +42,20 @@ def test_sizes_come_from_the_model_and_not_from_the_config(tmp_path: Path):
     assert model["context_length"] == 128 and decoder["filename"] == "model.onnx"
 
 
+class ByLayer:
+    """A config whose number of heads differs by layer, as transformers has them."""
+
+    hidden_size = 32
+
+    @property
+    def num_attention_heads(self) -> int:
+        raise RuntimeError("'num_attention_heads' is a per-layer attribute")
+
+
+def test_a_number_of_heads_that_differs_by_layer_is_taken_from_the_model(tmp_path: Path):
+    assert written(tmp_path, ByLayer())["model"]["decoder"]["num_attention_heads"] == 2
+
+
 def test_only_inputs_that_the_model_has_are_named(tmp_path: Path):
     named = written(tmp_path, SimpleNamespace(), inputs=("input_ids", "attention_mask"))["model"]["decoder"]
 

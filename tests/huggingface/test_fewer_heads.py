@@ -3,7 +3,7 @@
 import copy
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,11 +12,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PreTrainedConfig,
 )
 
 import dispfx
 from dispfx.api.commands import export
 from dispfx.api.compilation import apply
+from dispfx.huggingface.widths import counted_heads
 from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
 from dispfx.report import Report, load_report
@@ -154,6 +156,17 @@ def test_the_onnx_model_caches_what_is_left(fewer: Folder) -> None:
     caches = CachedSession(fewer.path / "onnx" / "model.onnx").caches
     assert [cache.heads for cache in caches] == [1, 1, 2, 2]
     assert not (fewer.path / "onnx" / "genai_config.json").exists(), "genai has one number of heads"
+
+
+def test_a_number_of_heads_that_differs_by_layer_is_not_read_from_the_config() -> None:
+    """Such a config raises an error for the number of all layers, so no code of an attention can read it."""
+    attention, make = nn.Module(), cast(Any, PreTrainedConfig)
+    by_layer = {0: {"num_attention_heads": 8}}
+    attention.config = make(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, per_layer_config=by_layer
+    )
+    attention.num_heads = 4  # type: ignore[assignment]
+    assert counted_heads(attention, {4: 2, 2: 1}, {}) == {"config.num_key_value_heads": 1, "num_heads": 2}
 
 
 def test_a_class_whose_code_counts_heads_itself_keeps_its_cache(tmp_path: Path) -> None:

@@ -274,6 +274,29 @@ def test_an_impossible_budget_is_a_budget_error(ratio: float, align: int):
         Budget(ratio, align=align)
 
 
+def test_a_ratio_between_two_steps_is_refused_before_learning():
+    """Of 8 heads 2 or 3 can go, and none of both is 0.3; with 0.25, or an alignment, it holds."""
+    sites = [site(name, 4, Slice(name, 0), kind="heads") for name in ("a", "b")]
+    count = ParameterCount.of_sites(sites, {"a": (4, 1), "b": (4, 1)})
+    with pytest.raises(BudgetError, match=r"ratio 0\.3000 .* remove 0\.2500"):
+        check_reachable(sites, count, Budget(0.3))
+    for budget in (Budget(0.25), Budget(0.3, align=8)):
+        check_reachable(sites, count, budget)
+        assert achieved(sites, count, harden(random_logits(8), sites, count, budget)) == 0.25
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(drawn=decoders(), ratio=st.floats(0.05, 0.6), seed=st.integers(0, 100))
+def test_no_ratio_is_refused_before_learning_that_is_met_after_it(drawn, ratio: float, seed: int):
+    sites, shapes = drawn
+    count, budget = ParameterCount.of_sites(sites, shapes), Budget(ratio)
+    try:
+        harden(random_logits(count.features, seed), sites, count, budget)
+    except BudgetError:
+        return
+    check_reachable(sites, count, budget)
+
+
 def test_hard_masks_hold_one_where_a_feature_is_kept():
     sites = [site("a", 3), site("b", 2)]
     masks = hard_masks(sites, [torch.tensor([0, 2], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)])

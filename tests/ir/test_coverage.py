@@ -55,6 +55,42 @@ def test_a_refused_site_gives_its_reason():
     }
 
 
+class Compared(nn.Module):
+    """An MLP that reads the stream through comparisons, alone or next to products."""
+
+    def __init__(self, middle: Callable[["Compared", Tensor], Tensor]):
+        super().__init__()
+        self.up, self.other, self.down = (
+            nn.Linear(WIDTH, INNER),
+            nn.Linear(WIDTH, INNER),
+            nn.Linear(INNER, WIDTH),
+        )
+        self.middle = middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.middle(self, x))
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        lambda part, x: (part.up(x) > 0).float() * (part.other(x) > 1).float(),
+        lambda part, x: torch.where(part.up(x) > 0, part.other(x), -1.0),
+        lambda part, x: part.other(x).masked_fill(part.up(x).abs() < 1, 0.0),
+    ],
+    ids=["alone", "choice", "mask"],
+)
+def test_a_branch_behind_comparisons_is_found_and_pruned(middle: Callable[[Compared, Tensor], Tensor]):
+    """Rule 3: the weights that only comparisons read were in no branch, no site and no list."""
+    model = one_branch(lambda: Compared(middle))
+    program = dispfx.capture(model)
+    require_sum(program)
+    assert coverage(program).total == 3 * WIDTH * INNER and not coverage(program).axes
+    cut = {(piece.parameter, piece.axis) for site in program.sites for piece in site.slices}
+    assert {("mlp.up.weight", 0), ("mlp.up.weight", 1), ("mlp.other.weight", 1)} < cut
+    require_one_function(model, program)
+
+
 class Frozen(nn.Module):
     """An MLP that has its gate as a buffer."""
 
@@ -244,6 +280,10 @@ SILENT: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
     "dot products": (
         lambda x, u, d: torch.linalg.vecdot(x.unsqueeze(-2), u.T) @ d,
         "no rule is known for aten.linalg_vecdot",
+    ),
+    "a bilinear form": (
+        lambda x, u, d: F.bilinear(x @ u, x, d.T[:, :, None] * d),
+        "no rule is known for aten.bilinear",
     ),
     "channels in groups": (
         lambda x, u, d: F.conv1d((x @ u).transpose(1, 2), d[: INNER // 2].mT.unsqueeze(-1), groups=2).mT,

@@ -93,6 +93,24 @@ def test_dependence_leaves_weights_and_shapes_out():
     assert zeros not in Flow.of(graph).dependent
 
 
+def test_a_comparison_of_activations_depends_on_ids_and_one_of_ids_does_not():
+    """The mask of a spiking layer carries features; that of padding does not."""
+    graph = fx.Graph()
+    ids, table = graph.placeholder("ids"), graph.get_attr("w")
+    value = graph.call_function(aten.embedding.default, (table, ids))
+    padding = graph.call_function(aten.ne.Scalar, (ids, 0))
+    spikes = graph.call_function(aten.gt.Scalar, (value, 0.0))
+    either = graph.call_function(aten.logical_not.default, (spikes,))
+    graph.output(graph.call_function(aten.mul.Tensor, (either, padding)))
+    for node in graph.nodes:
+        node.meta["val"] = torch.zeros(4, 4)
+    ids.meta["val"] = ids.meta["val"].long()
+    for node in (padding, spikes, either):
+        node.meta["val"] = node.meta["val"].bool()
+    assert {value, spikes, either} < Flow.of(graph).dependent
+    assert padding not in Flow.of(graph).dependent
+
+
 def test_a_root_is_found_below_casts_views_and_constant_scalings():
     graph = fx.Graph()
     ids, weight = graph.placeholder("ids"), graph.get_attr("w")

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -131,6 +131,26 @@ def test_the_line_of_an_error_in_a_cost_is_named(program: dispfx.Program):
     with pytest.raises(SourceError, match="raised KeyError") as caught:
         dispfx.Plan.random(program, 0.3, 0, of=lambda shapes: shapes["none"])
     assert __file__ in str(caught.value.where)
+
+
+def test_a_cost_that_takes_other_arguments_is_named_with_its_own_line(program: dispfx.Program):
+    def of_two(shapes: Shapes, other: int) -> Any:
+        return parameters(shapes) + other
+
+    with pytest.raises(SourceError, match="missing 1 required positional argument") as caught:
+        dispfx.Plan.random(program, 0.3, 0, of=cast(Any, of_two))
+    assert caught.value.where == f"{__file__}:{of_two.__code__.co_firstlineno}"
+
+
+def test_a_cost_that_changes_between_calls_is_refused(program: dispfx.Program):
+    calls = []
+
+    def growing(shapes: Shapes) -> Any:
+        calls.append(shapes)
+        return parameters(shapes) * len(calls)
+
+    with pytest.raises(BudgetError, match="must return the same numbers whenever"):
+        dispfx.Plan.random(program, 0.3, 0, of=growing)
 
 
 def test_a_plan_holds_the_name_of_a_cost_and_never_runs_it(program: dispfx.Program, tmp_path: Path):
