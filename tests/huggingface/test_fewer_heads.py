@@ -233,7 +233,7 @@ def test_a_quantized_onnx_model_caches_fewer_heads(fewer: Folder, kind: Any, tmp
 
     folder = Path(shutil.copytree(fewer.path, tmp_path / "out"))
     shutil.rmtree(folder / "onnx")
-    export(folder, onnx=True, quantize=kind)
+    export(folder, onnx=True, quantize=kind, data=torch.arange(VOCABULARY).repeat(4))
     session = CachedSession(folder / f"onnx-{kind}" / "model.onnx")
     assert [cache.heads for cache in session.caches] == [1, 1, 2, 2]
     decoder = session.decoder()
