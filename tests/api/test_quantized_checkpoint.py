@@ -96,6 +96,10 @@ def number_by_number(path: Path, scheme: str) -> Tensor:
     return (codes - zeros[:, groups]) * scale[:, groups]
 
 
+def weight_at(model: nn.Module) -> Tensor:
+    return model.get_parameter(f"{LAYER}.weight")
+
+
 def ids() -> Tensor:
     return torch.arange(24).reshape(2, 12) % VOCABULARY
 
@@ -106,8 +110,8 @@ def test_transformers_reads_the_numbers_that_the_file_defines(folder: Path, sche
     before = AutoModelForCausalLM.from_pretrained(folder)
 
     expected = number_by_number(folder, scheme)
-    assert torch.equal(found.get_submodule(LAYER).weight, expected)
-    assert 0 < (before.get_submodule(LAYER).weight - expected).norm() < 0.2 * expected.norm()
+    assert torch.equal(weight_at(found), expected)
+    assert 0 < (weight_at(before) - expected).norm() < 0.2 * expected.norm()
     # Everything but the layers is equal, and the layers compute what plain ones with these numbers do.
     rounded = {
         path for path, one in found.state_dict().items() if not torch.equal(one, before.state_dict()[path])
@@ -163,11 +167,11 @@ def test_half_precision_keeps_its_dtype(tmp_path: Path, dtype: torch.dtype):
     api.export(path, quantize="int4", data=text(tmp_path))
 
     found = AutoModelForCausalLM.from_pretrained(path / "int4")
-    weight = found.get_submodule(LAYER).weight
+    weight = weight_at(found)
     assert weight.dtype == dtype
     assert torch.equal(weight, number_by_number(path, "int4").to(dtype))
     exact = AutoModelForCausalLM.from_pretrained(path / "int4", dtype=torch.float32)
-    assert torch.equal(exact.get_submodule(LAYER).weight, number_by_number(path, "int4"))
+    assert torch.equal(weight_at(exact), number_by_number(path, "int4"))
 
 
 def test_without_a_text_8_bits_are_rounded_to_nearest(folder: Path, tmp_path: Path):
