@@ -126,6 +126,14 @@ class AfterwardsSettings(Section):
         None, "Optimizer steps of the recovery at most.", default=_STEPS_SHOWN, least=1
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recover == "none" and self.recover_steps is not None:
+            raise DispfxError(
+                f"{option('recover_steps')} has no effect: nothing is trained after pruning",
+                hint=f"add {option('recover', 'weights')} or {option('recover', 'scales')}, or leave it out",
+            )
+
     @property
     def recovery(self) -> RecoverySettings | None:
         """How the pruned decoder is trained, if it is."""

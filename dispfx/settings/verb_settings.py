@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dispfx.errors import OutputError, UnsupportedGraphError
+from dispfx.errors import DispfxError, OutputError, UnsupportedGraphError
 from dispfx.settings.field import Section, required, same_as, setting
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.settings.sections import ComputeSettings, ModelSettings, OutputSettings, WritingSection
@@ -52,6 +52,15 @@ class EvaluationSettings(Section):
     limit: int | None = setting(None, "Questions per task at most.", default="all", least=1)
     batch_size: int = setting(1, "Questions per forward pass.", least=1)
     out: Path | None = setting(None, "Folder for eval.md and eval.json; `report DIR` shows them.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [name for name in ("task_folder", "shots", "limit") if getattr(self, name) is not None]
+        if given and not self.task_names:
+            raise DispfxError(
+                f"{option(given[0])} has no effect: no task was named",
+                hint=f"add {option('tasks')}, or leave it out",
+            )
 
     @property
     def task_names(self) -> list[str]:

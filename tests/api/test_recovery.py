@@ -346,7 +346,7 @@ def test_too_short_a_text_another_decoder_and_a_graph_with_adapters_leave_nothin
 
 def compiled(tokens: Path, out: Path, **further: Any) -> Report:
     options: dict[str, Any] = {"steps": 3, "seq_len": 16, "batch_size": 2, "align": 1, "recover_steps": 5}
-    return dispfx.compile(MODEL, RATIO, tokens, out, **options, **further)
+    return dispfx.compile(MODEL, RATIO, tokens, out, **options | further)
 
 
 @pytest.mark.parametrize("kind", ["weights", "scales"])
@@ -511,7 +511,7 @@ def test_what_fails_in_recovery_after_learning_names_the_way_to_the_pruned_decod
     monkeypatch.setattr("dispfx.api.compilation.recover_folder", fails)
     with pytest.raises(DispfxError, match="`recover='none'` writes the pruned decoder without recovery"):
         compiled(tokens, tmp_path / "out", recover="weights")
-    assert compiled(tokens, tmp_path / "out", recover="none", resume=True).tuned is None
+    assert compiled(tokens, tmp_path / "out", recover="none", recover_steps=None, resume=True).tuned is None
 
 
 def test_a_folder_is_not_its_own_output_and_its_weights_are_finite(graph: Path, tokens: Path, tmp_path: Path):

@@ -244,3 +244,23 @@ def test_a_recipe_given_as_model_says_that_it_is_one():
     ) as caught:
         RunSettings.of(model="informed", ratio=0.3)
     assert "recipe" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("tree", "given", "named"),
+    [
+        (RunSettings, {"model": "demo", "ratio": 0.3, "recover_steps": 9}, "`recover_steps`"),
+        (trees.EvalSettings, {"model": "demo", "shots": 2}, "`shots`"),
+        (trees.EvalSettings, {"model": "demo", "limit": 2}, "`limit`"),
+        (trees.EvalSettings, {"model": "demo", "task_folder": Path("tasks")}, "`task_folder`"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(tree: type[Tree], given: dict[str, object], named: str):
+    with pytest.raises(DispfxError, match="has no effect") as raised:
+        tree.of(**given)
+    assert str(raised.value).startswith(named)
+
+
+def test_the_same_settings_are_taken_where_they_have_one():
+    assert RunSettings.of(model="demo", ratio=0.3, recover="scales", recover_steps=9).recovery is not None
+    assert trees.EvalSettings.of(model="demo", tasks=("piqa",), shots=2).evaluation.shots == 2
