@@ -67,6 +67,11 @@ class FusedLayer:
     read: Gather | None
     write: Gather | None
 
+    @staticmethod
+    def as_dense(paths: Sequence[str]) -> "FusedLayer":
+        """Return the layer that stands for modules that are not pruned."""
+        return FusedLayer(tuple(paths), None, (None,) * len(paths), None, None)
+
     @property
     def path(self) -> str:
         """The first module, which errors name."""

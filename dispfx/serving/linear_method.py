@@ -2,7 +2,8 @@
 
     x → x[…, read] → product → sum over ranks → pad with a zero → [write]
 
-1. The product is vLLM's own for plain weights, in whatever way the device runs it.
+1. The product is vLLM's own for plain weights, or for weights of 8 or 4 bits, in whatever way the device
+   runs it.
 2. vLLM's loaders and the layers themselves read sizes from the layer, so the layer gets its true sizes.
 3. A layer that sums over ranks sums the kept features and then puts them among zeros, so that less is sent.
 4. An index is a parameter, because vLLM loads those; it starts at -1 and is checked after loading.
@@ -31,9 +32,13 @@ from vllm.model_executor.utils import set_weight_attrs  # type: ignore[import-no
 from dispfx.errors import PlanMismatchError
 from dispfx.huggingface.layout import ONE_COMPILATION, READ, WRITE
 from dispfx.serving.fused_layers import FusedLayer, Gather, shared, unserved
+from dispfx.serving.kernel_widths import require_kernel
+from dispfx.serving.rounded_weights import RoundedWeights
 from dispfx.serving.stored_indices import StoredIndices
 
 _COLUMNS = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear)
+# Kinds of layers whose sizes are known here.
+SHAPED = (RowParallelLinear, *_COLUMNS, ReplicatedLinear)
 
 
 @register_weight_loader_v2_supported_method
@@ -43,11 +48,20 @@ class PrunedLinearMethod(LinearMethodBase):
     Args:
         served: what the layer reads, computes and writes.
         indices: of the whole decoder, for those that several layers use.
+        product: vLLM's method for the weight, if it is rounded.
+        rounded: the rounded layers of the decoder, if this is one of them.
     """
 
-    def __init__(self, served: FusedLayer, indices: StoredIndices):
+    def __init__(
+        self,
+        served: FusedLayer,
+        indices: StoredIndices,
+        product: Any = None,
+        rounded: RoundedWeights | None = None,
+    ):
         self.served = served
-        self.plain = UnquantizedLinearMethod()
+        self.plain = UnquantizedLinearMethod() if product is None else product
+        self._rounded = rounded
         self._indices = indices
         self._sums = False
 
@@ -66,7 +80,8 @@ class PrunedLinearMethod(LinearMethodBase):
         The arguments are vLLM's; sizes are the dense decoder's.
 
         Raises:
-            OutputError: if the layer is of another kind, or its features cannot be shared by the ranks.
+            OutputError: if the layer is of another kind, its features cannot be shared by the ranks, or
+                vLLM has no kernel for its rounded weight.
         """
         if type(layer) is RowParallelLinear:
             inputs, outputs = self._shape_rows(layer, input_size, output_size)
@@ -78,8 +93,11 @@ class PrunedLinearMethod(LinearMethodBase):
             raise unserved(self.served.path, f"vLLM runs it in a {type(layer).__name__}")
         attributes = {
             **extra_weight_attrs,
-            "weight_loader": self._checked(extra_weight_attrs["weight_loader"]),
+            "weight_loader": self._checked(layer, extra_weight_attrs["weight_loader"]),
         }
+        if self._rounded is not None:
+            sizes = inputs, outputs
+            require_kernel(layer, self.plain, self.served, self._rounded, sizes, params_dtype)
         self.plain.create_weights(
             layer, inputs, outputs, layer.input_size, layer.output_size, params_dtype, **attributes
         )
@@ -167,17 +185,25 @@ class PrunedLinearMethod(LinearMethodBase):
         set_weight_attrs(index, {"weight_loader": self._indices.loader(gather)})
         layer.register_parameter(name, index)
 
-    def _checked(self, load: Callable[..., None]) -> Callable[..., None]:
+    def _checked(self, layer: nn.Module, load: Callable[..., None]) -> Callable[..., None]:
         """Return a weight loader that names the module if a stored weight has another shape."""
 
         def checked(parameter: Any, stored: Tensor, *shard: Any) -> None:
             try:
                 load(parameter, stored, *shard)
             except (AssertionError, RuntimeError) as error:
+                names = [name for name, one in layer.named_parameters(recurse=False) if one is parameter]
                 raise PlanMismatchError(
                     f"the stored weight has the shape {tuple(stored.shape)}, which is not the layout's",
-                    where=f"{self.served.path}.weight",
+                    where=f"{self._module(*shard)}.{(names or ['weight'])[0]}",
                     hint=ONE_COMPILATION,
                 ) from error
 
         return checked
+
+    def _module(self, shard: Any = None) -> str:
+        """Return the path of the module that vLLM calls a shard."""
+        number = {"q": 0, "k": 1, "v": 2}.get(shard, shard)
+        if isinstance(number, int) and number < len(self.served.paths):
+            return self.served.paths[number]
+        return self.served.path

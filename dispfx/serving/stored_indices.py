@@ -4,7 +4,8 @@
 2. Modules that an engine fuses have an index each; the indices must be equal.
 3. When the last layer is checked, all indices are compared with the digest of the folder's config.
 4. An engine may leave a weight at random values if a file of the folder is missing (vLLM checks only formats
-   without a method of their own).  So the weights of pruned modules must be among the loaded names.
+   without a method of their own).  So the weights of pruned and rounded modules must be among the loaded
+   names.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import Tensor
 from dispfx.errors import PlanMismatchError
 from dispfx.huggingface.layout import ONE_COMPILATION, Layout
 from dispfx.serving.fused_layers import Gather, unserved
+from dispfx.serving.rounded_weights import RoundedWeights
 
 
 class StoredIndices:
@@ -23,9 +25,10 @@ class StoredIndices:
 
     Args:
         layout: of the folder.
+        rounded: its weights of 8 or 4 bits, which have other names.
     """
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: Layout, rounded: RoundedWeights | None = None):
         self._layout = layout
         self._rooms: dict[tuple[str, ...], Tensor] = {}
         self._checked: dict[str, Tensor] = {}
@@ -33,8 +36,13 @@ class StoredIndices:
             f"{path}.{name}" for path, module in layout.modules.items() for name in module.indices
         }
         self._weights = [
-            f"{path}.{name}" for path, module in layout.modules.items() for name in module.shapes
+            f"{path}.{name}"
+            for path, module in layout.modules.items()
+            for name in module.shapes
+            if rounded is None or not rounded.holds(path, name)
         ]
+        self._kind = "pruned" if rounded is None else "pruned or rounded"
+        self._weights += [] if rounded is None else rounded.names
         self._names: set[str] = set()
 
     def room(self, gather: Gather, length: int) -> Tensor:
@@ -68,7 +76,7 @@ class StoredIndices:
         self._names.add(name)
 
     def require_weights(self) -> None:
-        """Pass if the weights of all pruned modules were loaded, or the engine did not say what it loads.
+        """Pass if the weights of all these modules were loaded, or the engine did not say what it loads.
 
         Raises:
             PlanMismatchError: naming the first weight that was not (rule 4).
@@ -76,7 +84,7 @@ class StoredIndices:
         missing = [name for name in self._weights if name not in self._names] if self._names else []
         if missing:
             raise PlanMismatchError(
-                f"{len(missing)} of {len(self._weights)} pruned weights are not in the folder's files",
+                f"{len(missing)} of {len(self._weights)} {self._kind} weights are not in the folder's files",
                 where=missing[0],
                 hint="copy or download the folder again",
             )

@@ -2,6 +2,7 @@
 
 vLLM builds the decoder by a class of its own, or by its Transformers backend, at the dense sizes.  It asks
 this format for the method of every layer, and `PrunedLinearMethod` gives linear layers their pruned sizes.
+Products of weights of 8 or 4 bits are those of vLLM's format compressed-tensors.
 """
 
 import re
@@ -21,8 +22,9 @@ from vllm.model_executor.models.utils import WeightsMapper  # type: ignore[impor
 
 from dispfx.errors import OutputError
 from dispfx.huggingface.entries import LOCK, METHOD
-from dispfx.serving.fused_layers import ServedLayout, unserved
-from dispfx.serving.linear_method import PrunedLinearMethod
+from dispfx.serving.fused_layers import FusedLayer, ServedLayout, unserved
+from dispfx.serving.linear_method import SHAPED, PrunedLinearMethod
+from dispfx.serving.rounded_weights import RoundedWeights
 from dispfx.serving.stored_indices import StoredIndices
 
 _HEADS = re.compile(r"heads (\d+) of (\d+)")
@@ -42,9 +44,12 @@ class PrunedFolder(QuantizationConfig):
         super().__init__()
         _require_all_heads(section)
         self._served = ServedLayout.of_section(section)
-        self._indices = StoredIndices(self._served.layout)
+        self._rounded = RoundedWeights.of_section(section)
+        self._products: Any = None if self._rounded is None else _rounded_products(self._rounded)
+        self._indices = StoredIndices(self._served.layout, self._rounded)
         # Paths of the folder, by the names that the engine has for them.
-        self._paths = {path: path for path in self._served.paths}
+        rounded = () if self._rounded is None else self._rounded.layers
+        self._paths = {path: path for path in self._served.paths.union(rounded)}
         self._plan = [str(site).partition(": ")[0] for site in section["sites"]]
 
     @classmethod
@@ -115,7 +120,10 @@ class PrunedFolder(QuantizationConfig):
         self._require_supported()
         parent, dot, leaf = prefix.rpartition(".")
         names = [f"{parent}{dot}{name}" for name in self.packed_modules_mapping.get(leaf, [leaf])]
-        served = self._served.fused([self._paths.get(name, name) for name in names])
+        paths = [self._paths.get(name, name) for name in names]
+        served = self._served.fused(paths)
+        if self._rounded is not None and self._rounded.fused(paths):
+            return self._rounded_method(layer, prefix, served or FusedLayer.as_dense(paths))
         return UnquantizedLinearMethod() if served is None else PrunedLinearMethod(served, self._indices)
 
     def get_checkpoint_weight_mapper(self) -> Any:
@@ -127,10 +135,24 @@ class PrunedFolder(QuantizationConfig):
             OutputError: if a pruned module has no layer.
         """
         self._served.require_all_served()
+        if self._rounded is not None:
+            self._rounded.require_all_served()
         # A folder that transformers has saved again has no index, and vLLM reads the plan as weights.
         plan = re.compile(f"^(?:{'|'.join(map(re.escape, self._plan))})$")
         renamed = _Renamed(self._served.renamed(), self._indices.note)
         return WeightsMapper(orig_to_new_renaming=[renamed], orig_to_new_regex={plan: None})
+
+    def _rounded_method(self, layer: nn.Module, prefix: str, served: FusedLayer) -> Any:
+        """Return the method of a rounded layer, pruned or not; both name the module in errors."""
+        assert self._rounded is not None
+        try:
+            product = self._products.get_quant_method(layer, prefix)
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            raise unserved(served.path, f"{self._rounded.scheme} weights do not run here: {error}") from error
+        if type(layer) not in SHAPED:
+            self._served.require_untouched(served.path, f"a {type(layer).__name__}")
+            return product
+        return PrunedLinearMethod(served, self._indices, product, self._rounded)
 
     def _require_experts(self, path: str) -> None:
         """Refuse a mixture that is pruned, or that vLLM's class would read under other names."""
@@ -158,6 +180,15 @@ class PrunedFolder(QuantizationConfig):
                     where=str(engine.model_config.model),
                     hint="docs/serving.md lists what is served",
                 )
+
+
+def _rounded_products(rounded: RoundedWeights) -> Any:
+    # Here, because other folders need neither this part of vLLM nor the library that it imports.
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (  # type: ignore[import-not-found]
+        CompressedTensorsConfig,
+    )
+
+    return CompressedTensorsConfig.from_config(rounded.format())
 
 
 def _require_all_heads(section: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import dispfx
 from dispfx import api
-from tests.serving.families import SHOWN, tiny_decoder
+from tests.serving.families import SHOWN, VOCABULARY, tiny_decoder
 from tests.wheels import build, copied_checkout
 
 pytestmark = [
@@ -75,6 +75,29 @@ def folder(name: str, place: str, align: int = 4) -> Path:
     plan = dispfx.Plan.random(dispfx.capture(model), 0.4, seed=1, align=align)
     api.apply(model, plan, out=path, export="none")
     return path
+
+
+@cache
+def rounded(name: str, place: str, scheme: str = "int4") -> Path:
+    """Return the folder of a pruned tiny decoder with weights of 8 or 4 bits."""
+    path = folder(name, place, align=32)
+    ids = torch.randint(0, VOCABULARY, (400,), generator=torch.Generator().manual_seed(3))
+    text = Path(place, "text.safetensors")
+    save_file({"tokens": ids.to(torch.int32)}, text)
+    api.export(path, quantize=scheme, data=str(text))
+    return path / scheme
+
+
+def far(path: Path, batch: list[list[int]]) -> float:
+    """Return how far below the best logit of transformers in float32 the chosen tokens are at most."""
+    model: Any = dispfx.load(path)
+    worst = 0.0
+    for prompt, tokens in zip(PROMPTS, batch, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        taken = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        worst = max(worst, float((logits.amax(1) - taken).max()))
+    return worst
 
 
 @cache
@@ -181,6 +204,54 @@ def test_a_mixture_with_whole_experts_gives_the_tokens_of_pytorch(place: str, pa
     path = dense_experts(place)
     (found,) = started([asked(path, PROMPTS, **OWN)], packages)
     assert found.get("greedy") == [expected(path, json.dumps(PROMPTS))], found.get("error")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, OWN, {"enforce_eager": False}], ids=["own class", "modules", "compiled"]
+)
+def test_weights_of_4_bits_give_the_tokens_of_pytorch(options: dict[str, Any], place: str, packages: str):
+    """vLLM's kernel of a CPU computes in float16, so a token may be one of two that are nearly equal."""
+    names = ["llama"] if options else ["llama", "qwen3", "phi3", "opt", "olmo2"]
+    paths = [rounded(name, place) for name in names]
+    runs = [asked(path, PROMPTS, **{"dtype": "float16"} | options) for path in paths]
+    for path, found in zip(paths, started(runs, packages), strict=True):
+        assert "error" not in found, found
+        # Logits have a standard deviation of 1.6 to 5.3.  Weights of another layer give more than 10.
+        assert far(path, found["greedy"][0]) < 0.3, path
+
+
+def test_weights_of_4_bits_are_shared_by_two_ranks(place: str, packages: str):
+    """Ranks of 80 features, of the second folder, are too narrow for the kernel."""
+    paths = [rounded("llama", place), rounded("qwen3", place)]
+    runs = [asked(path, PROMPTS, dtype="float16", **TWO_RANKS) for path in paths]
+    served, refused = started(runs, packages, 2)
+    assert far(paths[0], served["greedy"][0]) < 0.3, served
+    assert "no kernel for int4 weights of 80" in refused["error"] and "--align 64" in refused["error"]
+    assert "where: model.layers.0.mlp.down_proj" in refused["error"]
+
+
+def test_rounded_weights_that_vllm_would_serve_wrongly_are_refused_by_name(
+    place: str, packages: str, tmp_path: Path
+):
+    llama, half = rounded("llama", place), {"dtype": "float16"}
+    short, other = (Path(shutil.copytree(llama, tmp_path / name)) for name in ("short", "other"))
+    tensors = load_file(short / "model.safetensors")
+    scales = tensors.pop("model.layers.1.mlp.up_proj.weight_scale")
+    save_file(tensors, short / "model.safetensors", metadata={"format": "pt"})
+    tensors["model.layers.1.mlp.up_proj.weight_scale"] = scales[:-1].contiguous()
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    runs = {
+        "1 of 60 pruned or rounded weights": asked(short, PROMPTS, **half),
+        "where: model.layers.1.mlp.up_proj.weight_scale": asked(other, PROMPTS, **half),
+        "do not compute in float32": asked(llama, PROMPTS),
+        "no kernel for int8 weights": asked(rounded("llama", place, "int8"), PROMPTS, **half),
+        "no kernel for fp8 weights": asked(rounded("llama", place, "fp8"), PROMPTS, **half),
+        "--model-impl transformers": asked(rounded("stablelm", place), PROMPTS, **half),
+        "does not support adapters": asked(llama, PROMPTS, enable_lora=True, **half),
+        "does not support --quantization": asked(llama, PROMPTS, quantization="compressed-tensors", **half),
+    }
+    for said, found in zip(runs, started(list(runs.values()), packages), strict=True):
+        assert said in found.get("error", ""), (said, found)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
