@@ -9,6 +9,8 @@ failure loses nothing else:
 
     tiny     write tiny decoders in float32, dense and pruned, and what transformers makes of six prompts
     tokens   compare the greedy tokens of vLLM with those
+    rounded  with --schemes int4,int8,fp8: the same decoders, widths aligned to 32, with weights of 8 or 4
+             bits, and eagerly with the same numbers as plain weights (…-plain); in --rounded-dtype
     shape    write a decoder of a known shape, dense and pruned
     speed    vLLM with dense and pruned folders in turns (bench_vllm.py); where that fails, one by one
     bench    the steps of `dispfx bench` with the same plans
@@ -30,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CLIENT = ROOT / "tests" / "serving" / "vllm_client.py"
 BENCH = ROOT / "tools" / "bench_vllm.py"
-STEPS = ("tiny", "tokens", "shape", "speed", "bench")
+STEPS = ("tiny", "tokens", "rounded", "shape", "speed", "bench")
 FAMILIES = ("llama", "qwen3")
 TOKENS = 32
 PROMPTS = [
@@ -49,6 +51,8 @@ SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
     "TRITON_F32_DEFAULT": "ieee",
+    # vLLM 0.26 has a kernel for fp8 weights alone on Hopper and newer GPUs, but takes it only with this.
+    "VLLM_TEST_FORCE_FP8_MARLIN": "1",
 }
 
 
@@ -59,7 +63,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     args.place.mkdir(parents=True, exist_ok=True)
     if args.step:
-        {"tiny": write_tiny, "shape": write_shape, "bench": bench}[args.step](args)
+        {"tiny": write_tiny, "judge": judge, "shape": write_shape, "bench": bench}[args.step](args)
         return
     began = time.perf_counter()
     for name in args.steps:
@@ -67,7 +71,7 @@ def main() -> None:
         if left < 30:
             print(f"{name}: left out, time is up", flush=True)
             continue
-        {"tokens": tokens, "speed": speed}.get(name, own_process)(args, name, left)
+        {"tokens": tokens, "rounded": rounded, "speed": speed}.get(name, own_process)(args, name, left)
         print(f"{name}: done at {time.perf_counter() - began:.0f} s", flush=True)
 
 
@@ -80,6 +84,8 @@ def parsed() -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder for results")
     add("--place", type=Path, default=Path("vllm_shapes"), help="folder for decoders")
     add("--steps", type=lambda text: text.split(","), default=STEPS, help="comma-separated")
+    add("--schemes", type=lambda text: text.split(","), default=[], help="int4,int8,fp8: serve these, too")
+    add("--rounded-dtype", default="float16", help="dtype in which vLLM serves weights of 8 or 4 bits")
     add("--shape", default="llama-2-7b", help="name of a shape in decoder_shapes.py")
     add("--layers", type=int, default=16, help="layers of that decoder")
     add("--ratios", type=float, nargs="+", default=[0.3, 0.5], help="shares of the layers' weights to remove")
@@ -144,7 +150,36 @@ def write_tiny(args: argparse.Namespace) -> None:
         whole = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
         for path, one in ((dense, whole), (pruned, dispfx.load(pruned))):
             found[str(path)] = [continued(one, prompt) for prompt in PROMPTS]
+        if args.schemes:
+            write_rounded(args, model, family)
     (args.place / "tiny.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def write_rounded(args: argparse.Namespace, model: Any, family: str) -> None:
+    """Write a pruned decoder with rounded weights, by a random text, and with the same numbers in float32."""
+    import torch
+    from safetensors.torch import save_file
+
+    import dispfx
+    from dispfx import api
+
+    folder, text = args.place / f"{family}-aligned", args.place / "text.safetensors"
+    shutil.rmtree(folder, ignore_errors=True)
+    api.apply(
+        model, dispfx.Plan.random(dispfx.capture(model), 0.4, seed=1, align=32), out=folder, export="none"
+    )
+    ids = torch.randint(0, model.config.vocab_size, (2000,), generator=torch.Generator().manual_seed(3))
+    save_file({"tokens": ids.to(torch.int32)}, text)
+    for scheme in args.schemes:
+        api.export(folder, quantize=scheme, data=str(text))
+        shutil.rmtree(plain_of(folder / scheme), ignore_errors=True)
+        again: Any = dispfx.load(folder / scheme)
+        again.save_pretrained(plain_of(folder / scheme))
+
+
+def plain_of(folder: Path) -> Path:
+    """Return where the rounded numbers of a folder are kept as plain weights."""
+    return folder.with_name(f"{folder.name}-plain")
 
 
 def continued(model: Any, prompt: list[int]) -> list[int]:
@@ -165,13 +200,7 @@ def tokens(args: argparse.Namespace, name: str, seconds: float) -> None:
          "options": option | {"gpu_memory_utilization": args.memory}}
         for option in options for folder in expected
     ]  # fmt: skip
-    began = time.perf_counter()
-    found = client(args, name, runs, seconds)
-    for index, run in enumerate(runs):
-        # After an engine that failed, the next ones of the same process may fail with it.
-        left = seconds - (time.perf_counter() - began)
-        if "error" in found[index] and len(runs) > 1 and left > 60:
-            found[index] = client(args, f"{name}-{index}", [run], left)[0]
+    found = answers_of(args, name, runs, seconds)
     report = []
     for run, answer in zip(runs, found, strict=True):
         batch = answer.get("greedy", [[]])[0]
@@ -182,6 +211,75 @@ def tokens(args: argparse.Namespace, name: str, seconds: float) -> None:
         print(f"  {folder}, {how}: {sum(same)} of {len(PROMPTS)} prompts equal {error[:300]}", flush=True)
     kept = {"runs": report, "expected": expected, "found": found}
     (args.out / "tokens.json").write_text(json.dumps(kept), encoding="utf-8")
+
+
+def rounded(args: argparse.Namespace, name: str, seconds: float) -> None:
+    """Serve rounded weights, and the same numbers as plain ones; write rounded.json and judge it."""
+    folders = [args.place / f"{family}-aligned" / scheme for family in FAMILIES for scheme in args.schemes]
+    more = {"gpu_memory_utilization": args.memory, "dtype": args.rounded_dtype}
+    both = [path for folder in folders for path in (folder, plain_of(folder))]
+    rows = [(path, "eager", more | {"enforce_eager": True}) for path in both]
+    rows += [] if args.eager else [(path, "compiled", more) for path in folders]
+    if not rows:
+        return
+    began = time.perf_counter()
+    runs = [
+        {"folder": str(path), "batches": [PROMPTS], "tokens": TOKENS, "options": options}
+        for path, _, options in rows
+    ]
+    found = answers_of(args, name, runs, seconds - 30)
+    report = [
+        {"folder": str(path), "how": how} | answer for (path, how, _), answer in zip(rows, found, strict=True)
+    ]
+    (args.out / "rounded.json").write_text(json.dumps(report), encoding="utf-8")
+    own_process(args, "judge", max(30.0, seconds - (time.perf_counter() - began)))
+
+
+def judge(args: argparse.Namespace) -> None:
+    """Compare the tokens in rounded.json with the logits of transformers in float32 on a CPU.
+
+    Kernels for rounded weights do not compute in float32, so tokens may differ where two are nearly equal.
+    "below" is how far the logit of a token that vLLM chose is below the best one at most.
+    """
+    import torch
+
+    sys.path.insert(0, str(ROOT))
+    import dispfx
+
+    for one in json.loads((args.out / "rounded.json").read_text(encoding="utf-8")):
+        where = f"{Path(one['folder']).parent.name}/{Path(one['folder']).name}, {one['how']}"
+        if "error" in one:
+            print(f"  {where}: {' '.join(one['error'].split())[:500]}", flush=True)
+            continue
+        model: Any = dispfx.load(one["folder"])
+        below = []
+        for prompt, added in zip(PROMPTS, one["greedy"][0], strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + added])).logits[0, len(prompt) - 1 : -1]
+            taken = logits.gather(1, torch.tensor(added)[:, None])[:, 0]
+            below.append(float((logits.amax(1) - taken).max()))
+        # A token below the best is the first difference; none means that all are those of transformers.
+        same = sum(one == 0 for one in below)
+        print(
+            f"  {where}: {same} of {len(PROMPTS)} prompts equal, at most {max(below):.3f} below; logits have "
+            f"a standard deviation of {float(logits.std()):.1f}",
+            flush=True,
+        )
+
+
+def answers_of(
+    args: argparse.Namespace, name: str, runs: list[dict[str, Any]], seconds: float
+) -> list[dict[str, Any]]:
+    """Return what the client finds, with a second try in a process of its own for an engine that failed."""
+    began = time.perf_counter()
+    found = client(args, name, runs, seconds)
+    for index, run in enumerate(runs):
+        # After an engine that failed, the next ones of the same process may fail with it.
+        left = seconds - (time.perf_counter() - began)
+        refused = found[index].get("error", "").startswith("OutputError")
+        if "error" in found[index] and not refused and len(runs) > 1 and left > 60:
+            found[index] = client(args, f"{name}-{index}", [run], left)[0]
+    return found
 
 
 def client(

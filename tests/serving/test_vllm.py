@@ -50,6 +50,9 @@ SERVED = [name for name in SHOWN if name not in OWN_MODULES]
 EAGER = {"enforce_eager": True}
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
 OWN = {"model_impl": "transformers"}
+# Logits have a standard deviation of 1.6 to 5.3.  float16 gave up to 0.25, also with the same numbers as plain
+# weights; the scales of one layer, shifted by a row, gave 1.8 to 3.3.
+NEAR = 1.0
 
 
 @pytest.fixture(scope="session")
@@ -216,8 +219,7 @@ def test_weights_of_4_bits_give_the_tokens_of_pytorch(options: dict[str, Any], p
     runs = [asked(path, PROMPTS, **{"dtype": "float16"} | options) for path in paths]
     for path, found in zip(paths, started(runs, packages), strict=True):
         assert "error" not in found, found
-        # Logits have a standard deviation of 1.6 to 5.3.  Weights of another layer give more than 10.
-        assert far(path, found["greedy"][0]) < 0.3, path
+        assert far(path, found["greedy"][0]) < NEAR, path
 
 
 def test_weights_of_4_bits_are_shared_by_two_ranks(place: str, packages: str):
@@ -225,7 +227,7 @@ def test_weights_of_4_bits_are_shared_by_two_ranks(place: str, packages: str):
     paths = [rounded("llama", place), rounded("qwen3", place)]
     runs = [asked(path, PROMPTS, dtype="float16", **TWO_RANKS) for path in paths]
     served, refused = started(runs, packages, 2)
-    assert far(paths[0], served["greedy"][0]) < 0.3, served
+    assert far(paths[0], served["greedy"][0]) < NEAR, served
     assert "no kernel for int4 weights of 80" in refused["error"] and "--align 64" in refused["error"]
     assert "where: model.layers.0.mlp.down_proj" in refused["error"]
 
@@ -241,7 +243,7 @@ def test_rounded_weights_that_vllm_would_serve_wrongly_are_refused_by_name(
     tensors["model.layers.1.mlp.up_proj.weight_scale"] = scales[:-1].contiguous()
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     runs = {
-        "1 of 60 pruned or rounded weights": asked(short, PROMPTS, **half),
+        "1 of 56 pruned or rounded weights": asked(short, PROMPTS, **half),
         "where: model.layers.1.mlp.up_proj.weight_scale": asked(other, PROMPTS, **half),
         "do not compute in float32": asked(llama, PROMPTS),
         "no kernel for int8 weights": asked(rounded("llama", place, "int8"), PROMPTS, **half),
