@@ -25,7 +25,7 @@ from dispfx.run.folders import Opened, is_output, open_folder, require_unchanged
 from dispfx.run.onnx_folder import FOLDER, folder_onnx_lines, has_onnx, onnx_runner, write_onnx
 from dispfx.run.opening import open_model, open_output, require_own_form
 from dispfx.run.quantized_checkpoint import write_quantized_checkpoint
-from dispfx.run.quantized_folder import quantized_folder, write_quantized
+from dispfx.run.quantized_onnx import quantized_onnx_folder, write_quantized_onnx
 from dispfx.run.run_text import TextChoice, require_known, require_one_tokenizer, vocabulary_of
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import ModelSettings, TextSettings
@@ -204,7 +204,7 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
     if forms.onnx:
         written += _written_onnx(opened, forms, observer)
     if forms.quantize != "none":
-        write = write_quantized if forms.onnx else write_quantized_checkpoint
+        write = write_quantized_onnx if forms.onnx else write_quantized_checkpoint
         placed = replace(opened, device=device)
         for line in quantized_notes(write(placed, forms.quantize, settings.text)):
             observer.note(line)
@@ -224,7 +224,7 @@ def _new_places(path: Path, forms: FormSettings) -> list[Path]:
 
 
 def _quantized_place(path: Path, forms: FormSettings) -> Path:
-    return path / (quantized_folder(forms.quantize) if forms.onnx else forms.quantize)
+    return path / (quantized_onnx_folder(forms.quantize) if forms.onnx else forms.quantize)
 
 
 def _written_onnx(opened: Opened, forms: FormSettings, observer: Observer) -> list[Path]:

@@ -49,7 +49,7 @@ from dispfx.capturing.repeatable import (
     require_same_again,
     written_tensors,
 )
-from dispfx.capturing.rounding import allowed_by_rounding, most_allowed
+from dispfx.capturing.rounding_noise import allowed_by_rounding, most_allowed
 from dispfx.capturing.unlifting import program_of, straight_line, user_inputs, user_outputs
 from dispfx.capturing.valid_batches import require_any_batch
 from dispfx.capturing.valid_lengths import Outcome, Trial, conditions_of, valid_lengths
@@ -401,7 +401,7 @@ def _identity(program: Program, model: nn.Module, ids: Tensor, arguments: Mappin
     A graph spells out the causal mask that a module may leave to the attention kernel, and a GPU then
     takes another kernel, which in half precision rounds otherwise.  Where the two differ they are compared
     once more with the reference kernel in both.  What still differs by more than `IDENTITY_TOLERANCE` is held
-    against what rounding alone does to the module (`dispfx.capturing.rounding`).
+    against what rounding alone does to the module (`dispfx.capturing.rounding_noise`).
     """
     found = _difference_at(program, model, ids, arguments)
     if not found.relative <= IDENTITY_TOLERANCE:

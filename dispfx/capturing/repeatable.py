@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 from dispfx.capturing.module_state import held_tensors
-from dispfx.capturing.rounding import most_allowed
+from dispfx.capturing.rounding_noise import most_allowed
 from dispfx.errors import CaptureError
 from dispfx.ir.logit_errors import logit_errors
 from dispfx.ir.ops import operation, source_line

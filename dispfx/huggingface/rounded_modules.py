@@ -1,6 +1,6 @@
-"""Linear layers whose weights a folder holds in 8 or 4 bits, while transformers loads it.
+"""Load linear layers whose weights a folder stores in 8 or 4 bits.
 
-room for the tensors of the file → transformers reads them → a plain weight in the decoder's dtype
+empty parameters like the stored tensors → transformers reads them → a plain weight in the decoder's dtype
 """
 
 from typing import Any
@@ -8,21 +8,21 @@ from typing import Any
 from torch import nn
 
 from dispfx.huggingface.building import own_path
-from dispfx.quantization.stored_weights import empty_tensors, weight_of
+from dispfx.quantization.stored_weights import WEIGHT, empty_tensors, weight_of
 
-_WEIGHT, _DTYPE = "weight", "_dispfx_dtype"
+_DTYPE = "_dispfx_dtype"
 
 
 def rounded_modules(model: nn.Module, section: dict[str, Any]) -> list[nn.Module]:
-    """Return the modules of a decoder, or of its body, that a section says have rounded weights."""
+    """Return the modules of a decoder, or of its body, whose weights are rounded according to a section."""
     modules = dict(model.named_modules())
     paths = (section.get("rounded") or {}).get("layers", ())
     return [modules[own] for own in (own_path(model, path) for path in paths) if own in modules]
 
 
 def make_room(module: nn.Module, section: dict[str, Any]) -> None:
-    """Give a linear layer parameters of the shapes and dtypes that the file holds."""
-    weight = module._parameters.pop(_WEIGHT)
+    """Replace the weight of a linear layer by parameters of the shapes and dtypes of the stored tensors."""
+    weight = module._parameters.pop(WEIGHT)
     assert weight is not None
     vars(module)[_DTYPE] = weight.dtype
     for name, room in empty_tensors(section["rounded"]["scheme"], weight.detach()).items():
@@ -30,13 +30,13 @@ def make_room(module: nn.Module, section: dict[str, Any]) -> None:
 
 
 def fill_weight(module: nn.Module, section: dict[str, Any]) -> None:
-    """Replace what was read by a weight.
+    """Replace the stored tensors of a linear layer, which transformers has read, by its weight.
 
     Raises:
         DataError: if compressed-tensors is not installed.
     """
     scheme, dtype = section["rounded"]["scheme"], vars(module).pop(_DTYPE)
-    names = {name for name in module._parameters if name.startswith(_WEIGHT)}
+    names = {name for name in module._parameters if name.startswith(WEIGHT)}
     read = {name: module._parameters.pop(name) for name in names}
     held = {name: tensor.detach() for name, tensor in read.items() if tensor is not None}
-    module.register_parameter(_WEIGHT, nn.Parameter(weight_of(scheme, held, dtype)))
+    module.register_parameter(WEIGHT, nn.Parameter(weight_of(scheme, held, dtype)))

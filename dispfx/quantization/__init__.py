@@ -1,7 +1,7 @@
-"""Weights in fewer bits, chosen so that a decoder's predictions change as little as possible.
+"""Weights of 8 or 4 bits, chosen so that a decoder's predictions change as little as possible.
 
-moments         what the layers of a decoder read on a text, weighed by what errors would do to its loss
+moments         a decoder and calibration data → second moments of each layer's inputs, weighted by token
 rounding        one weight and its moments → codes, scales and zero points
-rounded_layers  the layers of a decoder and a text → a rounded weight for each
+rounded_layers  the layers of a decoder and calibration data → a rounded weight per layer
 stored_weights  rounded weights ↔ the tensors of a file (compressed-tensors)
 """

@@ -1,10 +1,10 @@
-"""Second moments of what linear layers read on a text, for choosing how their weights are rounded.
+"""Second moments of the inputs of linear layers on calibration data; they decide how weights are rounded.
 
     H = Σ w(t) · x(t)ᵀ x(t) / Σ w(t)        w(t) = ‖∂ loss / ∂ y(t)‖²,  y(t) = x(t) Wᵀ
 
-A token counts by what an error in the layer's result for it would do to the loss.  Without this weight, the
-first token of a text is one of thousands, but all others attend to it, and an error of its value is added to
-every one of them (weights by token as in GuidedQuant, arXiv 2505.07004).
+The weight w(t) says how much an error in the layer's result for token t changes the loss (as in GuidedQuant,
+arXiv 2505.07004).  Without it, the first token of a text is one of thousands.  But all other tokens attend to
+the first one, so an error of its value is added to all of them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,21 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def weighed_moments(
+def weighted_moments(
     model: nn.Module, layers: Mapping[str, nn.Module], texts: Iterable[Tensor]
 ) -> dict[str, Tensor]:
-    """Return the weighed second moments (K, K) of the inputs of layers, by name.
+    """Return the weighted second moments (K, K) of the inputs of layers, by name.
 
     Args:
         model: a decoder of transformers in evaluation mode, whose weights need no gradients.
-        layers: of this model, by any name; those that no token reaches have no moments in the result.
+        layers: linear layers of this model, by any name; the result lacks those that no token reaches.
         texts: token ids (B, T) on the model's device.
     """
     sums = {name: _Sum() for name in layers}
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     handles = [embedding.register_forward_hook(_follow_gradients)]
     for name, layer in layers.items():
-        # The layer's own product: after its input is gathered, and before its output is.
+        # Other hooks gather features before and after the product; these see its own input and output.
         handles.append(layer.register_forward_pre_hook(sums[name].keep_input))
         handles.append(layer.register_forward_hook(sums[name].keep_output, prepend=True))
     try:
@@ -45,12 +45,12 @@ def weighed_moments(
 
 
 def _follow_gradients(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-    """Let gradients reach every layer, though no weight has one."""
+    """Make embeddings require gradients, so that gradients reach every layer although no weight has one."""
     return embedded if embedded.requires_grad else embedded.requires_grad_()
 
 
 class _Sum:
-    """The sum of weighed products of inputs of one layer."""
+    """The weighted sum of xᵀx over the inputs x of one layer."""
 
     def __init__(self) -> None:
         self.weight = 0.0
@@ -72,7 +72,7 @@ class _Sum:
 
     def _add(self, x: Tensor, gradient: Tensor) -> None:
         weights = gradient.float().square().sum(-1)
-        weighed = x.float() * weights.sqrt()[:, None]
-        product = weighed.T @ weighed
+        weighted = x.float() * weights.sqrt()[:, None]
+        product = weighted.T @ weighted
         self._total = product if self._total is None else self._total + product
         self.weight += float(weights.sum())

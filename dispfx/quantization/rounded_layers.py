@@ -1,15 +1,15 @@
-"""Round the weights of a decoder's layers, by a text if there is one."""
+"""Round the weights of a decoder's layers, with or without calibration data."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
-from dispfx.quantization.moments import weighed_moments
+from dispfx.quantization.moments import weighted_moments
 from dispfx.quantization.rounding import Grid, Rounded, rounded, to_nearest
 
-# Moments that are held at once, in numbers of float32.
+# Largest size of all moments that are held at once, in float32 numbers.
 _MOST_HELD = 2**30
-# Of GPT-2 in transformers: a linear layer that keeps its weight as (K, N).
+# A linear layer of transformers (GPT-2) that stores its weight as (K, N).
 _TRANSPOSED = "Conv1D"
 
 
@@ -50,14 +50,15 @@ def rounded_layers(
     Args:
         model: a decoder of transformers in evaluation mode; it is not changed.
         layers: of this model, see `layers_to_round`.
-        grid: of a layer.
-        texts: token ids (B, T) on the model's device, as often as it is called; None to round to nearest.
+        grid: returns the grid of a layer.
+        texts: returns the calibration data, token ids (B, T) on the model's device; it may be called several
+            times.  None rounds to nearest.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.requires_grad_(False)
     try:
         for part in _parts(layers):
-            moments = {} if texts is None else weighed_moments(model, part, texts())
+            moments = {} if texts is None else weighted_moments(model, part, texts())
             for path, layer in part.items():
                 weight, chosen = weight_of_layer(layer).float().contiguous(), grid(layer)
                 read = moments.pop(path, None)

@@ -1,16 +1,16 @@
-"""Round the weight of a product to a grid, so that its results on a text change as little as possible.
+"""Round a weight to a grid, so that the layer's results on calibration data change as little as possible.
 
     y = x Wᵀ   →   y = x Qᵀ        Q[n, k] = scale[n, g] · (code[n, k] − zero[n, g]),  g = k // group
 
 Rules:
-1. Every group of inputs has a scale and a zero point of its own for each output.  They are those of the
-   group's smallest and largest number, made narrower where that lowers the error of the rounded numbers,
-   each weighed by the mean square of its input.
-2. Columns are rounded one after the other, the one with the largest mean square first, and what this changes
-   in the results is made up for in the columns that are not rounded yet (GPTQ, arXiv 2210.17323, with the
-   columns in this order and scales that are chosen before).
-3. The error is trace((W − Q) H (W − Q)ᵀ) with the second moments H of the inputs.  Where rounding to
-   nearest has a smaller one, it is taken.
+1. Every group of inputs has a scale and a zero point per output.  They cover the range of the group's
+   numbers, or a part of it if that lowers the squared error of the rounded numbers, weighted by the mean
+   squares of their inputs.
+2. Columns are rounded one after another, starting with the largest mean square of its input.  The error of a
+   column is compensated in the columns that are not rounded yet (GPTQ, arXiv 2210.17323).  Scales are chosen
+   before any column is rounded.
+3. The error of a weight is trace((W − Q) H (W − Q)ᵀ) with the second moments H of the inputs.  If rounding to
+   nearest has a smaller error, its result is used.
 
 Shape legend: N outputs, K inputs, G groups of a row, S inputs of a group.
 """
@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Ranges that are tried, as a part of the whole one (rule 1).
+# Ranges to try, as shares of the full range (rule 1).
 _NARROWER = torch.linspace(1.0, 0.7, 13).tolist()
-# Added to the diagonal of the second moments, as a part of its mean, so that they can be inverted.
+# Added to the diagonal of the second moments, as a share of its mean, so that they can be inverted.
 _DAMPING = 0.01
-# Columns whose changes are carried over to the others at once.
+# Columns per block.  Later blocks get the errors of a block in one product.
 _BLOCK = 64
 FLOAT8 = torch.float8_e4m3fn
 
@@ -36,10 +36,10 @@ class Grid:
 
     Args:
         bits: of a code.
-        group: inputs that share a scale; None for all of an output.
+        group: inputs that share a scale; None if all inputs of an output do.
         symmetric: whether the zero point is the middle code everywhere.
         floating: whether codes are floating-point numbers (float8 with 4 bits of exponent) around 0.
-        scales: dtype in which scales are kept.
+        scales: dtype in which scales are stored; they are rounded to it.
     """
 
     bits: int
@@ -54,7 +54,7 @@ class Grid:
         return 0 if self.floating else 2 ** (self.bits - 1)
 
     def of_groups(self, width: int) -> int:
-        """Return the inputs that share a scale in a weight of K = `width` inputs."""
+        """Return how many inputs share a scale in a weight of K = `width` inputs."""
         return width if self.group is None else self.group
 
     def codes(self, numbers: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
@@ -65,11 +65,11 @@ class Grid:
         return (numbers / scales + zeros).round().clamp(0, 2**self.bits - 1)
 
     def kept(self, codes: Tensor) -> Tensor:
-        """Return codes in the dtype in which they are kept, of one byte."""
+        """Return codes in the dtype in which `Rounded` holds them, of one byte."""
         return codes.to(FLOAT8 if self.floating else torch.uint8)
 
     def ranges(self, groups: Tensor, part: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return scales and zero points (N, G) that cover a part of the range of groups (N, G, S)."""
+        """Return scales and zero points (N, G) for a share, `part`, of the range of groups (N, G, S)."""
         low, high = groups.amin(-1).clamp(max=0) * part, groups.amax(-1).clamp(min=0) * part
         if self.floating:
             scales = torch.maximum(-low, high) / torch.finfo(FLOAT8).max
@@ -107,22 +107,22 @@ class Rounded:
         return (self.codes.float() - self.zeros[:, groups]) * self.scales[:, groups]
 
     def with_zeros(self, count: int) -> "Rounded":
-        """Return the weight with so many further outputs that are zero."""
+        """Return the weight with `count` more outputs, which are zero."""
         codes, zeros = (F.pad(one, (0, 0, 0, count)) for one in (self.codes, self.zeros))
         return Rounded(codes, F.pad(self.scales, (0, 0, 0, count), value=1.0), zeros, self.group)
 
 
 def to_nearest(weight: Tensor, grid: Grid) -> Rounded:
-    """Round every number of a weight (N, K) float32 to the nearest one of its grid."""
+    """Round every number of a weight (N, K) float32 to the nearest number of the grid."""
     return _nearest(weight, *grid.ranges(_in_groups(weight, grid.of_groups(weight.shape[1]))), grid)
 
 
 def rounded(weight: Tensor, moments: Tensor, grid: Grid) -> Rounded:
-    """Round a weight so that its results change least (rules 1 to 3).
+    """Round a weight so that the layer's results change little (rules 1 to 3).
 
     Args:
         weight: (N, K) float32.
-        moments: (K, K) float32, of the inputs of a text.
+        moments: (K, K) float32, second moments of the inputs.
         grid: of the result.
     """
     scales, zeros = _chosen(weight, moments.diagonal(), grid)
@@ -131,18 +131,18 @@ def rounded(weight: Tensor, moments: Tensor, grid: Grid) -> Rounded:
 
 
 def error(weight: Tensor, changed: Tensor, moments: Tensor) -> float:
-    """Return the mean square of what another weight changes in the results, summed over outputs (rule 3)."""
+    """Return the mean square change of the results by a changed weight, summed over outputs (rule 3)."""
     change = weight - changed
     return float(((change @ moments) * change).sum())
 
 
 def _in_groups(weight: Tensor, size: int) -> Tensor:
-    """Return a weight as (N, G, S), filled up with zeros, which every grid has."""
+    """Return a weight as (N, G, S), padded with zeros, which every grid has."""
     return F.pad(weight, (0, -weight.shape[1] % size)).unflatten(1, (-1, size))
 
 
 def _chosen(weight: Tensor, squares: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Return the scales and zero points with the least weighed error (rule 1)."""
+    """Return the scales and zero points with the least weighted error (rule 1)."""
     size = grid.of_groups(weight.shape[1])
     groups, weights = _in_groups(weight, size), _in_groups(squares[None], size)
     best = scales, zeros = grid.ranges(groups)
@@ -192,7 +192,7 @@ def _upper(moments: Tensor) -> Tensor:
     """Return the upper triangle U with UᵀU = (H + damping)⁻¹."""
     exact = moments.double()
     damping = _DAMPING * exact.diagonal().mean()
-    # Inputs that are always zero have no say.
+    # If all inputs are zero, so is the mean.
     damping = torch.where(damping > 0, damping, 1.0)
     exact = exact + damping * torch.eye(len(exact), dtype=exact.dtype, device=exact.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(exact))

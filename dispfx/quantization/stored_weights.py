@@ -1,10 +1,10 @@
-"""Rounded weights as files hold them: the format compressed-tensors, which vLLM and transformers know.
+"""Rounded weights as a checkpoint stores them, in the format compressed-tensors, which vLLM reads.
 
     int8, int4   weight_packed   codes of 8 or 4 bits in int32 words    weight_scale (N, G)
                  weight_shape    N and K                                weight_zero_point packed, of int4
     fp8          weight          float8 with 4 bits of exponent         weight_scale (N, 1)
 
-The library of that name packs and unpacks.  Activations are not rounded.
+The library compressed-tensors packs and unpacks them.  Activations are not rounded.
 
 Shape legend: N outputs, K inputs, G groups of a row.
 """
@@ -27,11 +27,11 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weights of a checkpoint are rounded and kept.
+    """How the weights of a checkpoint are rounded and stored.
 
     Args:
-        grid: of the weights; scales take the dtype of the decoder.
-        format: as compressed-tensors names it.
+        grid: of the weights; `grid_of` sets the dtype of the scales.
+        format: its name in compressed-tensors.
     """
 
     grid: Grid
@@ -39,7 +39,7 @@ class Scheme:
 
     @property
     def weights(self) -> dict[str, Any]:
-        """What compressed-tensors calls the arguments of the weights."""
+        """The arguments of `QuantizationArgs` of compressed-tensors."""
         group = self.grid.group
         return {
             "num_bits": self.grid.bits,
@@ -66,7 +66,7 @@ def require_widths(scheme: str, layers: Mapping[str, nn.Module]) -> None:
     """Raise if a layer's inputs cannot be grouped.
 
     Raises:
-        OutputError: naming the first one, and the alignment to choose.
+        OutputError: naming the first such layer, and the alignment to choose.
     """
     group = SCHEMES[scheme].grid.group
     for path, layer in layers.items():
@@ -101,7 +101,7 @@ def weights_section(scheme: str, left: Collection[str]) -> dict[str, Any]:
 
 
 def stored_tensors(scheme: str, found: Rounded, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of one layer as a file holds them, by the ends of their names.
+    """Return the tensors of one layer as a file stores them, by the last part of their names.
 
     Args:
         dtype: of the decoder, for the scales.
@@ -120,7 +120,7 @@ def stored_tensors(scheme: str, found: Rounded, dtype: torch.dtype) -> dict[str,
 
 
 def empty_tensors(scheme: str, weight: Tensor) -> dict[str, Tensor]:
-    """Return room for what `stored_tensors` gives of a weight (N, K), on its device."""
+    """Return empty tensors shaped and typed as `stored_tensors` for a weight (N, K), on its device."""
     grid = SCHEMES[scheme].grid
     outputs, inputs = weight.shape
     groups = -(-inputs // grid.of_groups(inputs))
@@ -135,13 +135,13 @@ def empty_tensors(scheme: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def weight_of(scheme: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the weight (N, K) of what a file holds of one layer.
+    """Return the weight (N, K) from the stored tensors of one layer.
 
     Raises:
         DataError: if compressed-tensors is not installed.
     """
     state = dict(tensors)
-    # Products of codes and scales are rounded once, to the dtype asked for.
+    # With float32 scales, the products of codes and scales are rounded only once: to `dtype`.
     state["weight_scale"] = state["weight_scale"].float()
     return _compressor(SCHEMES[scheme].format).decompress(state, _library_scheme(scheme))[WEIGHT].to(dtype)
 

@@ -1,6 +1,6 @@
 """What a report says of quantized models: rows of a table, sentences, a section of the card.
 
-Reports are untyped here, because a report shows itself with this module.
+Reports have no type here, because the module that defines them needs this one.
 """
 
 import re
@@ -15,7 +15,7 @@ _WHAT = {"onnx": "ONNX model", "checkpoint": "checkpoint"}
 
 
 def quantized_rows(found: Sequence[Any]) -> list[Row]:
-    """Return size, KL and perplexity of each model: before, after, change."""
+    """Return the rows of a table, name, before, after and change, with size, KL and perplexity per model."""
     return [row for one in found for row in _rows(one)]
 
 
@@ -53,7 +53,7 @@ def _rows(one: Any) -> list[Row]:
 def quantized_lines(one: Any) -> list[str]:
     """Return sentences on how weights were rounded, what was measured, and what is not quantized."""
     name = _short(one)
-    lines = [f"{name}: weights rounded by the text {one.rounded_by}"] if one.rounded_by else []
+    lines = [f"{name}: weights rounded with calibration data {one.rounded_by}"] if one.rounded_by else []
     if one.quality is None:
         lines.append(f"{name}: the loss was not measured: the folder's tokenizer knows no text of dispfx")
     else:

@@ -1,4 +1,4 @@
-"""The texts for quantizing a folder: one to round weights by, and one to measure the loss on."""
+"""The texts for quantizing a folder: calibration data, and a text to measure the loss on."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dispfx.errors import DataError
 from dispfx.report import load_report
+from dispfx.report.run import REPORT_FILE
 from dispfx.run.folders import Opened
 from dispfx.run.run_text import MeasuredText, TextChoice, open_text, require_known, texts_to_measure
 from dispfx.settings import TextSettings
@@ -17,19 +18,19 @@ from dispfx.source.source import longest_context
 from dispfx.source.text import with_bos
 from dispfx.words.option_names import option
 
-# Windows of a text, evenly spaced, and tokens of each.
+# Windows of the calibration data, evenly spaced, and tokens per window.
 _WINDOWS, _TOKENS = 32, 1024
-_REPORT = "report.json"
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What a folder's weights are rounded by, and what that is measured on.
+    """Calibration data for rounding a folder's weights, and the text that the loss is measured on.
 
     Args:
-        windows: (1, T) token ids each; none if there is no text.
-        measured: a text that no weight was rounded by; None if the decoder knows no text of ours.
-        name: of the text that weights are rounded by.
+        windows: of the calibration data, (1, T) token ids each; empty if there is none.
+        measured: a text that is no calibration data; None if none was named and the tokenizer knows no text
+            of dispfx.
+        name: of the calibration data.
     """
 
     windows: tuple[Tensor, ...]
@@ -42,14 +43,14 @@ class Calibration:
             yield window.to(device)
 
     def require(self, scheme: str) -> None:
-        """Raise if there is no text to round by.
+        """Raise if there is no calibration data.
 
         Raises:
             DataError: naming the option.
         """
         if not self.windows:
             raise DataError(
-                f"{scheme} needs a text to choose the rounding by, and none was named",
+                f"{scheme} needs a text for calibration, and none was named",
                 hint=f"name one with {option('data')}, of the kind that the decoder will read",
             )
 
@@ -78,7 +79,7 @@ def calibration_of(opened: Opened, text: TextSettings) -> Calibration:
 
 
 def _spaced(tokens: Tensor, size: int, most: int) -> Iterator[Tensor]:
-    """Yield windows of a text: all of it where it is short, else some with equal gaps."""
+    """Yield up to `most` windows of `size` tokens, evenly spaced; a shorter text is one window."""
     count = max(1, min(most, len(tokens) // size))
     gap = max(0, len(tokens) - size) // max(1, count - 1)
     for index in range(count):
@@ -86,7 +87,7 @@ def _spaced(tokens: Tensor, size: int, most: int) -> Iterator[Tensor]:
 
 
 def _source(opened: Opened) -> Source:
-    path = opened.path / _REPORT
+    path = opened.path / REPORT_FILE
     settings = load_report(path).settings if path.is_file() else None
     of_demo = settings is not None and settings.get("model", {}).get("model") == "demo"
     origin = "demo" if of_demo else "folder"

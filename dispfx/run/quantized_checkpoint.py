@@ -1,11 +1,11 @@
-"""DIR/int8, DIR/int4 and DIR/fp8: the checkpoint of a folder with weights in fewer bits.
+"""DIR/int8, DIR/int4 and DIR/fp8: the checkpoint of a folder with weights of 8 or 4 bits.
 
-    DIR, a text → rounded weights → DIR/int4 → read back → compared → measured
+    DIR, calibration data → rounded weights → DIR/int4 → read back → compared → measured
 
-1. transformers and vLLM open the folder like DIR.  It holds the plan, the config and the tokenizer of DIR;
-   linear layers have other tensors (`dispfx.quantization.stored_weights`), all else is equal.
-2. Read back, every layer must have exactly the numbers that were chosen.
-3. `verify DIR` compares both folders again: a rounded weight is near its original, all else is equal.
+1. transformers and vLLM open the folder like DIR.  It holds the plan, the config and the tokenizer of DIR.
+   Rounded layers have other tensors (`dispfx.quantization.stored_weights`); all other tensors are equal.
+2. Read back, every rounded layer must have exactly the numbers that were chosen.
+3. A rounded weight must be near its original.  `verify DIR` compares the two folders again.
 """
 
 import json
@@ -20,26 +20,31 @@ from dispfx.capturing.module_capture import module_logits
 from dispfx.deploy import weights
 from dispfx.deploy.digests import digests, stored_size
 from dispfx.deploy.folder import new_folder
-from dispfx.deploy.section import CONFIG_FILE, read_config, read_layout
+from dispfx.deploy.section import CONFIG_FILE, read_config, read_layout, read_section
 from dispfx.errors import OutputError
 from dispfx.huggingface.entries import SECTION, with_rounded_weights
 from dispfx.huggingface.model_loading import load_model
 from dispfx.quality.agreement import compare_on_text
 from dispfx.quantization.rounded_layers import layers_to_round, rounded_layers
-from dispfx.quantization.stored_weights import SCHEMES, require_widths, stored_tensors, weights_section
+from dispfx.quantization.stored_weights import (
+    SCHEMES,
+    WEIGHT,
+    require_widths,
+    stored_tensors,
+    weights_section,
+)
 from dispfx.report import Quantized, QuantizedQuality
 from dispfx.run.calibration import Calibration, calibration_of
 from dispfx.run.folders import Opened
-from dispfx.run.quantized_folder import quality_of, record, short_context
+from dispfx.run.quantized_record import quality_of, record, short_context
 from dispfx.run.recovered_folder import copy_files
 from dispfx.settings import TextSettings
 from dispfx.verification.equivalence import Verification, require
 from dispfx.words.option_names import option
 
-# Largest change of a weight as a part of its root mean square; another weight of this size changes it by 1.4.
+# Largest allowed norm(rounded − weight) / norm(weight).  For an unrelated weight of the same norm it is 1.4.
 _NEAR = {"int4": 0.4, "int8": 0.05, "fp8": 0.1}
 _TINY = 1e-30
-WEIGHT = "weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +54,11 @@ class _Rounding:
     Args:
         opened: the folder.
         scheme: of the weights.
-        model: its modules.
         layers: those that are rounded, by path.
     """
 
     opened: Opened
     scheme: str
-    model: nn.Module
     layers: dict[str, nn.Module]
 
     @staticmethod
@@ -63,13 +66,20 @@ class _Rounding:
         """Find the layers.
 
         Raises:
-            OutputError: if the folder has no modules, no layer can be rounded, or a width does not fit.
+            OutputError: if the folder has no modules or holds rounded weights, no layer can be rounded, or a
+                width does not fit.
         """
         if opened.plan is None or read_layout(opened.path) is None:
             raise OutputError(
                 "a quantized checkpoint needs modules of transformers, and this folder holds a graph",
                 where=str(opened.path),
                 hint=f"add {option('onnx', True)} for an ONNX model with quantized weights",
+            )
+        if (rounded := read_section(opened.path).get("rounded")) is not None:
+            raise OutputError(
+                f"the weights of this folder have been rounded to {rounded['scheme']}",
+                where=str(opened.path),
+                hint="use the folder that it was made from",
             )
         stored = weights.read_headers(opened.path)
         found: dict[str, nn.Module] = {
@@ -80,11 +90,16 @@ class _Rounding:
         if not found:
             raise OutputError("no linear layer has a weight that can be rounded", where=str(opened.path))
         require_widths(scheme, found)
-        return _Rounding(opened, scheme, opened.decoder, found)
+        return _Rounding(opened, scheme, found)
+
+    @property
+    def model(self) -> nn.Module:
+        """The folder's decoder as modules."""
+        return self.opened.decoder
 
     @property
     def left(self) -> list[str]:
-        """Weights of several rows and columns that are not rounded, by path."""
+        """Paths of the parameters of two or more dimensions that are not rounded."""
         rounded = {f"{path}.{WEIGHT}" for path in self.layers}
         return [path for path, one in self.model.named_parameters() if one.dim() > 1 and path not in rounded]
 
@@ -118,7 +133,7 @@ class _Rounding:
         (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
 
     def compared(self, again: nn.Module) -> list[Verification]:
-        """Compare a decoder with rounded weights with this one (rule 3)."""
+        """Compare a decoder that was read back with this one (rules 1 and 3)."""
         theirs, far, other = dict(again.state_dict()), 0.0, 0.0
         for path, tensor in self.model.state_dict().items():
             found = theirs.pop(path, None)
@@ -159,13 +174,14 @@ def write_quantized_checkpoint(opened: Opened, scheme: str, text: TextSettings) 
     Args:
         opened: an output folder with a checkpoint.
         scheme: int8, int4 or fp8.
-        text: to round by, which int4 needs, and to measure on.
+        text: calibration data, which int4 needs, and the text to measure on.
 
     Raises:
-        OutputError: if the folder has no modules of transformers, no layer can be rounded, or a width does
-            not fit.
+        OutputError: if the folder has no modules of transformers or holds rounded weights, no layer can be
+            rounded, or a width does not fit.
         DataError: if a text is missing or cannot be used, or compressed-tensors is not installed.
-        VerificationError: if what is read back is not what was chosen; the folder does not appear then.
+        VerificationError: if the weights that are read back are not those that were chosen; then no folder is
+            written.
     """
     rounding = _Rounding.of(opened, scheme)
     chosen = calibration_of(opened, text)
@@ -192,7 +208,7 @@ def write_quantized_checkpoint(opened: Opened, scheme: str, text: TextSettings) 
 
 
 def quantized_checkpoint_lines(opened: Opened) -> list[Verification]:
-    """Compare every quantized checkpoint in a folder with the folder's own.
+    """Compare every quantized checkpoint in a folder with the folder's own weights.
 
     Raises:
         DataError: if one is damaged.

@@ -14,7 +14,8 @@ from dispfx.report import Report, load_report
 from dispfx.run.folders import Opened, open_folder, require_record
 from dispfx.run.onnx_folder import folder_onnx_lines, has_onnx
 from dispfx.run.quantized_checkpoint import quantized_checkpoint_lines
-from dispfx.run.quantized_folder import folder_quantized_lines, recorded_files
+from dispfx.run.quantized_onnx import quantized_onnx_lines
+from dispfx.run.quantized_record import recorded_files
 from dispfx.run.targets import DENSE_FOLDER
 from dispfx.verification.equivalence import (
     OF_REPORT,
@@ -71,7 +72,7 @@ def _form_lines(
             lines += compared("dense = checkpoint", own, dense, tolerance)
     if has_onnx(opened.path):
         lines += folder_onnx_lines(opened, shapes)
-    return lines + folder_quantized_lines(opened, shapes) + quantized_checkpoint_lines(opened)
+    return lines + quantized_onnx_lines(opened, shapes) + quantized_checkpoint_lines(opened)
 
 
 def _shapes(report: Report) -> tuple[tuple[int, int], ...]:

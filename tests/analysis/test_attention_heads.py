@@ -379,7 +379,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_heads_that_cannot_go_are_refused_by_operation_and_line(name: str):
-    """The other sites of the attention stay."""
+    """Rules 3, 4 and 5, as the cases name them: the other sites of the attention stay."""
     make, reason = REFUSED[name]
     _, program = found(make)
     assert {site.kind for site in program.sites} == {"read", "write"}

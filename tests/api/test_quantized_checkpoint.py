@@ -213,6 +213,13 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing(folder: Path, tmp_pat
         api.export(transposed, quantize="int8")
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_folder_with_rounded_weights_is_not_rounded_again(folder: Path, scheme: str):
+    with pytest.raises(OutputError, match=f"rounded to {scheme}"):
+        api.export(folder / scheme, quantize="int8")
+    assert not (folder / scheme / "int8").exists()
+
+
 def test_a_wrong_library_is_found_and_nothing_appears(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dispfx.quantization.moments import weighed_moments
+from dispfx.quantization.moments import weighted_moments
 from dispfx.quantization.rounded_layers import layers_to_round, rounded_layers, weight_of_layer
 from dispfx.quantization.rounding import Grid, error, to_nearest
 from tests.tiny_transformers import VOCABULARY, tiny_transformer
@@ -49,7 +49,7 @@ def test_a_token_counts_by_what_an_error_of_its_result_does_to_the_loss(kind: st
     model = tiny_transformer(kind)
     layers = layers_to_round(model)
     model.requires_grad_(False)
-    found = weighed_moments(model, layers, texts())
+    found = weighted_moments(model, layers, texts())
 
     assert found.keys() == layers.keys()
     for path in list(layers)[:3]:
@@ -72,7 +72,7 @@ def test_all_layers_but_the_head_are_rounded_and_the_decoder_stays_as_it_was(kin
     assert found.keys() == layers.keys()
     assert all(torch.equal(before[path], one) for path, one in model.state_dict().items())
     assert all(one.requires_grad for one in model.parameters())
-    moments = weighed_moments(model.requires_grad_(False), layers, texts())
+    moments = weighted_moments(model.requires_grad_(False), layers, texts())
     for path, one in found.items():
         weight = weight_of_layer(layers[path])
         nearest = to_nearest(weight, Grid(4, 32)).numbers

@@ -70,7 +70,7 @@ def test_transformers_reads_the_file_as_the_decoder_that_was_written(tmp_path: P
 
 
 def test_layers_of_unlike_sizes_become_a_decoder_with_sizes_per_layer(unlike: Path, tmp_path: Path) -> None:
-    """Rule 1, and rule 3: undone, the rows of q and k are those of the folder."""
+    """Points 1 and 3 of the tool: undone, the rows of q and k are those of the folder."""
     out = tmp_path / "unlike.gguf"
     done = written(unlike, out)
 
@@ -118,7 +118,7 @@ def test_matrices_get_the_type_that_was_asked_for(unlike: Path, tmp_path: Path) 
 def test_what_is_not_known_is_refused_by_name(
     file: str, changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    """Rule 4."""
+    """Point 4 of the tool."""
     folder = tmp_path / "folder"
     shutil.copytree(DEMO, folder)
     entries = json.loads((folder / file).read_text())
@@ -130,7 +130,7 @@ def test_what_is_not_known_is_refused_by_name(
 
 
 def test_a_folder_that_gathers_is_refused(tmp_path: Path) -> None:
-    """Rule 2."""
+    """Point 2 of the tool."""
     dense: Any = AutoModelForCausalLM.from_pretrained(DEMO)
     plan = Plan.random(dispfx.capture(dense), 0.3, 0)
     apply(dense, plan, out=tmp_path / "out", export="none")

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.capturing.module_capture import IDENTITY_TOLERANCE, capture
-from dispfx.capturing.rounding import MOST, TIMES, most_allowed
+from dispfx.capturing.rounding_noise import MOST, TIMES, most_allowed
 from dispfx.errors import CaptureError
 from tests.one_branch import VOCABULARY
 
