@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from torch import Tensor, nn
 
 from dispfx.quantization.moments import weighted_moments
-from dispfx.quantization.rounding import Grid, Rounded, rounded, to_nearest
+from dispfx.quantization.weight_rounding import Grid, Rounded, rounded, to_nearest
 
 # Largest size of all moments that are held at once, in float32 numbers.
 _MOST_HELD = 2**30

@@ -24,7 +24,7 @@ from dispfx.deploy.onnx.session import CachedSession, OnnxDecoder
 from dispfx.deploy.onnx.twin import float32_twin
 from dispfx.quality.agreement import compare_on_text
 from dispfx.quantization.rounded_layers import layers_to_round, rounded_layers, weight_of_layer
-from dispfx.quantization.rounding import Rounded
+from dispfx.quantization.weight_rounding import Rounded
 from dispfx.report import Quantized, QuantizedQuality
 from dispfx.run.calibration import Calibration, calibration_of
 from dispfx.run.folders import Opened

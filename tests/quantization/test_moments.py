@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dispfx.quantization.moments import weighted_moments
 from dispfx.quantization.rounded_layers import layers_to_round, rounded_layers, weight_of_layer
-from dispfx.quantization.rounding import Grid, error, to_nearest
+from dispfx.quantization.weight_rounding import Grid, error, to_nearest
 from tests.tiny_transformers import VOCABULARY, tiny_transformer
 
 

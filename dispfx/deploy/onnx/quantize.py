@@ -31,7 +31,7 @@ import onnx_ir.passes.common as common
 import torch
 
 from dispfx.deploy.onnx.twin import float32_twin
-from dispfx.quantization.rounding import Grid, Rounded, to_nearest
+from dispfx.quantization.weight_rounding import Grid, Rounded, to_nearest
 
 DOMAIN = "com.microsoft"
 GROUP = 32

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from dispfx.deploy.onnx.dequantize import dequantized, rounding, with_float_products
 from dispfx.deploy.onnx.files import load_model, save_model
 from dispfx.deploy.onnx.quantize import BY_TEXT, key, left_float, quantized
-from dispfx.quantization.rounding import to_nearest
+from dispfx.quantization.weight_rounding import to_nearest
 
 VOCABULARY, IDS = 11, np.array([[1, 10, 0], [4, 4, 7]])
 # float32 sums in another order.

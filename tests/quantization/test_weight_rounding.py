@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dispfx.quantization.rounding import Grid, error, rounded, to_nearest
+from dispfx.quantization.weight_rounding import Grid, error, rounded, to_nearest
 
 GRIDS = [
     Grid(4, 32),
