@@ -72,6 +72,7 @@ NOT_RUN = {
     "tools/setup && . .venv/bin/activate": "`.ci/run` begins with it, on a fresh clone",
     "pip install '.[peft,lm-eval]'": _PACKAGES,
     "pip install '.[peft]'": _PACKAGES,
+    "pip install '.[quantize]'": _PACKAGES,
     "pip install '.[lm-eval]'": _PACKAGES,
     "pip install '.[vllm]'": "fetches vLLM, which has requirements of its own",
     "pip uninstall torchvision torchaudio torchcodec": "changes the environment that it runs in",
