@@ -192,7 +192,7 @@ class Opened:
         """Capture the decoder without its weights, lower it, and insert the stored weights."""
         if (rounded := read_section(self.path).get("rounded")) is not None:
             raise OutputError(
-                f"this folder holds weights of {rounded['scheme']}, which a graph cannot take",
+                f"this command needs plain weights, and this folder holds weights of {rounded['scheme']}",
                 where=str(self.path),
                 hint="use the folder that it was made from; eval, generate and transformers take this one",
             )

@@ -78,6 +78,10 @@ def is_saved_again(folder: Path) -> bool:
         return False
 
 
+def _is_rounded(folder: Path) -> bool:
+    return "rounded" in read_json(folder / "config.json")["quantization_config"]
+
+
 def check_new_files(folder: Path) -> None:
     """Check that files can be written into a folder, which is created later if it does not exist.
 
@@ -129,6 +133,12 @@ def check_folder(path: str | os.PathLike[str], *, report: bool = False) -> None:
         raise OutputError(problem, where=str(path), hint="pass one that dispfx wrote")
     refuse_adapter(folder)
     saved_again = is_saved_again(folder)
+    if saved_again and report and (folder.parent / "report.json").is_file() and _is_rounded(folder):
+        raise OutputError(
+            "this folder has weights of 8 or 4 bits, and no report of its own",
+            where=str(path),
+            hint=f"its figures are in the report of {folder.parent}",
+        )
     if saved_again and report:
         raise OutputError(
             "transformers wrote this folder (save_pretrained), so it has no report",

@@ -192,6 +192,8 @@ def test_eval_and_generate_take_it_and_graphs_do_not(folder: Path, tmp_path: Pat
     assert run("eval", folder / "int4", "--eval-data", data).exit_code == 0
     refused = run("export", folder / "int4", "--pt2")
     assert refused.exit_code == 2 and "weights of int4" in refused.stderr
+    compared = run("compare", folder / "int4", folder)
+    assert compared.exit_code == 2 and f"in the report of {folder}" in compared.stderr
 
 
 def test_what_cannot_be_done_is_refused_and_leaves_nothing(folder: Path, tmp_path: Path):
@@ -207,6 +209,7 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing(folder: Path, tmp_pat
     shutil.rmtree(tmp_path / "copy/int4")
     blind = run("export", tmp_path / "copy", "--quantize", "int4")
     assert blind.exit_code == 2 and "int4 needs a text" in blind.stderr and "--data" in blind.stderr
+    assert run("export", tmp_path / "copy", "--quantize", "int4", "--data", data).exit_code == 0
 
     transposed = made(tmp_path / "gpt2", "gpt2")
     with pytest.raises(OutputError, match="no linear layer"):

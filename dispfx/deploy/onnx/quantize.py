@@ -225,7 +225,7 @@ class _Rewriting:
 
     def _rounded(self, rows: np.ndarray) -> Rounded | None:
         """Return a weight (N, K) as a text has rounded it; those of writes end in outputs of zeros."""
-        used = int(rows.any(1).nonzero()[0].max(initial=-1)) + 1
+        used = int(np.flatnonzero(rows.any(axis=1)).max(initial=-1)) + 1
         found = self._by_text.get(key(rows[:used]))
         return None if found is None else found.with_zeros(len(rows) - used)
 
