@@ -131,8 +131,8 @@ class FormSettings(Section):
     no_padding: bool = setting(False, "Leave out the attention mask. The model then accepts no padding.")
     quantize: Quantize = setting(
         "none",
-        "Write DIR/int8/, DIR/int4/ or DIR/fp8/, the checkpoint with weights of 8 or 4 bits; with --onnx "
-        "DIR/onnx-int8/ or DIR/onnx-int4/, the ONNX model. int4 needs --data.",
+        "Write DIR/int8/, DIR/int4/ or DIR/fp8/, the checkpoint with weights of 8 or 4 bits; with "
+        f"{option('onnx', True)} DIR/onnx-int8/ or DIR/onnx-int4/, the ONNX model. int4 needs {option('data')}.",
         common=True,
     )
 

@@ -31,6 +31,7 @@ NO_MESSAGES = {
         "report/card.py",
         "source/quiet.py",
         "serving/fused_layers.py",
+        "serving/kernel_widths.py",
         "serving/weight_format.py",
     )
 }
