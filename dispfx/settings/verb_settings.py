@@ -132,7 +132,8 @@ class FormSettings(Section):
     quantize: Quantize = setting(
         "none",
         "Write DIR/int8/, DIR/int4/ or DIR/fp8/, the checkpoint with weights of 8 or 4 bits; with "
-        f"{option('onnx', True)} DIR/onnx-int8/ or DIR/onnx-int4/, the ONNX model. int4 needs {option('data')}.",
+        f"{option('onnx', True)} DIR/onnx-int8/ or DIR/onnx-int4/, the ONNX model. int4 needs "
+        f"{option('data')}.",
         common=True,
     )
 

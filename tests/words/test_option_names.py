@@ -32,6 +32,7 @@ NO_MESSAGES = {
         "source/quiet.py",
         "serving/fused_layers.py",
         "serving/kernel_widths.py",
+        "serving/rounded_weights.py",
         "serving/weight_format.py",
     )
 }
