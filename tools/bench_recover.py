@@ -280,7 +280,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, help="learning rate of recovery")
     parser.add_argument("--seq-len", type=int, help="tokens per sequence of recovery")
     parser.add_argument("--batch-size", type=int, help="sequences per step of recovery")
-    parser.add_argument("--stream-weight", type=float, help="of the distance of the streams, beside KL")
+    parser.add_argument("--stream-weight", type=float, help="of the distance of the streams, added to KL")
     parser.add_argument("--patience", type=int, help="measurements without a better one that end training")
     parser.add_argument("--windows", type=int, help="windows to measure on at most")
     parser.add_argument("--context", type=int, help="tokens per window")

@@ -24,7 +24,7 @@ from openvino_tokenizers import convert_tokenizer  # type: ignore[import-not-fou
 from transformers import AutoTokenizer
 
 _PAST, _PRESENT = "past_key_values.", "present."
-# What a pipeline reads beside the models: settings of generation, and the chat template.
+# What a pipeline reads besides the models: settings of generation, and the chat template.
 _BESIDE = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
 )  # fmt: skip
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def keep_cache_inside(model: openvino.Model) -> bool:
-    """Turn the inputs and outputs of the KV cache into states; False where there are none."""
+    """Turn the inputs and outputs of the KV cache into states; False if it has no cache."""
     rows = ops.parameter([-1], np.int32, name="beam_idx")
     rows.output(0).get_tensor().set_names({"beam_idx"})
     pairs = {}

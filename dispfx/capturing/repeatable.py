@@ -40,7 +40,7 @@ def written_tensors(
 ) -> dict[str, str]:
     """Return the tensors that a call writes: path in the graph -> path in the module.
 
-    Written are the buffers and parameters of which the export says so, and what a call is seen to change.
+    These are what the export says is written, and what a call is seen to change.
     An assignment does not count as a write in an exported graph.  A tensor that is no buffer has another name
     there, and is found by its memory.
 

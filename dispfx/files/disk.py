@@ -26,7 +26,7 @@ _NUMBERS = (
 )  # fmt: skip
 _NUMBERED = re.compile(r"\(os error (\d+)\)")
 _ARCHIVE = "PytorchStreamWriter failed writing"
-# Of Linux: the host, and the numbering of processes, of which every container has its own.
+# Of Linux: the host, and the numbering of processes.  Every container numbers its own.
 _MACHINE, _NUMBERING = Path("/etc/machine-id"), Path("/proc/self/ns/pid")
 
 

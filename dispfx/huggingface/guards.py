@@ -82,7 +82,7 @@ def plan_bytes(folder: Path, section: Mapping[str, Any]) -> bytes | None:
 def _carry_plan(config: Any, section: Mapping[str, Any], target: Path) -> None:
     """Write the plan that was read with the decoder, or that of the folder that the config names.
 
-    Warn if there is none, because commands of dispfx cannot open the saved folder without it.
+    Warn if it is missing, because commands of dispfx cannot open the saved folder without it.
     """
     held = getattr(getattr(config, "quantization_config", None), "plan", None)
     plan = held or plan_bytes(Path(str(getattr(config, "name_or_path", ""))), section)

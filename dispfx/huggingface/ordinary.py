@@ -54,7 +54,7 @@ def build_ordinary(
 def ordinary_config(
     model: PreTrainedModel, program: Program, kept: Mapping[str, Tensor]
 ) -> Resized | Mismatch:
-    """Return the config of the decoder with the features `kept`, or the reason why there is none.
+    """Return the config of the decoder with the features `kept`, or why it has no config.
 
     The arguments are those of `build_ordinary`; no weight is read.
     """

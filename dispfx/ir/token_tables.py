@@ -14,7 +14,7 @@ _SAME_IDS = ops.CASTS | ops.COPIES | ops.SHAPE_OPS - ops.packets("cat stack")
 
 
 def tokens_read(graph: fx.Graph) -> int | None:
-    """Return the rows of the smallest table that is looked up by token ids, or None if there is none."""
+    """Return the rows of the smallest table that is looked up by token ids, or None without one."""
     ids = {next(node for node in graph.nodes if node.op == "placeholder")}
     rows = []
     for node in graph.nodes:

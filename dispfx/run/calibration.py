@@ -27,7 +27,7 @@ class Calibration:
     """Calibration data for rounding a folder's weights, and the text that the loss is measured on.
 
     Args:
-        windows: of the calibration data, (1, T) token ids each; empty if there is none.
+        windows: of the calibration data, (1, T) token ids each; empty without data.
         measured: a text that is no calibration data; None if none was named and the tokenizer knows no text
             of dispfx.
         name: of the calibration data.

@@ -1,6 +1,6 @@
 """What a resumed run finds complete: the output of an earlier run with the same settings, made from the same.
 
-Names are compared first, because a message can say how they differ, and then the content behind them.
+Names are compared first, because a message can say how they differ, and then the content.
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ from dispfx.settings.tree import plain_section
 from dispfx.settings.trees import RecoverSettings
 from dispfx.words.option_names import option
 
-# Sections of the settings that decide what a run makes.  Of the others, and of what is adapted to a decoder,
-# it depends where and how it runs.
+# Sections of the settings that decide what a run makes.  All other sections, and what is adapted to a decoder,
+# say where and how it runs.
 _DECIDING = ("model", "text", "budget", "learning", "afterwards")
 _ADAPTED = ("device", "align")
 

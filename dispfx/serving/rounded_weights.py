@@ -1,7 +1,7 @@
 """Which linear layers of an engine have weights of 8 or 4 bits, from the dispfx section of a folder.
 
 1. The section names the rounded modules.  Kinds and names of layers decide nothing.
-2. An engine may fuse modules: all of them are rounded, or none is.
+2. An engine may fuse modules: either all of them are rounded, or no one.
 3. A layer of the engine must stand for every rounded module, and all tensors of a module must be loaded.
 4. Codes lie in words of 32 bits, in files or in kernels.  The inputs of a rank fill whole words.  Where zero
    points are stored, the outputs of a rank and of each fused module do, too: a loader would otherwise take

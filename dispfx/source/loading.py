@@ -163,7 +163,7 @@ def named_tokenizer(tokenizer: str, trust_remote_code: bool) -> Any:
     """Return the tokenizer of a folder or hub id.
 
     Raises:
-        SourceError: if there is none.
+        SourceError: if it has none.
     """
     folder = Path(tokenizer).expanduser()
     location = Location(str(folder)) if folder.is_dir() else reach_hub(tokenizer, None, option("tokenizer"))

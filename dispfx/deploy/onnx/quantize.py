@@ -82,7 +82,7 @@ def quantized(model: ir.Model, by_text: Mapping[str, Rounded] | None = None) -> 
     """Return a copy of a model with smaller weights; half precision becomes float32.
 
     Args:
-        by_text: weights that were rounded by a text, by the `key` of what they were; the others get 8 bits.
+        by_text: weights that were rounded by a text, by the `key` of what they were; all other weights get 8.
     """
     twin = float32_twin(model)
     _Rewriting(twin, by_text or {}).run()
