@@ -26,7 +26,7 @@ from dispfx.settings.tree import plain_section
 from dispfx.settings.trees import RecoverSettings
 from dispfx.words.option_names import option
 
-# Sections of the settings that decide what a run makes.  All other sections, and what is adapted to a decoder,
+# Sections of the settings that decide what a run makes.  All others, and what is adapted to a decoder,
 # say where and how it runs.
 _DECIDING = ("model", "text", "budget", "learning", "afterwards")
 _ADAPTED = ("device", "align")
