@@ -46,7 +46,8 @@ def weighed_moments(
 
 def _follow_gradients(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
     """Let gradients reach every layer, though no weight has one."""
-    return embedded if embedded.requires_grad else embedded.requires_grad_()
+    # A copy, because some decoders scale the result in place, which a leaf does not allow.
+    return embedded if embedded.requires_grad else embedded.requires_grad_().clone()
 
 
 class _Sum:

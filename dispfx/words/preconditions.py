@@ -129,6 +129,12 @@ def check_folder(path: str | os.PathLike[str], *, report: bool = False) -> None:
         raise OutputError(problem, where=str(path), hint="pass one that dispfx wrote")
     refuse_adapter(folder)
     saved_again = is_saved_again(folder)
+    if saved_again and report and "rounded" in read_json(folder / "config.json")["quantization_config"]:
+        raise OutputError(
+            "this folder holds rounded weights, and no report",
+            where=str(path),
+            hint="pass the folder that it was made from, whose report has the figures of both",
+        )
     if saved_again and report:
         raise OutputError(
             "transformers wrote this folder (save_pretrained), so it has no report",
