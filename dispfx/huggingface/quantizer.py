@@ -39,7 +39,7 @@ from dispfx.huggingface.entries import (
 from dispfx.huggingface.index_values import remember_index
 from dispfx.huggingface.layout import Layout
 from dispfx.huggingface.modules import held_index, index_buffers
-from dispfx.huggingface.rounded_modules import fill_weight, make_room, rounded_modules
+from dispfx.huggingface.rounded_modules import fill_weight, make_room, require_held, rounded_modules
 
 
 class DispfxConfig(QuantizationConfigMixin):
@@ -98,6 +98,7 @@ class DispfxQuantizer(HfQuantizer):
             make_room(module, self._config.section)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        require_held(model, self._rounded, self._config.section)
         for module in self._rounded:
             fill_weight(module, self._config.section)
         self._config.section = without_rounded_weights(self._config.section)

@@ -3,10 +3,12 @@
 empty parameters like the stored tensors → transformers reads them → a plain weight in the decoder's dtype
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from dispfx.errors import OutputError
 from dispfx.huggingface.building import own_path
 from dispfx.quantization.stored_weights import WEIGHT, empty_tensors, weight_of
 
@@ -27,6 +29,24 @@ def make_room(module: nn.Module, section: dict[str, Any]) -> None:
     vars(module)[_DTYPE] = weight.dtype
     for name, room in empty_tensors(section["rounded"]["scheme"], weight.detach()).items():
         module.register_parameter(name, nn.Parameter(room, requires_grad=False))
+
+
+def require_held(model: nn.Module, modules: Sequence[nn.Module], section: dict[str, Any]) -> None:
+    """Refuse rounded weights that transformers has left on disk or in main memory for later.
+
+    It would look for a tensor of the file under the name of the weight at every forward pass.
+
+    Raises:
+        OutputError: with what takes such a place.
+    """
+    places = set(getattr(model, "hf_device_map", {}).values()) & {"disk", "cpu"}
+    if places and any(one.is_meta for module in modules for one in module.parameters()):
+        raise OutputError(
+            f"weights of {section['rounded']['scheme']} cannot be offloaded, and device_map puts some on "
+            f"{' and '.join(sorted(places))}",
+            hint="load all of them on one device, or load the folder that they were rounded from, "
+            "which can be offloaded",
+        )
 
 
 def fill_weight(module: nn.Module, section: dict[str, Any]) -> None:

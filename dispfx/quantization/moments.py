@@ -46,7 +46,8 @@ def weighted_moments(
 
 def _follow_gradients(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
     """Make embeddings require gradients, so that gradients reach every layer although no weight has one."""
-    return embedded if embedded.requires_grad else embedded.requires_grad_()
+    # A copy, because some decoders scale the result in place, which a leaf does not allow.
+    return embedded if embedded.requires_grad else embedded.requires_grad_().clone()
 
 
 class _Sum:

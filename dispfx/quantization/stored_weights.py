@@ -124,7 +124,8 @@ def empty_tensors(scheme: str, weight: Tensor) -> dict[str, Tensor]:
     grid = SCHEMES[scheme].grid
     outputs, inputs = weight.shape
     groups = -(-inputs // grid.of_groups(inputs))
-    room = {"weight_scale": weight.new_empty(outputs, groups)}
+    # Read as it is stored: a product is rounded to the dtype of the weight, and not the scale before it.
+    room = {"weight_scale": weight.new_empty(outputs, groups, dtype=torch.float32)}
     if grid.floating:
         return room | {WEIGHT: torch.empty_like(weight, dtype=FLOAT8)}
     words = weight.new_empty(outputs, -(-inputs * grid.bits // 32), dtype=torch.int32)

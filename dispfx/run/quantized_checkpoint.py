@@ -9,6 +9,7 @@
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -134,17 +135,17 @@ class _Rounding:
 
     def compared(self, again: nn.Module) -> list[Verification]:
         """Compare a decoder that was read back with this one (rules 1 and 3)."""
-        theirs, far, other = dict(again.state_dict()), 0.0, 0.0
+        theirs, changes, other = dict(again.state_dict()), [], 0.0
         for path, tensor in self.model.state_dict().items():
             found = theirs.pop(path, None)
             if found is None or found.shape != tensor.shape:
                 other = torch.inf
             elif path.removesuffix(f".{WEIGHT}") in self.layers and path.endswith(f".{WEIGHT}"):
                 change, size = (found.to(tensor) - tensor).float().norm(), tensor.float().norm()
-                far = max(far, float(change / size.clamp(min=_TINY)))
+                changes.append(change / size.clamp(min=_TINY))
             elif not torch.equal(found.to(tensor.device), tensor):
                 other = torch.inf
-        near = _NEAR[self.scheme]
+        far, near = _largest(changes), _NEAR[self.scheme]
         return [
             Verification(f"{self.scheme} stays near checkpoint", (), far, far, near),
             Verification(f"{self.scheme}, all else = checkpoint", (), other, other, 0.0),
@@ -228,8 +229,13 @@ def quantized_checkpoints(folder: Path) -> list[str]:
 def _as_chosen(scheme: str, numbers: dict[str, Tensor], again: nn.Module) -> Verification:
     """Require the numbers that were chosen in every layer that was read back (rule 2)."""
     layers = dict(again.named_modules())
-    wrong = max(
-        float((layers[path].weight.detach() - chosen).abs().max())  # type: ignore[operator]
+    wrong = _largest(
+        (layers[path].weight.detach() - chosen).abs().max()  # type: ignore[operator]
         for path, chosen in numbers.items()
     )
     return Verification(f"{scheme} reloaded = chosen", (), wrong, wrong, 0.0)
+
+
+def _largest(values: Iterable[Tensor]) -> float:
+    """Return the largest of some numbers, and NaN if one is no number, which `max` may skip."""
+    return float(torch.stack([value.cpu().float() for value in values]).max())

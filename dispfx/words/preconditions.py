@@ -78,10 +78,6 @@ def is_saved_again(folder: Path) -> bool:
         return False
 
 
-def _is_rounded(folder: Path) -> bool:
-    return "rounded" in read_json(folder / "config.json")["quantization_config"]
-
-
 def check_new_files(folder: Path) -> None:
     """Check that files can be written into a folder, which is created later if it does not exist.
 
@@ -133,11 +129,11 @@ def check_folder(path: str | os.PathLike[str], *, report: bool = False) -> None:
         raise OutputError(problem, where=str(path), hint="pass one that dispfx wrote")
     refuse_adapter(folder)
     saved_again = is_saved_again(folder)
-    if saved_again and report and (folder.parent / "report.json").is_file() and _is_rounded(folder):
+    if saved_again and report and "rounded" in read_json(folder / "config.json")["quantization_config"]:
         raise OutputError(
-            "this folder has weights of 8 or 4 bits, and no report of its own",
+            "this folder holds rounded weights, and no report",
             where=str(path),
-            hint=f"its figures are in the report of {folder.parent}",
+            hint="pass the folder that it was made from, whose report has the figures of both",
         )
     if saved_again and report:
         raise OutputError(

@@ -193,7 +193,32 @@ def test_eval_and_generate_take_it_and_graphs_do_not(folder: Path, tmp_path: Pat
     refused = run("export", folder / "int4", "--pt2")
     assert refused.exit_code == 2 and "weights of int4" in refused.stderr
     compared = run("compare", folder / "int4", folder)
-    assert compared.exit_code == 2 and f"in the report of {folder}" in compared.stderr
+    assert compared.exit_code == 2 and "pass the folder that it was made from" in compared.stderr
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_another_dtype_rounds_numbers_once(folder: Path, scheme: str, dtype: torch.dtype):
+    found = AutoModelForCausalLM.from_pretrained(folder / scheme, dtype=dtype)
+
+    assert torch.equal(weight_at(found), number_by_number(folder, scheme).to(dtype))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rounded_weights_are_not_rounded_again(folder: Path, scheme: str, tmp_path: Path):
+    refused = run("export", folder / scheme, "--quantize", "int8", "--data", text(tmp_path))
+    assert refused.exit_code == 2 and f"rounded to {scheme}" in refused.stderr
+    shown = run("compare", folder, folder / scheme, "--out", tmp_path / "page.html")
+    assert shown.exit_code == 2 and "rounded weights" in shown.stderr
+
+
+def test_weights_on_disk_are_refused(folder: Path, tmp_path: Path):
+    pytest.importorskip("accelerate")
+    split = dict.fromkeys(("model.embed_tokens", "model.norm", "model.layers.0", "lm_head"), "cpu")
+    places = split | {"model.rotary_emb": "cpu", "model.layers.1": "disk"}
+    with pytest.raises(OutputError, match="int4 cannot be offloaded") as raised:
+        AutoModelForCausalLM.from_pretrained(folder / "int4", device_map=places, offload_folder=tmp_path)
+    assert "rounded from" in str(raised.value)
 
 
 def test_what_cannot_be_done_is_refused_and_leaves_nothing(folder: Path, tmp_path: Path):
@@ -248,6 +273,18 @@ def test_damage_is_found(folder: Path, tmp_path: Path):
     save_file(held, file, metadata={"format": "pt", "buffers": "[]"})
     failed = {line.name for line in api.verify(path) if not line.holds}
     assert failed >= {"int4/model.safetensors = report", "int4 stays near checkpoint"}
+
+
+@pytest.mark.parametrize("layer", [LAYER, "model.layers.1.mlp.up_proj"])
+def test_a_weight_that_is_no_number_is_found_without_a_report(folder: Path, tmp_path: Path, layer: str):
+    path = copied(folder, tmp_path)
+    (path / "report.json").unlink()
+    file = path / "int4/model.safetensors"
+    held = load_file(file)
+    held[f"{layer}.weight_scale"][0, 0] = torch.nan
+    save_file(held, file, metadata={"format": "pt", "buffers": "[]"})
+
+    assert [line.name for line in api.verify(path) if not line.holds] == ["int4 stays near checkpoint"]
 
 
 def test_without_the_library_the_message_names_it(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,7 @@
 """Weighed second moments, against sums over single tokens."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,3 +95,22 @@ def test_without_a_text_numbers_are_rounded_to_the_nearest():
     for path, one in rounded_layers(model, layers, lambda layer: Grid(8, symmetric=True), None):
         nearest = to_nearest(weight_of_layer(layers[path]), Grid(8, symmetric=True))
         assert torch.equal(one.codes, nearest.codes)
+
+
+def test_an_embedding_that_is_scaled_in_place_has_gradients():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.layer, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7)
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.table
+
+        def forward(self, ids: Tensor):
+            x = self.table(ids)
+            x *= 2.0
+            return SimpleNamespace(logits=self.head(self.layer(x)))
+
+    model = Scaled().requires_grad_(False)
+    found = weighted_moments(model, {"layer": model.layer}, [torch.arange(6)[None]])
+    assert found["layer"].shape == (4, 4) and found["layer"].trace() > 0
