@@ -27,10 +27,15 @@ class Flow:
         order = {node: index for index, node in enumerate(graph.nodes)}
         ids = next(node for node in graph.nodes if node.op == "placeholder")
         dependent = {ids}
+        # Activations, and whole numbers that are computed from them.
+        featured: set[fx.Node] = set()
         for node in graph.nodes:
             inputs = [value for value in ops.operands(node) if value in dependent]
-            if any(not ops.is_boolean(node) or ops.carries_features(value) for value in inputs):
+            of_features = any(value in featured for value in inputs)
+            if inputs and (of_features or not ops.is_boolean(node)):
                 dependent.add(node)
+                if of_features or ops.carries_features(node):
+                    featured.add(node)
         return Flow(order, frozenset(dependent))
 
     def inputs(self, node: fx.Node) -> list[fx.Node]:

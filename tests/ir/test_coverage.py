@@ -77,8 +77,9 @@ class Compared(nn.Module):
         lambda part, x: (part.up(x) > 0).float() * (part.other(x) > 1).float(),
         lambda part, x: torch.where(part.up(x) > 0, part.other(x), -1.0),
         lambda part, x: part.other(x).masked_fill(part.up(x).abs() < 1, 0.0),
+        lambda part, x: part.other(x) * ((part.up(x) > 0).long() > 0),
     ],
-    ids=["alone", "choice", "mask"],
+    ids=["alone", "choice", "mask", "numbers"],
 )
 def test_a_branch_behind_comparisons_is_found_and_pruned(middle: Callable[[Compared, Tensor], Tensor]):
     """Rule 3: the weights that only comparisons read were in no branch, no site and no list."""
@@ -88,6 +89,26 @@ def test_a_branch_behind_comparisons_is_found_and_pruned(middle: Callable[[Compa
     assert coverage(program).total == 3 * WIDTH * INNER and not coverage(program).axes
     cut = {(piece.parameter, piece.axis) for site in program.sites for piece in site.slices}
     assert {("mlp.up.weight", 0), ("mlp.up.weight", 1), ("mlp.other.weight", 1)} < cut
+    require_one_function(model, program)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        lambda part, x: part.other(x) * (part.up(x).argmax(-1, keepdim=True) > 3),
+        lambda part, x: part.other(x) * ((part.up(x) > 0).sum(-1, keepdim=True) > INNER // 2),
+        lambda part, x: part.other(x) * (part.up(x).topk(1, -1).indices > 3),
+        lambda part, x: part.other(x) * ((part.up(x) > 0).cumsum(-1) > 3),
+    ],
+    ids=["largest", "count", "place", "running count"],
+)
+def test_weights_behind_compared_whole_numbers_are_found(middle: Callable[[Compared, Tensor], Tensor]):
+    """Rule 3: the weights of a hard router were in no branch, no site and no list."""
+    model = one_branch(lambda: Compared(middle))
+    program = dispfx.capture(model)
+    assert coverage(program).total == 3 * WIDTH * INNER
+    cut = {(piece.parameter, piece.axis) for site in program.sites for piece in site.slices}
+    assert ("mlp.up.weight", 1) in cut
     require_one_function(model, program)
 
 
