@@ -39,7 +39,13 @@ from dispfx.huggingface.entries import (
 from dispfx.huggingface.index_values import remember_index
 from dispfx.huggingface.layout import Layout
 from dispfx.huggingface.modules import held_index, index_buffers
-from dispfx.huggingface.rounded_modules import fill_weight, make_room, require_held, rounded_modules
+from dispfx.huggingface.rounded_modules import (
+    fill_weight,
+    make_room,
+    require_form_of_files,
+    require_held,
+    rounded_modules,
+)
 
 
 class DispfxConfig(QuantizationConfigMixin):
@@ -92,6 +98,7 @@ class DispfxQuantizer(HfQuantizer):
         self._config.plan = plan_bytes(Path(files[0]).parent, self._config.section)
         for path, dtype in self.layout.dtypes.items():
             _expect_dtype(model, path, getattr(torch, dtype), kwargs.get("dtype"))
+        require_form_of_files(kwargs.get("checkpoint_files"), self._config.section)
         shape_modules(model, self.layout)
         self._rounded = rounded_modules(model, self._config.section)
         for module in self._rounded:

@@ -4,11 +4,13 @@ empty parameters like the stored tensors → transformers reads them → a plain
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from torch import nn
 
-from dispfx.errors import OutputError
+from dispfx.errors import OutputError, PlanMismatchError
 from dispfx.huggingface.building import own_path
 from dispfx.quantization.stored_weights import WEIGHT, empty_tensors, weight_of
 
@@ -20,6 +22,30 @@ def rounded_modules(model: nn.Module, section: dict[str, Any]) -> list[nn.Module
     modules = dict(model.named_modules())
     paths = (section.get("rounded") or {}).get("layers", ())
     return [modules[own] for own in (own_path(model, path) for path in paths) if own in modules]
+
+
+def require_form_of_files(files: Sequence[str] | None, section: dict[str, Any]) -> None:
+    """Refuse a config of plain weights with files of rounded ones, and the other way round.
+
+    transformers would make up every layer that it does not find.
+
+    Raises:
+        PlanMismatchError: if they do not belong together.
+    """
+    stored: set[str] = set()
+    for file in files or ():
+        if Path(file).suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                stored.update(opened.keys())
+    layers = (section.get("rounded") or {}).get("layers", ())
+    scales = {name for name in stored if name.endswith(f".{WEIGHT}_scale")}
+    if stored and bool(scales) != bool(layers):
+        held = "rounded" if scales else "plain"
+        raise PlanMismatchError(
+            f"the files hold {held} weights, and the config is that of another folder",
+            where=str(Path(str((files or [""])[0])).parent),
+            hint="load the folder without a config of your own",
+        )
 
 
 def make_room(module: nn.Module, section: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -19,7 +20,7 @@ from transformers import (
 
 import dispfx
 from dispfx import api
-from dispfx.errors import DispfxError, OutputError, VerificationError
+from dispfx.errors import DispfxError, OutputError, PlanMismatchError, VerificationError
 from dispfx.quantization import stored_weights
 from dispfx.report import load_report
 from tests.command_line import run
@@ -263,6 +264,12 @@ def test_a_wrong_library_is_found_and_nothing_appears(
     with pytest.raises(VerificationError, match="int8 reloaded = chosen"):
         api.export(path, quantize="int8", data=text(tmp_path))
     assert not [one for one in path.iterdir() if one.name.startswith("int8")]
+
+
+def test_a_config_of_another_form_is_refused(folder: Path):
+    for path, other in ((folder / "int4", folder), (folder, folder / "int4")):
+        with pytest.raises(PlanMismatchError, match=r"hold (rounded|plain) weights"):
+            AutoModelForCausalLM.from_pretrained(path, config=AutoConfig.from_pretrained(other))
 
 
 def test_damage_is_found(folder: Path, tmp_path: Path):
