@@ -173,6 +173,13 @@ class ExportSettings(Tree):
     text: TextSettings
     forms: FormSettings
 
+    def __post_init__(self) -> None:
+        if self.text.data is not None and self.forms.quantize == "none":
+            raise DispfxError(
+                f"{option('data')} has no effect: no weights are rounded",
+                hint=f"add {option('quantize', 'int4')}, or leave it out",
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class GenerateSettings(Tree):

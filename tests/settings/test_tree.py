@@ -253,6 +253,7 @@ def test_a_recipe_given_as_model_says_that_it_is_one():
         (trees.EvalSettings, {"model": "demo", "shots": 2}, "`shots`"),
         (trees.EvalSettings, {"model": "demo", "limit": 2}, "`limit`"),
         (trees.EvalSettings, {"model": "demo", "task_folder": Path("tasks")}, "`task_folder`"),
+        (trees.ExportSettings, {"model": "no-folder", "onnx": True, "data": "a.txt"}, "`data`"),
     ],
 )
 def test_a_setting_without_effect_is_refused(tree: type[Tree], given: dict[str, object], named: str):
@@ -264,3 +265,4 @@ def test_a_setting_without_effect_is_refused(tree: type[Tree], given: dict[str, 
 def test_the_same_settings_are_taken_where_they_have_one():
     assert RunSettings.of(model="demo", ratio=0.3, recover="scales", recover_steps=9).recovery is not None
     assert trees.EvalSettings.of(model="demo", tasks=("piqa",), shots=2).evaluation.shots == 2
+    assert trees.ExportSettings.of(model="no-folder", quantize="int8", data="a.txt").text.data == "a.txt"
