@@ -85,9 +85,9 @@ def rounding(model: ir.Model, original: ir.Model) -> Rounding:
         expected = expected.reshape(found.shape)
         if node.attributes["bits"].as_int() == BY_TEXT.bits:
             change = np.linalg.norm(found - expected) / max(np.linalg.norm(expected), _TINY)
-            worst = replace(worst, change=max(worst.change, float(change)))
+            worst = replace(worst, change=_larger(worst.change, float(change)))
         else:
-            worst = replace(worst, steps=max(worst.steps, _largest(np.abs(found - expected), steps)))
+            worst = replace(worst, steps=_larger(worst.steps, _largest(np.abs(found - expected), steps)))
     return Rounding(float("inf"), float("inf")) if _others_differ(model, source, replaced) else worst
 
 
@@ -99,11 +99,16 @@ def _original(node: ir.Node) -> np.ndarray | None:
     return None if weight is None else weight.numbers
 
 
+def _larger(one: float, other: float) -> float:
+    """Return the larger number, and NaN if one is no number, which `max` may skip."""
+    return float(np.maximum(one, other))
+
+
 def _largest(distances: np.ndarray, steps: np.ndarray) -> float:
     """Return the largest distance in steps; a group of zeros has steps of 0, and may have no distance."""
     if (distances[steps == 0] > 0).any():
         return float("inf")
-    return float(np.divide(distances, steps, out=np.zeros_like(distances), where=steps > 0).max())
+    return float(np.divide(distances, steps, out=np.zeros_like(distances), where=steps != 0).max())
 
 
 def _others_differ(model: ir.Model, source: ir.Model, replaced: set[str | None]) -> bool:

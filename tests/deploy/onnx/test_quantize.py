@@ -231,6 +231,13 @@ def test_another_number_weight_or_operator_is_found(tmp_path: Path):
     swapped.graph.initializers["up_Q4"].const_value = ir.tensor(data >> 4 | data << 4, name="up_Q4")
     assert rounding(swapped, model).change > 1
 
+    for bits, find in ((4, lambda far: far.change), (8, lambda far: far.steps)):
+        spoilt = in_4_bits(model) if bits == 4 else quantized(model)
+        scales = initializer(spoilt, "up_scales").copy()
+        scales.flat[0] = np.nan
+        spoilt.graph.initializers["up_scales"].const_value = ir.tensor(scales, name="up_scales")
+        assert np.isnan(find(rounding(spoilt, model)))
+
     bent = in_4_bits(model)
     next(at for at in bent.graph if at.op_type == "Tanh").op_type = "Sigmoid"
     assert rounding(bent, model).steps == float("inf")
