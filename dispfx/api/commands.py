@@ -189,8 +189,7 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
         for place in _new_places(path, forms):
             refuse_existing(place)
     TextChoice(settings.text).check()
-    model = settings.model
-    opened = open_folder(path, experts="batched", trust_remote_code=model.trust_remote_code)
+    opened = open_folder(path, experts="batched", trust_remote_code=settings.model.trust_remote_code)
     require_unchanged(opened.path)
     written: list[Path] = []
     if forms.pt2:

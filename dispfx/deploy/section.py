@@ -6,7 +6,7 @@ tokenizers save themselves.
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,7 @@ def add_section(
     known = isinstance(layout, Layout)
     entries[SECTION] |= {"layout": layout.to_json()} if known else {"layout": None, "reason": layout}
     entries[LOCK] = REFUSAL
-    text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
-    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    write_config(folder, entries)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +118,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(entries, dict):
         raise DataError(f"a JSON object was expected, {type(entries).__name__} found", where=str(path))
     return entries
+
+
+def write_config(folder: Path, entries: Mapping[str, Any]) -> None:
+    """Write the folder's config.json."""
+    text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
 def _section(plan: Plan, sites: Sequence[Site], config: Any) -> dict[str, Any]:

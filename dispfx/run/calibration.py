@@ -20,6 +20,8 @@ from dispfx.words.option_names import option
 
 # Windows of the calibration data, evenly spaced, and tokens per window.
 _WINDOWS, _TOKENS = 32, 1024
+# Schemes that lose too much where weights are rounded to nearest.
+_NEEDS_TEXT = ("int4",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,24 +44,12 @@ class Calibration:
         for window in self.windows:
             yield window.to(device)
 
-    def require(self, scheme: str) -> None:
-        """Raise if there is no calibration data.
 
-        Raises:
-            DataError: naming the option.
-        """
-        if not self.windows:
-            raise DataError(
-                f"{scheme} needs a text for calibration, and none was named",
-                hint=f"name one with {option('data')}, of the kind that the decoder will read",
-            )
-
-
-def calibration_of(opened: Opened, text: TextSettings) -> Calibration:
+def calibration_of(opened: Opened, scheme: str, text: TextSettings) -> Calibration:
     """Read the texts that a user named; the demo has its own.
 
     Raises:
-        DataError: if a text cannot be used.
+        DataError: if a text cannot be used, or the scheme needs one and there is none.
     """
     chosen = TextChoice(text)
     chosen.check()
@@ -75,6 +65,11 @@ def calibration_of(opened: Opened, text: TextSettings) -> Calibration:
         for tokens in found.learn
         for window in _spaced(tokens, size, max(1, _WINDOWS // len(found.learn)))
     ]
+    if scheme in _NEEDS_TEXT and not windows:
+        raise DataError(
+            f"{scheme} needs a text for calibration, and none was named",
+            hint=f"name one with {option('data')}, of the kind that the decoder will read",
+        )
     return Calibration(tuple(windows), measured[0] if measured else None, found.learned_name)
 
 

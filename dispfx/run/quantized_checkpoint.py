@@ -8,7 +8,6 @@
 3. A rounded weight must be near its original.  `verify DIR` compares the two folders again.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from dispfx.capturing.module_capture import module_logits
 from dispfx.deploy import weights
 from dispfx.deploy.digests import digests, stored_size
 from dispfx.deploy.folder import new_folder
-from dispfx.deploy.section import CONFIG_FILE, read_config, read_layout, read_section
+from dispfx.deploy.section import CONFIG_FILE, read_config, read_layout, read_section, write_config
 from dispfx.errors import OutputError
 from dispfx.huggingface.entries import SECTION, with_rounded_weights
 from dispfx.huggingface.model_loading import load_model
@@ -38,13 +37,11 @@ from dispfx.report import Quantized, QuantizedQuality
 from dispfx.run.calibration import Calibration, calibration_of
 from dispfx.run.folders import Opened
 from dispfx.run.quantized_record import quality_of, record, short_context
-from dispfx.run.recovered_folder import copy_files
+from dispfx.run.recovered_folder import copy_files, write_stored
 from dispfx.settings import TextSettings
 from dispfx.verification.equivalence import Verification, require
 from dispfx.words.option_names import option
 
-# Largest allowed norm(rounded − weight) / norm(weight).  For an unrelated weight of the same norm it is 1.4.
-_NEAR = {"int4": 0.4, "int8": 0.05, "fp8": 0.1}
 _TINY = 1e-30
 
 
@@ -107,8 +104,6 @@ class _Rounding:
     def write(self, folder: Path, chosen: Calibration) -> dict[str, Tensor]:
         """Write the quantized folder; return the numbers of every rounded layer, by path."""
         stored = weights.read_tensors(self.opened.path)
-        headers = weights.read_headers(self.opened.path)
-        buffers = {name for name, header in headers.items() if not header.is_parameter}
         texts = partial(chosen.on, self.opened.device) if chosen.windows else None
         numbers = {}
         for path, found in rounded_layers(self.model, self.layers, SCHEMES[self.scheme].grid_of, texts):
@@ -118,11 +113,7 @@ class _Rounding:
             stored |= {f"{path}.{name}": tensor.cpu() for name, tensor in tensors.items()}
         copy_files(self.opened.path, folder)
         self._write_config(folder)
-        weights.write_tensors(
-            folder,
-            {name: tensor for name, tensor in stored.items() if name not in buffers},
-            {name: tensor for name, tensor in stored.items() if name in buffers},
-        )
+        write_stored(folder, self.opened.path, stored)
         return numbers
 
     def _write_config(self, folder: Path) -> None:
@@ -130,8 +121,7 @@ class _Rounding:
         section = weights_section(self.scheme, linear - self.layers.keys())
         entries = read_config(self.opened.path)
         entries[SECTION] = with_rounded_weights(entries[SECTION], self.scheme, sorted(self.layers), section)
-        text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
-        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+        write_config(folder, entries)
 
     def compared(self, again: nn.Module) -> list[Verification]:
         """Compare a decoder that was read back with this one (rules 1 and 3)."""
@@ -145,7 +135,7 @@ class _Rounding:
                 changes.append(change / size.clamp(min=_TINY))
             elif not torch.equal(found.to(tensor.device), tensor):
                 other = torch.inf
-        far, near = _largest(changes), _NEAR[self.scheme]
+        far, near = _largest(changes), SCHEMES[self.scheme].grid.near
         return [
             Verification(f"{self.scheme} stays near checkpoint", (), far, far, near),
             Verification(f"{self.scheme}, all else = checkpoint", (), other, other, 0.0),
@@ -185,9 +175,7 @@ def write_quantized_checkpoint(opened: Opened, scheme: str, text: TextSettings) 
             written.
     """
     rounding = _Rounding.of(opened, scheme)
-    chosen = calibration_of(opened, text)
-    if scheme == "int4":
-        chosen.require(scheme)
+    chosen = calibration_of(opened, scheme, text)
     with new_folder(opened.path / scheme) as folder:
         numbers = rounding.write(folder, chosen)
         again = load_model(folder, trust_remote_code=opened.trust_remote_code)

@@ -8,12 +8,13 @@
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import get_args
 
+import torch
 from torch import Tensor
 
 from dispfx.deploy.digests import digests
@@ -21,7 +22,6 @@ from dispfx.deploy.folder import new_folder
 from dispfx.deploy.onnx.files import MODEL_FILE, load_model, save_model, takes_cache
 from dispfx.deploy.onnx.quantize import BY_TEXT, key, left_float, quantized
 from dispfx.deploy.onnx.session import CachedSession, OnnxDecoder
-from dispfx.deploy.onnx.twin import float32_twin
 from dispfx.quality.agreement import compare_on_text
 from dispfx.quantization.rounded_layers import layers_to_round, rounded_layers, weight_of_layer
 from dispfx.quantization.weight_rounding import Rounded
@@ -35,6 +35,7 @@ from dispfx.settings import TextSettings
 from dispfx.settings.verb_settings import Quantize
 from dispfx.source.source import named_context
 from dispfx.verification.equivalence import SHAPES_BT, Verification, require
+from dispfx.verification.onnx_model import float32_file
 from dispfx.verification.quantized_model import QuantizedModel, quantized_lines
 
 
@@ -57,9 +58,7 @@ def write_quantized_onnx(opened: Opened, scheme: Quantize, text: TextSettings) -
             is written.
         DataError: if a text is missing or cannot be used.
     """
-    chosen = calibration_of(opened, text)
-    if scheme == "int4":
-        chosen.require(scheme)
+    chosen = calibration_of(opened, scheme, text)
     original = opened.path / FOLDER / MODEL_FILE
     folder = opened.path / quantized_onnx_folder(scheme)
     with new_folder(folder) as written:
@@ -142,10 +141,9 @@ def _measured(
 ) -> QuantizedQuality:
     """Compare both models on a text, in ONNX Runtime's CPU provider."""
     context = short_context(opened)
-    with TemporaryDirectory(prefix="dispfx-float32-") as folder:
-        # ONNX Runtime's CPU provider does not run bfloat16.
-        twin = Path(folder, MODEL_FILE)
-        save_model(float32_twin(load_model(original)), twin)
+    is_float = next(opened.decoder.parameters()).dtype == torch.float32
+    # ONNX Runtime's CPU provider does not run bfloat16.
+    with nullcontext(original) if is_float else float32_file(original) as twin:
         before, after = _whole(twin), _whole(path)
         return quality_of(
             compare_on_text(before, after, text.tokens, context=context, windows=windows, text=text.about)

@@ -266,7 +266,7 @@ class Writer:
             exported.save_graph(program.graph_module, folder)
         else:
             stored = self.opened.stored(values)
-            _write_stored(folder, self.opened.path, stored)
+            write_stored(folder, self.opened.path, stored)
         return program.graph_module, lines
 
     def _program(self, kept: bool) -> Program:
@@ -374,11 +374,11 @@ def _parameter(values: Any, path: str, tensor: Tensor) -> Tensor:
     return nn.Parameter(values[path].detach(), requires_grad=False)
 
 
-def _write_stored(folder: Path, source: Path, stored: dict[str, Tensor]) -> None:
-    """Write weight files with the tensors that those of `source` have."""
-    headers = weights.read_headers(source)
-    parameters = {name: tensor for name, tensor in stored.items() if headers[name].is_parameter}
-    buffers = {name: tensor for name, tensor in stored.items() if not headers[name].is_parameter}
+def write_stored(folder: Path, source: Path, stored: dict[str, Tensor]) -> None:
+    """Write weight files; those tensors are buffers that are buffers in the files of `source`."""
+    held = {name for name, header in weights.read_headers(source).items() if not header.is_parameter}
+    parameters = {name: tensor for name, tensor in stored.items() if name not in held}
+    buffers = {name: tensor for name, tensor in stored.items() if name in held}
     weights.write_tensors(folder, parameters, buffers)
 
 

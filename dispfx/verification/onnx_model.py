@@ -157,7 +157,7 @@ def onnx_lines(path: Path, answers: Answers) -> list[Verification]:
         VerificationError: if it has other outputs, or its twin is a different graph.
     """
     if answers.dtype == torch.bfloat16:
-        with _twin(path) as twin:
+        with float32_file(path) as twin:
             return _lines(twin, answers)
     return _lines(path, answers)
 
@@ -291,8 +291,12 @@ def _worst(found: Sequence[Verification]) -> Verification:
 
 
 @contextmanager
-def _twin(path: Path) -> Iterator[Path]:
-    """Yield the path of a model's float32 twin, which exists inside the block."""
+def float32_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a model's float32 twin, which exists inside the block.
+
+    Raises:
+        VerificationError: if the twin is a different graph.
+    """
     model = load_model(path)
     twin = float32_twin(model)
     if other := differences_beyond_types(model, twin):

@@ -18,24 +18,17 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-import dispfx
 from dispfx import api
 from dispfx.errors import DispfxError, OutputError, PlanMismatchError, VerificationError
 from dispfx.quantization import stored_weights
 from dispfx.report import load_report
 from tests.command_line import run
+from tests.quantized_folders import copied, made, tokens
 from tests.tiny_transformers import VOCABULARY, tiny_transformer
 
 pytest.importorskip("compressed_tensors")
 SCHEMES = ("int8", "int4", "fp8")
 LAYER = "model.layers.0.mlp.down_proj"
-
-
-def text(folder: Path, count: int = 600) -> str:
-    """Write a text of token ids."""
-    ids = torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(3))
-    save_file({"tokens": ids.to(torch.int32)}, folder / "text.safetensors")
-    return str(folder / "text.safetensors")
 
 
 def wide_llama() -> nn.Module:
@@ -53,26 +46,14 @@ def wide_llama() -> nn.Module:
     return LlamaForCausalLM(config).eval()
 
 
-def made(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, align: int = 32) -> Path:
-    """Write a pruned folder."""
-    model = (wide_llama() if kind == "llama" else tiny_transformer(kind)).to(dtype)
-    plan = dispfx.Plan.random(dispfx.capture(model), 0.4, seed=1, align=align)
-    api.apply(model, plan, out=folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with checkpoints of all schemes; do not change it."""
-    path = made(tmp_path_factory.mktemp("quantized") / "out")
-    data = text(tmp_path_factory.mktemp("text"))
+    path = made(tmp_path_factory.mktemp("quantized") / "out", wide_llama(), 32)
+    data = str(tokens(tmp_path_factory.mktemp("text") / "text.safetensors", 600))
     for scheme in SCHEMES:
         assert api.export(path, quantize=scheme, data=data) == [path / scheme]
     return path
-
-
-def copied(folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 
 def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
@@ -164,8 +145,8 @@ def test_a_body_another_head_and_a_saved_copy_load(folder: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_keeps_its_dtype(tmp_path: Path, dtype: torch.dtype):
-    path = made(tmp_path / "out", dtype=dtype)
-    api.export(path, quantize="int4", data=text(tmp_path))
+    path = made(tmp_path / "out", wide_llama().to(dtype), 32)
+    api.export(path, quantize="int4", data=str(tokens(tmp_path / "text.safetensors", 600)))
 
     found = AutoModelForCausalLM.from_pretrained(path / "int4")
     weight = weight_at(found)
@@ -189,7 +170,7 @@ def test_without_a_text_8_bits_are_rounded_to_nearest(folder: Path, tmp_path: Pa
 
 
 def test_eval_and_generate_take_it_and_graphs_do_not(folder: Path, tmp_path: Path):
-    data = text(tmp_path)
+    data = str(tokens(tmp_path / "text.safetensors", 600))
     assert run("eval", folder / "int4", "--eval-data", data).exit_code == 0
     refused = run("export", folder / "int4", "--pt2")
     assert refused.exit_code == 2 and "weights of int4" in refused.stderr
@@ -207,7 +188,14 @@ def test_another_dtype_rounds_numbers_once(folder: Path, scheme: str, dtype: tor
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_rounded_weights_are_not_rounded_again(folder: Path, scheme: str, tmp_path: Path):
-    refused = run("export", folder / scheme, "--quantize", "int8", "--data", text(tmp_path))
+    refused = run(
+        "export",
+        folder / scheme,
+        "--quantize",
+        "int8",
+        "--data",
+        str(tokens(tmp_path / "text.safetensors", 600)),
+    )
     assert refused.exit_code == 2 and f"rounded to {scheme}" in refused.stderr
     shown = run("compare", folder, folder / scheme, "--out", tmp_path / "page.html")
     assert shown.exit_code == 2 and "rounded weights" in shown.stderr
@@ -223,9 +211,9 @@ def test_weights_on_disk_are_refused(folder: Path, tmp_path: Path):
 
 
 def test_what_cannot_be_done_is_refused_and_leaves_nothing(folder: Path, tmp_path: Path):
-    odd = made(tmp_path / "odd", align=1)
+    odd = made(tmp_path / "odd", wide_llama())
     before = sorted(path.name for path in odd.iterdir())
-    data = text(tmp_path)
+    data = str(tokens(tmp_path / "text.safetensors", 600))
     narrow = run("export", odd, "--quantize", "int4", "--data", data)
     assert narrow.exit_code == 2 and "--align 32" in narrow.stderr and "groups of 32" in narrow.stderr
     blind = run("export", copied(folder, tmp_path), "--quantize", "int4")
@@ -237,7 +225,7 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing(folder: Path, tmp_pat
     assert blind.exit_code == 2 and "int4 needs a text" in blind.stderr and "--data" in blind.stderr
     assert run("export", tmp_path / "copy", "--quantize", "int4", "--data", data).exit_code == 0
 
-    transposed = made(tmp_path / "gpt2", "gpt2")
+    transposed = made(tmp_path / "gpt2", tiny_transformer("gpt2"), 32)
     with pytest.raises(OutputError, match="no linear layer"):
         api.export(transposed, quantize="int8")
 
@@ -262,7 +250,7 @@ def test_a_wrong_library_is_found_and_nothing_appears(
 
     monkeypatch.setattr("dispfx.run.quantized_checkpoint.stored_tensors", wrong)
     with pytest.raises(VerificationError, match="int8 reloaded = chosen"):
-        api.export(path, quantize="int8", data=text(tmp_path))
+        api.export(path, quantize="int8", data=str(tokens(tmp_path / "text.safetensors", 600)))
     assert not [one for one in path.iterdir() if one.name.startswith("int8")]
 
 

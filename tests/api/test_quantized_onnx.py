@@ -10,45 +10,25 @@ import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
-from safetensors.torch import save_file
 
-import dispfx
 from dispfx import api
 from dispfx.deploy.onnx import quantize
 from dispfx.errors import VerificationError
 from dispfx.report import load_report
 from tests.api.conftest import Watcher
 from tests.command_line import run
-from tests.tiny_transformers import VOCABULARY, tiny_transformer
-
-
-def made(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, align: int = 1) -> Path:
-    """Write a pruned folder with odd widths, without an ONNX model."""
-    model = tiny_transformer(kind).to(dtype)
-    plan = dispfx.Plan.random(dispfx.capture(model), 0.4, seed=1, align=align)
-    api.apply(model, plan, out=folder)
-    return folder
+from tests.quantized_folders import copied, made, tokens
+from tests.tiny_transformers import tiny_transformer
 
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with its ONNX model and one of 4 bits; do not change it."""
-    folder = made(tmp_path_factory.mktemp("quantized") / "out")
+    folder = made(tmp_path_factory.mktemp("quantized") / "out", tiny_transformer("llama"))
     data = tokens(tmp_path_factory.mktemp("text") / "text.safetensors", 400)
     written = api.export(folder, onnx=True, quantize="int4", data=str(data))
     assert written == [folder / "onnx", folder / "onnx-int4"]
     return folder
-
-
-def copied(folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(folder, tmp_path / "copy"))
-
-
-def tokens(path: Path, count: int = 80) -> Path:
-    """Write a text of token ids."""
-    ids = torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(3))
-    save_file({"tokens": ids.to(torch.int32)}, path)
-    return path
 
 
 def logits_of(path: Path, ids: np.ndarray) -> np.ndarray:
@@ -235,7 +215,7 @@ def test_json_output_gives_the_figures(quantized: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_decoder_in_half_precision_runs_on_the_cpu_in_float32(tmp_path: Path):
-    folder = made(tmp_path / "out", dtype=torch.bfloat16, align=4)
+    folder = made(tmp_path / "out", tiny_transformer("llama").to(torch.bfloat16), 4)
 
     api.export(folder, onnx=True, quantize="int4", data=str(tokens(tmp_path / "text.safetensors")))
 
@@ -248,7 +228,7 @@ def test_a_decoder_in_half_precision_runs_on_the_cpu_in_float32(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "lfm2"])
 def test_products_with_biases_and_a_model_without_a_cache_are_quantized(tmp_path: Path, kind: str):
-    folder = made(tmp_path / "out", kind)
+    folder = made(tmp_path / "out", tiny_transformer(kind))
 
     api.export(folder, onnx=True, quantize="int4", data=str(tokens(tmp_path / "text.safetensors")))
 
