@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dispfx.ir.cached_inputs import CachedDecoder
     from dispfx.run.fitting import settings_of
     from dispfx.run.folders import load
-    from dispfx.run.mask_learning import learn
+    from dispfx.run.mask_learning import learn, learn_family
     from dispfx.run.plan_learning import follow_command
     from dispfx.run.timed_stages import printing
     from dispfx.run.written_folder import verify
@@ -62,7 +62,7 @@ _NAMES = {
     "dispfx.estimate.run_estimate": "estimate",
     "dispfx.run.fitting": "settings_of",
     "dispfx.run.folders": "load",
-    "dispfx.run.mask_learning": "learn",
+    "dispfx.run.mask_learning": "learn learn_family",
     "dispfx.run.timed_stages": "printing",
     "dispfx.run.plan_learning": "follow_command",
     "dispfx.run.written_folder": "verify",

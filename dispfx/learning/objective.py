@@ -128,19 +128,18 @@ def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor, separator: int | None = 
     return total / (targets_BT != NO_TARGET).sum().clamp_min(1)
 
 
-def budget_loss(left: Tensor, target: float) -> Tensor:
+def budget_loss(left: Tensor, target: Tensor) -> Tensor:
     """Return R = log(max(T(s), keep · T) / min(T(s), keep · T)) (arXiv 2410.11988, section 3.3).
 
     Zero exactly when the budget is met, with the same scale above and below it.
 
     Args:
-        left: T(s), of any shape.
-        target: keep · T, the number of parameters that should remain.
+        left: T(s), (S,), or (S, P) for P costs of the user.
+        target: keep · T, the number of parameters that should remain, (S,) or (1,).
     """
     left = left.clamp_min(1.0)  # every bit of a sample can be zero
     # Difference of logarithms: exact in float64, and the gradient is ±1 / T(s).
-    # Filled on the device: a CUDA graph cannot hold a copy from the host.
-    bound = torch.full_like(left, target)
+    bound = target.to(left.dtype).view(-1, *[1] * (left.dim() - 1)).expand_as(left)
     return torch.log(torch.maximum(left, bound)) - torch.log(torch.minimum(left, bound))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dispfx.errors import PlanMismatchError
+from dispfx.plan.family import Family
 from dispfx.plan.plan import Plan, Selection
 from dispfx.report.layers import layers_of, mask_F
 
@@ -104,6 +105,25 @@ def plan_lines(plan: Plan) -> list[str]:
         f"seed {plan.seed}, made with {versions or 'unknown versions'}, decoder {plan.fingerprint[:16]}",
         *(begins if plan.bos else []),
     ]
+
+
+def family_lines(family: Family) -> list[str]:
+    """Return the header of a family of plans as text."""
+    what = "nested plans" if family.knots.nested else "plans"
+    return [
+        f"{what} for ratios from {family.range_text} of {family.plan.budget.of} ({len(family.logits)} sites)",
+        *plan_lines(family.plan),
+    ]
+
+
+def family_plain(family: Family) -> dict[str, Any]:
+    """Return what a family of plans holds, ready for JSON: its range, and the plan of its largest ratio."""
+    return {
+        "ratios": list(family.knots.ratios),
+        "nested": family.knots.nested,
+        "fingerprint": family.plan.fingerprint,
+        "plan": plan_plain(family.plan),
+    }
 
 
 def plan_rows(plan: Plan) -> list[Sequence[str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dispfx.errors import BudgetError, DataError, DispfxError, OutputError, SourceError
-from dispfx.settings.field import Section, required, same_as, section_fields, setting
+from dispfx.settings.field import Section, field_of, required, same_as, section_fields, setting
 from dispfx.settings.learning_settings import RECIPES
 from dispfx.settings.tree import is_of_a_program
 from dispfx.words.chosen_device import check_device
@@ -154,8 +154,12 @@ def _require_texts(name: str, given: Any) -> None:
 class BudgetSettings(Section):
     """How much to remove, and from where."""
 
-    ratio: float = required(
-        "Share of the prunable weights to remove.", above=0.0, below=1.0, common=True, error=BudgetError
+    ratio: float | str = required(
+        "Share of the prunable weights to remove. `learn` also takes a range, as in 0.1:0.6.",
+        above=0.0,
+        below=1.0,
+        common=True,
+        error=BudgetError,
     )
     ratio_of: RatioOf = setting(
         "blocks", "Parameters that count: those that can be pruned, or all of them.", functions=True
@@ -187,11 +191,53 @@ class BudgetSettings(Section):
         repeats=FurtherSites,
     )
 
+    nested: bool = setting(
+        False, "Of a range of ratios: a smaller decoder keeps only what a larger one keeps."
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.ratio, str):
+            object.__setattr__(self, "ratio", _ratio_of(self.ratio))
+        if self.nested and not self.is_range:
+            raise BudgetError(
+                f"{option('nested', True)} has no effect: one ratio was given",
+                hint=f"give a range of ratios, as in {option('ratio', '0.1:0.6')}, or leave it out",
+            )
         for name in ("skip", "sites"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
+
+    @property
+    def is_range(self) -> bool:
+        """Whether the ratio is a range."""
+        return isinstance(self.ratio, str)
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """The smallest and the largest ratio; equal unless a range was given."""
+        low, _, high = str(self.ratio).partition(":")
+        return float(low), float(high or low)
+
+
+def _ratio_of(text: str) -> float | str:
+    """Return the ratio that a text names, or the range of ratios as LOW:HIGH.
+
+    Raises:
+        BudgetError: if it names neither.
+    """
+    try:
+        shares = [float(part) for part in text.split(":")]
+    except ValueError:
+        shares = []
+    facts = field_of(BudgetSettings, "ratio").facts
+    percentage = next((hint for share in shares if (hint := facts.hint_for(share))), None)
+    if not shares or len(shares) > 2 or not all(map(facts.allows, shares)) or sorted(set(shares)) != shares:
+        raise BudgetError(
+            f"{option('ratio')} must be a share {facts.range_text()}, or a range, and {text!r} was given",
+            hint=percentage or "as in 0.3, or 0.1:0.6 for a range from the smallest to the largest",
+        )
+    return shares[0] if len(shares) == 1 else f"{shares[0]:g}:{shares[1]:g}"
 
 
 @dataclass(frozen=True)

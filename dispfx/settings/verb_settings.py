@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dispfx.errors import DispfxError, OutputError, UnsupportedGraphError
+from dispfx.errors import BudgetError, DispfxError, OutputError, UnsupportedGraphError
 from dispfx.settings.field import Section, required, same_as, setting
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.settings.sections import ComputeSettings, ModelSettings, OutputSettings, WritingSection
@@ -196,7 +196,15 @@ class SamplingSettings(WritingSection):
 class PlanSettings(Section):
     """Which plan is applied."""
 
-    plan: Any = required("A plan.safetensors.", takes=Path)
+    plan: Any = required("A plan.safetensors, or a family of plans.", takes=Path)
+    ratio: float | None = setting(
+        None,
+        "Which plan of a family: the share of the prunable weights to remove.",
+        above=0.0,
+        below=1.0,
+        common=True,
+        error=BudgetError,
+    )
 
 
 @dataclass(frozen=True)
