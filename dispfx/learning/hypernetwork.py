@@ -1,7 +1,7 @@
 """From a fixed random input to one logit per feature (arXiv 2410.11988, table of the hypernetwork).
 
 `build_hypernetwork` returns one of three modules; each takes nothing and returns flat logits over
-all groups of sites, in order, one row for every knot (`dispfx.plan.knots`), of which a single ratio has one:
+all groups of sites, in order (those of a range of ratios come from `Falling`, around one of these):
 
     full     fixed z_G32 → bidirectional GRU(32, 64) → LayerNorm → GELU → one linear per group, no bias
     linear   fixed z_G32 → one linear per group, no bias
@@ -10,14 +10,8 @@ all groups of sites, in order, one row for every knot (`dispfx.plan.knots`), of 
 Learning starts with nearly everything kept: heads begin small against the bias (3.0, so that
 sigmoid(3) = 0.95 of all features are kept), and single logits begin at the bias.
 
-Knots differ in z: with s the place of a knot in its range, from -1 to 1, and fixed random vectors a and b,
-
-    z_GK32 = z_G32 + s_K · a_32 + (s_K² − 1/3) · b_32
-
-For nested plans (`Nested`) all knots share one row, from which every group subtracts more from knot to knot.
-
-A head's gradient is a sum of K outer products, (C, W) by (C, F), as large as the heads.  Only their factors
-are stored (`Hypernetwork.outer_gradients`), and autograd does not see the heads' weights.
+A head's gradient is an outer product, (C, W) by (C, F), as large as the heads.  Only its factors are stored
+(`Hypernetwork.outer_gradients`), and autograd does not see the heads' weights.
 
 Legend: K knots, G groups, C groups of one width class, W their width, F inputs of a head, N features.
 """
@@ -35,34 +29,23 @@ from dispfx.words.choices import choice
 
 @dataclass(frozen=True, eq=False)
 class OuterProduct:
-    """Matrices Σ over K of left · rightᵀ, (C, W, F), stored as two factors.
+    """Matrices left · rightᵀ (C, W, F), stored as two factors.
 
     Args:
-        left_KCW: contiguous.
-        right_KCF: contiguous.
+        left_CW: contiguous.
+        right_CF: contiguous.
     """
 
-    left_KCW: Tensor
-    right_KCF: Tensor
+    left_CW: Tensor
+    right_CF: Tensor
 
     def written(self) -> Tensor:
         """Return the matrices themselves, (C, W, F)."""
-        if len(self.left_KCW) == 1:
-            return self.left_KCW[0].unsqueeze(2) * self.right_KCF[0].unsqueeze(1)
-        return torch.bmm(self.left_KCW.permute(1, 2, 0), self.right_KCF.transpose(0, 1))
+        return self.left_CW.unsqueeze(2) * self.right_CF.unsqueeze(1)
 
     def norms(self) -> Tensor:
-        """Return the Frobenius norm of every matrix, (C,).
-
-        |Σ l · rᵀ|² = Σ over pairs of (l · l') (r · r'), so one product has the product of its factors' norms.
-        """
-        if len(self.left_KCW) == 1:
-            return self.left_KCW[0].norm(dim=1) * self.right_KCF[0].norm(dim=1)
-        left_CKK, right_CKK = (
-            torch.bmm(factor_CK, factor_CK.transpose(1, 2))
-            for factor_CK in (self.left_KCW.transpose(0, 1), self.right_KCF.transpose(0, 1))
-        )
-        return (left_CKK * right_CKK).sum((1, 2)).clamp_min(0.0).sqrt()
+        """Return the Frobenius norm of every matrix, (C,): the product of the norms of its factors."""
+        return self.left_CW.norm(dim=1) * self.right_CF.norm(dim=1)
 
 
 OuterProducts = Mapping[nn.Parameter, OuterProduct]
@@ -70,8 +53,10 @@ OuterProducts = Mapping[nn.Parameter, OuterProduct]
 
 INPUT_WIDTH = 32
 RECURRENT_WIDTH = 64
-# softplus of this is the first distance of two nested knots: what learned logits fall by for a tenth more.
-_NESTED_START = 0.0
+# Of the logits of a range of ratios.
+STRETCH = 3.0
+# softplus of it is how far logits fall between the first two knots at first: 1.8.
+_FIRST_STEP = 1.6
 
 
 def build_hypernetwork(
@@ -83,26 +68,26 @@ def build_hypernetwork(
     start_N: Tensor | None = None,
     knots: Knots = ONE_KNOT,
 ) -> "Hypernetwork":
-    """Return a module without inputs whose output is one logit per knot and feature, (K, N) float32.
+    """Return a module without inputs whose output is one logit per feature, flat, (N,) float32.
 
-    The module depends only on `seed` and the knots; the global random state does not change.
+    For a range of ratios it is (K, N), one row per knot.  The module depends only on `seed` and the knots.
+    The global random state does not change.
 
     Args:
         sizes: number of features of every group.
         bias: added to every logit.
         start_N: also added, one number per feature: the initial logits.
-        knots: of the ratios.
+        knots: of the range of ratios.
 
     Raises:
         DispfxError: if the kind is unknown.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(seed, "hypernetwork"))
-        rows = ONE_KNOT if knots.nested else knots
-        built = choice(HYPERNETWORKS, kind, "hypernetwork").build(sizes, bias, rows)
+        built = choice(HYPERNETWORKS, kind, "hypernetwork").build(sizes, bias)
     if start_N is not None:
         built = FromStart(built, start_N)
-    return Nested(built, sizes, knots) if knots.nested else built
+    return Falling(built, sizes, knots, bias) if knots.is_range else built
 
 
 def hypernetwork_parameters(kind: HypernetworkName, sizes: Sequence[int]) -> int:
@@ -115,9 +100,9 @@ def hypernetwork_parameters(kind: HypernetworkName, sizes: Sequence[int]) -> int
 
 
 class Hypernetwork(nn.Module):
-    """A module without inputs that returns one logit per knot and feature, (K, N)."""
+    """A module without inputs that returns one logit per feature."""
 
-    def outer_gradients(self, of_logits_KN: Tensor) -> OuterProducts:
+    def outer_gradients(self, of_logits_N: Tensor) -> OuterProducts:
         """Return the gradients of the heads, given the gradient of the last returned logits.
 
         Autograd computes those of all other parameters.
@@ -128,11 +113,11 @@ class Hypernetwork(nn.Module):
 class RecurrentHypernetwork(Hypernetwork):
     """The paper's hypernetwork: groups interact through a recurrent network."""
 
-    z_GK32: Tensor
+    z_G32: Tensor
 
-    def __init__(self, sizes: Sequence[int], bias: float, knots: Knots):
+    def __init__(self, sizes: Sequence[int], bias: float):
         super().__init__()
-        self.register_buffer("z_GK32", _inputs(len(sizes), knots))
+        self.register_buffer("z_G32", torch.randn(len(sizes), INPUT_WIDTH))
         self.recurrent = nn.GRU(INPUT_WIDTH, RECURRENT_WIDTH, bidirectional=True)
         self.norm = nn.LayerNorm(2 * RECURRENT_WIDTH)
         self.activation = nn.GELU()
@@ -140,33 +125,33 @@ class RecurrentHypernetwork(Hypernetwork):
         self.bias = bias
 
     def forward(self) -> Tensor:
-        """Return logits (K, N)."""
-        hidden_GKF, _ = self.recurrent(self.z_GK32)
-        return self.heads(self.activation(self.norm(hidden_GKF)).transpose(0, 1)) + self.bias
+        """Return logits (N,)."""
+        hidden_GF, _ = self.recurrent(self.z_G32)
+        return self.heads(self.activation(self.norm(hidden_GF))) + self.bias
 
-    def outer_gradients(self, of_logits_KN: Tensor) -> OuterProducts:
+    def outer_gradients(self, of_logits_N: Tensor) -> OuterProducts:
         """Return the gradients of the heads."""
-        return self.heads.outer_gradients(of_logits_KN)
+        return self.heads.outer_gradients(of_logits_N)
 
 
 class LinearHypernetwork(Hypernetwork):
     """The ablation without a recurrent network: a fixed input per group and a linear."""
 
-    z_GK32: Tensor
+    z_G32: Tensor
 
-    def __init__(self, sizes: Sequence[int], bias: float, knots: Knots):
+    def __init__(self, sizes: Sequence[int], bias: float):
         super().__init__()
-        self.register_buffer("z_GK32", _inputs(len(sizes), knots))
+        self.register_buffer("z_G32", torch.randn(len(sizes), INPUT_WIDTH))
         self.heads = GroupHeads(sizes, INPUT_WIDTH)
         self.bias = bias
 
     def forward(self) -> Tensor:
-        """Return logits (K, N)."""
-        return self.heads(self.z_GK32.transpose(0, 1)) + self.bias
+        """Return logits (N,)."""
+        return self.heads(self.z_G32) + self.bias
 
-    def outer_gradients(self, of_logits_KN: Tensor) -> OuterProducts:
+    def outer_gradients(self, of_logits_N: Tensor) -> OuterProducts:
         """Return the gradients of the heads."""
-        return self.heads.outer_gradients(of_logits_KN)
+        return self.heads.outer_gradients(of_logits_N)
 
 
 class ElementwiseLogits(Hypernetwork):
@@ -176,24 +161,14 @@ class ElementwiseLogits(Hypernetwork):
     bias and not towards one half.
     """
 
-    def __init__(self, sizes: Sequence[int], bias: float, knots: Knots):
+    def __init__(self, sizes: Sequence[int], bias: float):
         super().__init__()
-        self.logits_KN = nn.Parameter(torch.zeros(len(knots.ratios), sum(sizes)))
+        self.logits = nn.Parameter(torch.zeros(sum(sizes)))
         self.bias = bias
 
     def forward(self) -> Tensor:
-        """Return logits (K, N)."""
-        return self.logits_KN + self.bias
-
-
-def _inputs(groups: int, knots: Knots) -> Tensor:
-    """Return the fixed input of every group and knot, (G, K, 32)."""
-    z_GK32 = torch.randn(groups, INPUT_WIDTH).unsqueeze(1)
-    if len(knots.ratios) == 1:
-        return z_GK32
-    place_K1 = torch.linspace(-1.0, 1.0, len(knots.ratios)).unsqueeze(1)
-    straight_32, curved_32 = torch.randn(2, INPUT_WIDTH)
-    return z_GK32 + place_K1 * straight_32 + (place_K1**2 - 1 / 3) * curved_32
+        """Return logits (N,)."""
+        return self.logits + self.bias
 
 
 _DIRECTION = 3 * RECURRENT_WIDTH * (INPUT_WIDTH + RECURRENT_WIDTH + 2)
@@ -203,7 +178,7 @@ _DIRECTION = 3 * RECURRENT_WIDTH * (INPUT_WIDTH + RECURRENT_WIDTH + 2)
 class _Kind:
     """How a hypernetwork is built, and how many parameters it has: those per feature, and the rest."""
 
-    build: Callable[[Sequence[int], float, Knots], Hypernetwork]
+    build: Callable[[Sequence[int], float], Hypernetwork]
     parameters_per_feature: int
     shared_parameters: int = 0
 
@@ -226,40 +201,43 @@ class FromStart(Hypernetwork):
         self.register_buffer("start_N", start_N.detach().clone())
 
     def forward(self) -> Tensor:
-        """Return logits (K, N)."""
+        """Return logits (N,)."""
         return self.change() + self.start_N
 
-    def outer_gradients(self, of_logits_KN: Tensor) -> OuterProducts:
+    def outer_gradients(self, of_logits_N: Tensor) -> OuterProducts:
         """Return the gradients of the heads."""
-        return self.change.outer_gradients(of_logits_KN)
+        return self.change.outer_gradients(of_logits_N)
 
 
-class Nested(Hypernetwork):
-    """One row of logits, from which every group subtracts a number that never falls from knot to knot.
+class Falling(Hypernetwork):
+    """Logits for a range of ratios: every group's fall from knot to knot, by a number of its own.
 
-    logits_KN = logits_N − Σ over knots up to K of softplus(step_KG)
+    logits_KN = bias + stretch · (logits_N − bias) − Σ over knots up to K of softplus(step_KG)
 
-    So a group keeps its features in one order at all ratios, and none comes back at a larger ratio.
+    So a group has one order of its features at all ratios, and none comes back at a larger ratio.  Every
+    feature must be decided at every ratio, with the logits of one row, so these spread further than for a
+    single ratio: with a stretch of 1, KL is larger by 1.5 to 6% (docs/log/2026-12-family.md).
     """
 
-    def __init__(self, one: Hypernetwork, sizes: Sequence[int], knots: Knots):
+    _group_N: Tensor
+
+    def __init__(self, one: Hypernetwork, sizes: Sequence[int], knots: Knots, bias: float):
         super().__init__()
         self.one = one
-        self._sizes = list(sizes)
-        self.steps_KG = nn.Parameter(torch.full((len(knots.ratios) - 1, len(sizes)), _NESTED_START))
-        group_N = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(self._sizes))
+        self.steps_KG = nn.Parameter(torch.full((len(knots.ratios) - 1, len(sizes)), _FIRST_STEP))
+        group_N = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(list(sizes)))
         self.register_buffer("_group_N", group_N, persistent=False)
-        self._group_N: Tensor
+        self.bias = bias
 
     def forward(self) -> Tensor:
         """Return logits (K, N)."""
         fallen_KG = nn.functional.softplus(self.steps_KG).cumsum(0)
-        fallen_KG = torch.cat((fallen_KG.new_zeros(1, len(self._sizes)), fallen_KG))
-        return self.one() - fallen_KG[:, self._group_N]
+        fallen_KG = torch.cat((torch.zeros_like(fallen_KG[:1]), fallen_KG))
+        return self.bias + STRETCH * (self.one() - self.bias) - fallen_KG[:, self._group_N]
 
-    def outer_gradients(self, of_logits_KN: Tensor) -> OuterProducts:
-        """Return the gradients of the heads."""
-        return self.one.outer_gradients(of_logits_KN.sum(0, keepdim=True))
+    def outer_gradients(self, of_logits_N: Tensor) -> OuterProducts:
+        """Return the gradients of the heads, given that of the last returned logits, (K, N)."""
+        return self.one.outer_gradients(STRETCH * of_logits_N.sum(0))
 
 
 class GroupHeads(nn.Module):
@@ -294,42 +272,36 @@ class GroupHeads(nn.Module):
         self.register_buffer("_to_class_N", from_class_N.argsort(), persistent=False)
         self._inputs: list[Tensor] = []
 
-    def forward(self, inputs_KGF: Tensor) -> Tensor:
-        """Return flat values (K, N), in the order of the groups."""
-        classes = inputs_KGF[:, self._by_class_G].split(self._class_sizes, 1)
+    def forward(self, inputs_GF: Tensor) -> Tensor:
+        """Return flat values (N,), in the order of the groups."""
+        classes = inputs_GF[self._by_class_G].split(self._class_sizes)
         if torch.is_grad_enabled():
-            self._inputs = [inputs_KCF.detach() for inputs_KCF in classes]
+            self._inputs = [inputs_CF.detach() for inputs_CF in classes]
         values = [
-            torch.bmm(inputs_KCF.transpose(0, 1), weight_CWF.detach().transpose(1, 2))
-            .transpose(0, 1)
-            .flatten(1)
-            for weight_CWF, inputs_KCF in zip(self.weights, classes, strict=True)
+            torch.bmm(inputs_CF.unsqueeze(1), weight_CWF.detach().transpose(1, 2)).flatten()
+            for weight_CWF, inputs_CF in zip(self.weights, classes, strict=True)
         ]
-        return _Permuted.apply(torch.cat(values, 1), self._to_class_N, self._from_class_N)
+        return _Permuted.apply(torch.cat(values), self._to_class_N, self._from_class_N)
 
-    def outer_gradients(self, of_values_KN: Tensor) -> OuterProducts:
+    def outer_gradients(self, of_values_N: Tensor) -> OuterProducts:
         """Return the gradients of the weights, given the gradient of the last returned values."""
-        shapes = [(len(of_values_KN), *weight_CWF.shape[:2]) for weight_CWF in self.weights]
-        parts = of_values_KN.detach()[:, self._from_class_N].split(
-            [groups * width for _, groups, width in shapes], 1
-        )
+        sizes = [weight_CWF.shape[:2].numel() for weight_CWF in self.weights]
+        parts = of_values_N.detach()[self._from_class_N].split(sizes)
         return {
-            weight_CWF: OuterProduct(part.reshape(shape), inputs_KCF)
-            for weight_CWF, shape, part, inputs_KCF in zip(
-                self.weights, shapes, parts, self._inputs, strict=True
-            )
+            weight_CWF: OuterProduct(part.view(weight_CWF.shape[:2]), inputs_CF)
+            for weight_CWF, part, inputs_CF in zip(self.weights, parts, self._inputs, strict=True)
         }
 
 
 class _Permuted(torch.autograd.Function):
-    """Reorder the last axis; the backward pass is a gather instead of a scatter."""
+    """Reorder a vector; the backward pass is a gather instead of a scatter."""
 
     @staticmethod
-    def forward(ctx, values_KN: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
+    def forward(ctx, values_N: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
         ctx.save_for_backward(inverse_N)
-        return values_KN[:, order_N]
+        return values_N[order_N]
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
         (inverse_N,) = ctx.saved_tensors
-        return grads[0][:, inverse_N], None, None
+        return grads[0][inverse_N], None, None

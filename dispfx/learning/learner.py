@@ -199,7 +199,7 @@ class Learner:
     def logits(self) -> Tensor:
         """Return the logits of all groups at every knot, (K, N), without gradient."""
         with torch.no_grad():
-            return self._hypernetwork()
+            return self._hypernetwork().view(len(self.problem.knots.ratios), -1)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors of the state, by flat names."""

@@ -24,7 +24,7 @@ from dispfx.words.option_names import option
 from dispfx.words.own_function import identity_of
 
 STATE_FILE = "learning.safetensors"
-STATE_VERSION = 2
+STATE_VERSION = 1
 
 Identity = Mapping[str, Any]
 

@@ -1,6 +1,6 @@
 """The hypernetwork's part of a step: logits before the decoder runs, and gradients after it.
 
-    logits = hypernetwork()                                                         (K, N)
+    logits = hypernetwork()                                  (K, N), one row for a single ratio
     R = mean of eased(budget_loss(count(counted), target))
     ∂/∂logits = Σ over S of weights · (∂loss/∂masks · slope) + λ ∂R/∂counted · slope of counted,
     then back through the hypernetwork
@@ -79,7 +79,7 @@ class Update:
     """From parameters to logits, and from the gradient of the masks to the gradient of the parameters.
 
     Args:
-        hypernetwork: without inputs, gives logits (K, N).
+        hypernetwork: without inputs, gives logits (N,), or (K, N) for a range of ratios.
         count: masks (S, N) -> remaining parameters, one number per sample, or (S, P) for P costs.
         weight: λ, of the budget loss.
         width: of the quadratic part of the budget loss.
@@ -101,13 +101,13 @@ class Update:
         self.hypernetwork = hypernetwork
         self.outer: OuterProducts = {}
         self._count, self._weight, self._width, self._counts_masks = count, weight, width, counts_masks
-        self._logits_KN: Tensor | None = None
+        self._logits: Tensor | None = None
 
     def logits(self) -> Tensor:
         """Return logits (K, N) without gradient, and keep their autograd graph."""
-        self._logits_KN = self.hypernetwork()
-        assert self._logits_KN is not None
-        return self._logits_KN.detach()
+        self._logits = self.hypernetwork()
+        assert self._logits is not None
+        return _rows(self._logits.detach())
 
     def gradients(self, given: StepTensors) -> Tensor:
         """Set the gradients of the parameters, or `outer`, for the last returned logits.
@@ -115,9 +115,9 @@ class Update:
         Returns:
             (4,) float64: loss, budget loss, remaining parameters, norm of the gradients.
         """
-        assert self._logits_KN is not None
-        found = self._back(self._logits_KN, given)
-        self._logits_KN = None
+        assert self._logits is not None
+        found = self._back(self._logits, given)
+        self._logits = None
         return self._set(found)
 
     def _set(self, found: "_Gradients") -> Tensor:
@@ -126,7 +126,7 @@ class Update:
             parameter.grad = gradient
         return found.numbers
 
-    def _back(self, logits_KN: Tensor, given: StepTensors) -> "_Gradients":
+    def _back(self, logits: Tensor, given: StepTensors) -> "_Gradients":
         leaf = given.counted.values.detach().requires_grad_()
         left = self._count(leaf)
         over_budget = budget_loss(left, given.targets)
@@ -138,9 +138,10 @@ class Update:
         of_logits_KN = of_logits_KN + (
             unmixed(of_counted, given.weights_SK) if self._counts_masks else of_counted
         )
-        outer = self.hypernetwork.outer_gradients(of_logits_KN)
+        of_logits = of_logits_KN.view_as(logits)
+        outer = self.hypernetwork.outer_gradients(of_logits)
         others = [parameter for parameter in self.hypernetwork.parameters() if parameter not in outer]
-        gradients = torch.autograd.grad(logits_KN, others, of_logits_KN) if others else ()
+        gradients = torch.autograd.grad(logits, others, of_logits) if others else ()
         # The norm of all is that of the norms of parts.
         norm = torch.nn.utils.get_total_norm([*gradients, *(product.norms() for product in outer.values())])
         numbers = [value.detach().double() for value in (given.loss, over_budget.mean(), left.mean(), norm)]
@@ -154,6 +155,11 @@ class _Gradients:
     written: Mapping[nn.Parameter, Tensor]
     outer: OuterProducts
     numbers: Tensor
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """Return logits (K, N); those of a single ratio are one row."""
+    return logits.view(-1, logits.shape[-1])
 
 
 class ReplayedUpdate(Update):
@@ -177,11 +183,11 @@ class ReplayedUpdate(Update):
         warm_up(lambda: self._back(self.hypernetwork(), self._given), _WARM_UPS, device)
         self._before, self._behind = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with recording(self._before, device):
-            logits_KN = self.hypernetwork()
+            logits = self.hypernetwork()
         with recording(self._behind, device, self._before.pool()):
-            self._found = self._back(logits_KN, self._given)
+            self._found = self._back(logits, self._given)
         # From now on only the memory is needed, not its autograd graph.
-        self._given_KN = logits_KN.detach()
+        self._given_KN = _rows(logits.detach())
 
     def logits(self) -> Tensor:
         """Return logits (K, N), which the next call overwrites."""
@@ -232,7 +238,7 @@ def _agree(replayed: Update, update: Update, like: StepTensors) -> bool:
         logits_KN = way.logits().clone()
         numbers = way.gradients(given).clone()
         gradients = [parameter.grad for parameter in update.hypernetwork.parameters()]
-        factors = [(product.left_KCW, product.right_KCF) for product in way.outer.values()]
+        factors = [(product.left_CW, product.right_CF) for product in way.outer.values()]
         parts = [part for part in [*gradients, *chain.from_iterable(factors)] if part is not None]
         # Sums are enough to detect a wrong replay.
         sums = torch.stack([part.double().abs().sum() for part in parts])

@@ -2,9 +2,9 @@
 
 A run over a range draws a ratio for every mask.  Its logits are those of the two knots around it, mixed:
 
-    logits(r)_N = Σ over K of weight_K(r) · logits_KN,    weight_K(r) the hat function of knot K
+    logits(r)_N = Σ over K of weight_K(r) · logits_KN,    weight_K(r) the hat function of knot K,
 
-so K rows of logits are all that a family of plans consists of.
+and plans come from the order in which features cross the threshold (`dispfx.plan.family`).
 
 Shapes: K knots, S samples, N features.
 """
@@ -20,21 +20,16 @@ _DISTANCE = 0.1
 
 @dataclass(frozen=True)
 class Knots:
-    """One ratio, or several, evenly spaced and increasing.
-
-    Args:
-        nested: whether a smaller plan keeps only what a larger one keeps.
-    """
+    """One ratio, or several, evenly spaced and increasing."""
 
     ratios: tuple[float, ...]
-    nested: bool = False
 
     @staticmethod
-    def of_range(low: float, high: float, *, nested: bool = False) -> "Knots":
+    def of_range(low: float, high: float) -> "Knots":
         """Return evenly spaced knots from one ratio to another, about a tenth apart."""
         count = max(2, round((high - low) / _DISTANCE) + 1)
         spaced = [low + (high - low) * index / (count - 1) for index in range(count)]
-        return Knots((*spaced[:-1], high), nested)
+        return Knots((*spaced[:-1], high))
 
     @property
     def is_range(self) -> bool:

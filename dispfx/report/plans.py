@@ -109,9 +109,8 @@ def plan_lines(plan: Plan) -> list[str]:
 
 def family_lines(family: Family) -> list[str]:
     """Return the header of a family of plans as text."""
-    what = "nested plans" if family.knots.nested else "plans"
     return [
-        f"{what} for ratios from {family.range_text} of {family.plan.budget.of} ({len(family.logits)} sites)",
+        f"plans for ratios from {family.range_text} of {family.plan.budget.of} ({len(family.order)} sites)",
         *plan_lines(family.plan),
     ]
 
@@ -119,8 +118,7 @@ def family_lines(family: Family) -> list[str]:
 def family_plain(family: Family) -> dict[str, Any]:
     """Return what a family of plans holds, ready for JSON: its range, and the plan of its largest ratio."""
     return {
-        "ratios": list(family.knots.ratios),
-        "nested": family.knots.nested,
+        "ratios": [family.smallest, family.largest],
         "fingerprint": family.plan.fingerprint,
         "plan": plan_plain(family.plan),
     }

@@ -76,7 +76,7 @@ def complete_plan(settings: RunSettings, stages: Stages, ranks: Ranks = ALONE) -
         return None
     if is_family_file(path):
         found = Family.load(path)
-        plan, ratios = found.plan, (found.knots.ratios[0], found.knots.ratios[-1])
+        plan, ratios = found.plan, (found.smallest, found.largest)
     else:
         found = plan = Plan.load(path)
         ratios = (plan.budget.ratio, plan.budget.ratio)

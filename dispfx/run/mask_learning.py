@@ -95,7 +95,6 @@ def learn_family(
     data: Data,
     ratios: tuple[float, float],
     *,
-    nested: bool = False,
     settings: LearnSettings | None = None,
     compute: ComputeSettings | None = None,
     watch: Watch | None = None,
@@ -103,12 +102,13 @@ def learn_family(
 ) -> Family:
     """Learn in one run which features every site keeps at any ratio of a range.
 
+    A smaller decoder keeps only what a larger one keeps.
+
     Every mask of a step is drawn for a ratio of its own, and logits are linear between the knots of the range
     (`dispfx.plan.knots`).  Slimmable networks (arXiv 1812.08928) are trained for several sizes in that way.
 
     Args:
         ratios: the smallest and the largest share of the counted parameters to remove, in (0, 1).
-        nested: whether a smaller plan keeps only what a larger one keeps.
         program, data, settings, compute, watch, changes: as for `learn`.
 
     Raises:
@@ -118,7 +118,7 @@ def learn_family(
     watch = watch or Watch()
     low, high = require_range(ratios)
     job = _job(program, data, high, settings, changes, watch.note)
-    knots = Knots.of_range(low, high, nested=nested)
+    knots = Knots.of_range(low, high)
     return learn_family_within(replace(job, compute=compute or ComputeSettings(), knots=knots), watch)
 
 

@@ -144,7 +144,7 @@ def ready_to_learn(
         learned_on=learned_on,
         settings=learning,
         budget=budget,
-        knots=Knots.of_range(*asked.ratios, nested=asked.nested) if asked.is_range else None,
+        knots=Knots.of_range(*asked.ratios) if asked.is_range else None,
     )
 
 

@@ -191,19 +191,10 @@ class BudgetSettings(Section):
         repeats=FurtherSites,
     )
 
-    nested: bool = setting(
-        False, "Of a range of ratios: a smaller decoder keeps only what a larger one keeps."
-    )
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.ratio, str):
             object.__setattr__(self, "ratio", _ratio_of(self.ratio))
-        if self.nested and not self.is_range:
-            raise BudgetError(
-                f"{option('nested', True)} has no effect: one ratio was given",
-                hint=f"give a range of ratios, as in {option('ratio', '0.1:0.6')}, or leave it out",
-            )
         for name in ("skip", "sites"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))

@@ -208,6 +208,24 @@ class PlanSettings(Section):
 
 
 @dataclass(frozen=True)
+class FamilySettings(Section):
+    """Which decoders of a family are measured."""
+
+    family: Any = required("A family of plans, which `learn` writes for a range of ratios.", takes=Path)
+    points: int = setting(
+        6, "Ratios to measure, evenly spaced over the range.", least=2, most=200, common=True
+    )
+    within: float | None = setting(
+        None,
+        "Also find the smallest decoder with at most this KL divergence from the dense one, in nats.",
+        above=0.0,
+        common=True,
+    )
+    context: int | None = same_as(EvaluationSettings, "context")
+    out: Path | None = setting(None, "Write a page (.html) with the plot, and the plot as PNG.", common=True)
+
+
+@dataclass(frozen=True)
 class InspectionSettings(Section):
     """How much is read."""
 

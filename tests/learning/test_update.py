@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dispfx.learning.hypernetwork import ElementwiseLogits
+from dispfx.learning.hypernetwork import ElementwiseLogits, Hypernetwork
 from dispfx.learning.objective import budget_loss
 from dispfx.learning.update import StepTensors, Surrogate, Update, fastest_update
 from dispfx.plan.hardening import ParameterCount
@@ -25,8 +25,19 @@ def numbers(*shape: int) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+class Rows(Hypernetwork):
+    """One logit per knot and feature, each a parameter."""
+
+    def __init__(self, knots: Knots):
+        super().__init__()
+        self.logits_KN = nn.Parameter(torch.zeros(len(knots.ratios), FEATURES))
+
+    def forward(self) -> Tensor:
+        return self.logits_KN
+
+
 def update(width: float = 0.0, *, counts_masks: bool = True, knots: Knots = ONE_KNOT) -> Update:
-    hypernetwork = ElementwiseLogits(SIZES, 0.3, knots)
+    hypernetwork = Rows(knots) if knots.is_range else ElementwiseLogits(SIZES, 0.3)
     return Update(hypernetwork, COUNT.count, WEIGHT, width, counts_masks=counts_masks)
 
 
@@ -39,9 +50,9 @@ def step(of_masks: Surrogate, counted: Surrogate, *, target: float = 0.5 * COUNT
 def gradient_of(updating: Update, given: StepTensors) -> tuple[Tensor, Tensor]:
     updating.logits()
     found = updating.gradients(given)
-    (gradient_KN,) = (parameter.grad for parameter in updating.hypernetwork.parameters())
-    assert gradient_KN is not None
-    return gradient_KN, found
+    (gradient,) = (parameter.grad for parameter in updating.hypernetwork.parameters())
+    assert gradient is not None
+    return gradient.view(-1, FEATURES), found
 
 
 @pytest.mark.parametrize("samples", [1, SAMPLES])
