@@ -2,9 +2,9 @@
 
     python tools/family_quality.py MODEL --data text.txt --eval-data test.txt --steps 1500 --device cuda
 
-All runs take the same number of steps of the same text.  KL divergence from the dense decoder and perplexity are
-those of hard masks on the first windows of the held-out text, which equal the lowered decoder's.  Prints one row
-per plan, and writes the family as OUT/family.safetensors.
+All runs take the same number of steps of the same text.  KL divergence from the dense decoder and perplexity
+are those of hard masks on the first windows of the held-out text, which equal the lowered decoder's.  Prints
+one row per plan, and writes the family as OUT/family.safetensors.
 """
 
 import argparse
@@ -91,10 +91,8 @@ def measuring(ready: Ready, settings: RunSettings, windows: int) -> Callable[[Pl
 
 def report(name: str, plan: Plan, measure: Callable[[Plan], tuple[float, float]], seconds: float) -> None:
     kl, perplexity = measure(plan)
-    print(
-        f"{name:8} {plan.budget.ratio:<6g} {plan.achieved:.4f}   {kl:.4f}  {perplexity:<11.3f} {seconds:.0f} s",
-        flush=True,
-    )
+    removed = f"{plan.budget.ratio:<6g} {plan.achieved:.4f}"
+    print(f"{name:8} {removed}   {kl:.4f}  {perplexity:<11.3f} {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
