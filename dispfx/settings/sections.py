@@ -194,7 +194,7 @@ class BudgetSettings(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.ratio, str):
-            object.__setattr__(self, "ratio", _ratio_of(self.ratio))
+            object.__setattr__(self, "ratio", _range_of(self.ratio))
         for name in ("skip", "sites"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
@@ -211,11 +211,11 @@ class BudgetSettings(Section):
         return float(low), float(high or low)
 
 
-def _ratio_of(text: str) -> float | str:
-    """Return the ratio that a text names, or the range of ratios as LOW:HIGH.
+def _range_of(text: str) -> str:
+    """Return a range of ratios, LOW:HIGH, as it is written in one way only.
 
     Raises:
-        BudgetError: if it names neither.
+        BudgetError: if the text names none.
     """
     try:
         shares = [float(part) for part in text.split(":")]
@@ -223,12 +223,12 @@ def _ratio_of(text: str) -> float | str:
         shares = []
     facts = field_of(BudgetSettings, "ratio").facts
     percentage = next((hint for share in shares if (hint := facts.hint_for(share))), None)
-    if not shares or len(shares) > 2 or not all(map(facts.allows, shares)) or sorted(set(shares)) != shares:
+    if len(shares) != 2 or not all(map(facts.allows, shares)) or shares[0] >= shares[1]:
         raise BudgetError(
             f"{option('ratio')} must be a share {facts.range_text()}, or a range, and {text!r} was given",
             hint=percentage or "as in 0.3, or 0.1:0.6 for a range from the smallest to the largest",
         )
-    return shares[0] if len(shares) == 1 else f"{shares[0]:g}:{shares[1]:g}"
+    return f"{shares[0]:g}:{shares[1]:g}"
 
 
 @dataclass(frozen=True)

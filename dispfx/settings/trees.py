@@ -235,6 +235,7 @@ TREES: tuple[type[Tree], ...] = (
     RunSettings,
     ApplySettings,
     InspectSettings,
+    CurveSettings,
     EvalSettings,
     RecoverSettings,
     BenchSettings,

@@ -49,7 +49,7 @@ def test_python_stands_on_pages_whose_tests_run_it():
     with_python = {page.name for page in PAGES if any(kind == "python" for kind, _ in blocks(page))}
     assert with_python == {
         "README.md", "guide.md", "contributing.md", "huggingface.md", "onnx.md",
-        "extending.md", "research.md",
+        "extending.md", "family.md", "research.md",
     }  # fmt: skip
 
 

@@ -52,7 +52,7 @@ RUN = RunSettings.of(model="demo", ratio=0.3, data=["a.txt"], out=Path("out"), s
         ({"data": ["text.txt", ""]}, "`data` must not be empty"),
         ({"ratio": None}, "`ratio` must be a number, and None was given"),
         ({"seq_len": None}, "`seq_len` must be a whole number, and None was given"),
-        ({"ratio": "0.3"}, "`ratio` must be a number, and '0.3' was given"),
+        ({"ratio": "0.3"}, "`ratio` must be a share between 0 and 1, or a range, and '0.3' was given"),
         ({"steps": np.float64(2)}, "`steps` must be a whole number, and 2.0 was given"),
         ({"data_bytes": 3}, "`data_bytes` must be at least 1,048,576, and 3 was given"),
     ],
