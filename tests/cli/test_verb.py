@@ -128,7 +128,7 @@ def test_a_value_that_begins_with_a_dash_is_told_with_the_way_to_give_it(dispfx)
         (("generate", "demo"), "--prompt is missing"),
         (("compile", "demo", "--ratio", "1", "--out", "x"), '"1.0" for --ratio. It must be between 0 and 1'),
         (("compile", "demo", "--ratio", "30", "--out", "x"), "between 0 and 1. 0.3 is 30%."),
-        (("compile", "demo", "--ratio", "many", "--out", "x"), "or a range, and 'many' was given"),
+        (("compile", "demo", "--ratio", "0.3", "--lr", "many"), 'convert "many" into float'),
         (("compile", "demo", "--bias", "inf", "--ratio", "0.3"), "It must be a finite number"),
         (("bench", "out", "--batch", "8", "--batch", "0"), "for --batch. It must be at least 1"),
         (("compile", "demo", "more", "--ratio", "0.3"), "Unused Tokens: ['more']"),
