@@ -13,6 +13,7 @@ from dispfx.ir.program import Program
 from dispfx.learning.state import saved_step
 from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import Groups, ParameterCount, check_reachable, hard_masks, harden
+from dispfx.plan.plan import CacheLeft
 from dispfx.report import Observer
 from dispfx.report.run_preview import Preview
 from dispfx.run.opening import open_model
@@ -77,7 +78,7 @@ def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
     state = state_folder(path, resume)
     ready = ready_to_learn(settings, Stages(observer))
     program = ready.program
-    reachable, left = _widths(program, ready.budget, ready.settings)
+    reachable, left, cache = _widths(program, ready.budget, ready.settings)
     needed = estimate(program, ready.settings, of=ready.budget.of)
     recovery = settings.recovery
     if recovery is not None:
@@ -91,6 +92,7 @@ def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
         budget=ready.budget,
         recovery=recovery,
         reachable=reachable,
+        cache=cache,
         parameters=needed.parameters,
         parameters_left=left,
         tokens=sum(len(tokens) for tokens in ready.text.learn),
@@ -102,12 +104,14 @@ def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
     )
 
 
-def _widths(program: Program, budget: Budget, settings: LearnSettings) -> tuple[float, int]:
-    """Return the ratio and the remaining parameters of widths that meet the budget with equal logits."""
+def _widths(program: Program, budget: Budget, settings: LearnSettings) -> tuple[float, int, CacheLeft | None]:
+    """Return ratio, remaining parameters and cache of widths that meet the budget with equal logits."""
     sites = program.sites
-    count = ParameterCount.of_sites(sites, program.shapes, budget.of)
+    count = ParameterCount.of_budget(budget, sites, program.shapes, program.cache)
     groups = Groups.of_run(sites, constrained=settings.constrained)
     check_reachable(sites, count, budget, groups=groups)
-    masks = hard_masks(sites, harden(torch.zeros(groups.features), sites, count, budget, groups=groups))
+    kept = harden(torch.zeros(groups.features), sites, count, budget, groups=groups)
+    masks = hard_masks(sites, kept)
     total = ParameterCount.of_sites(sites, program.shapes, "total")
-    return 1.0 - count.count_kept(masks) / count.dense, total.count_kept(masks)
+    cache = None if count.cache is None else CacheLeft(count.cache.dense, count.cache.count_kept(masks))
+    return 1.0 - count.count_kept(masks) / count.dense, total.count_kept(masks), cache

@@ -47,6 +47,7 @@ def learn(settings: RunSettings, screen: Screen) -> None:
         return
     from dispfx import api
     from dispfx.distributed.ranks import joined
+    from dispfx.report.plans import cache_plain
 
     learns_on, settings = _placed(settings)
     if settings.output.dry_run:
@@ -63,7 +64,10 @@ def learn(settings: RunSettings, screen: Screen) -> None:
         for selection in plan.selections
     ]
     ratios = {"requested": plan.budget.ratio, "achieved": plan.achieved, "of": plan.budget.of}
-    screen.print_json({"plan": str(out), "fingerprint": plan.fingerprint, "ratio": ratios, "sites": sites})
+    screen.print_json(
+        {"plan": str(out), "fingerprint": plan.fingerprint, "ratio": ratios, "sites": sites}
+        | cache_plain(plan.budget, plan.cache)
+    )
     screen.print_text(f"{out}: removes {plan.achieved:.2%} of {plan.budget.of} ({len(sites)} sites)")
 
 

@@ -6,6 +6,7 @@
     ∂loss/∂logits = Σ over S of ∂loss/∂mask · slope          then one backward pass of the hypernetwork
 
     R = mean over S of budget_loss(count(mask)),             or budget_loss(count(sigmoid(logits))); eased
+      + as much for the cache, if a share of it is asked for
 
 The masks are a leaf, so several forward passes may accumulate their gradient, and the hypernetwork's
 backward pass runs once per step.  N is the number of features of all groups of sites.
@@ -28,7 +29,7 @@ from dispfx.ir.sites import Site
 from dispfx.learning.estimators import OwnEstimator, estimator
 from dispfx.learning.hypernetwork import build_hypernetwork
 from dispfx.learning.interrupt import uninterrupted
-from dispfx.learning.objective import NEXT_TOKEN, OBJECTIVES, Objective, loss_of_logits
+from dispfx.learning.objective import NEXT_TOKEN, OBJECTIVES, Objective, Term, loss_of_logits
 from dispfx.learning.state import Position, restore_run, run_tensors
 from dispfx.learning.text import Batches, Prefetcher
 from dispfx.learning.update import Surrogate, Update, fastest_update
@@ -73,6 +74,7 @@ class Problem:
         device: of the decoder and all tensors.
         ranks: the processes that share every batch.
         scoring: told how many sequences were scored, and of how many.
+        cache_target: bytes of the cache per token that should remain; None without a share of its own.
     """
 
     gated: Gated
@@ -85,6 +87,15 @@ class Problem:
     device: torch.device
     ranks: Ranks = ALONE
     scoring: Callable[[int, int], None] = lambda done, total: None
+    cache_target: float | None = None
+
+    @property
+    def further_terms(self) -> list[Term]:
+        """The terms of the budget loss besides that of the parameters."""
+        cache, target = self.count.cache, self.cache_target
+        if cache is None or target is None:
+            return []
+        return [Term(lambda masks: cache.count(self.groups.expand(masks)), target)]
 
     @property
     def features(self) -> int:
@@ -169,7 +180,12 @@ class Learner:
         self._batches = Prefetcher(problem.batch, device)
         self._shape = problem.mask_shape
         plain = Update(
-            self._hypernetwork, self._count, problem.target, settings.lambda_, settings.budget_width
+            self._hypernetwork,
+            self._count,
+            problem.target,
+            settings.lambda_,
+            settings.budget_width,
+            problem.further_terms,
         )
         self._counts_masks = settings.budget_on == "masks"
         counted = self._shape if self._counts_masks else (problem.groups.features,)

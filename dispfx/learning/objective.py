@@ -128,6 +128,19 @@ def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor, separator: int | None = 
     return total / (targets_BT != NO_TARGET).sum().clamp_min(1)
 
 
+@dataclass(frozen=True, eq=False)
+class Term:
+    """A further term of the budget loss, of the same form as that of the parameters.
+
+    Args:
+        count: masks (N,) or (S, N) of all groups -> what is left, a scalar or (S,).
+        target: what should be left.
+    """
+
+    count: Callable[[Tensor], Tensor]
+    target: float
+
+
 def budget_loss(left: Tensor, target: float) -> Tensor:
     """Return R = log(max(T(s), keep · T) / min(T(s), keep · T)) (arXiv 2410.11988, section 3.3).
 

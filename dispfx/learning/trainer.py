@@ -16,6 +16,7 @@ from torch import Tensor
 from dispfx.distributed.ranks import ALONE, RankLost, Ranks
 from dispfx.errors import DataError, DispfxError, memory_shortage
 from dispfx.files.disk import cannot_write
+from dispfx.ir.cache_size import CacheSize
 from dispfx.ir.sites import Site
 from dispfx.learning.follower import Start, follow, held_out_loss, measures, send_start, send_stop
 from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
@@ -71,6 +72,7 @@ class LearningTask:
         fingerprint: of the decoder; a state of another decoder is rejected.
         start_from: kept indices of the plan that learning starts from.
         dtype: of the decoder, where known; a state of another type is rejected.
+        cache: of the decoder, for a budget that names a share of it.
     """
 
     gated: Gated
@@ -84,6 +86,7 @@ class LearningTask:
     fingerprint: str | None = None
     start_from: Sequence[Tensor] | None = None
     dtype: torch.dtype | None = None
+    cache: CacheSize | None = None
 
     def problem(self) -> Problem:
         """Return the constants of learning, on the device.
@@ -100,7 +103,7 @@ class LearningTask:
                 f"settings ask for {settings.batch_size} × {settings.seq_len}"
             )
         self.ranks.check(settings.batch_size, settings.samples)
-        count = ParameterCount.of_sites(self.sites, self.shapes, self.budget.of)
+        count = ParameterCount.of_budget(self.budget, self.sites, self.shapes, self.cache)
         groups = Groups.of_run(self.sites, constrained=settings.constrained)
         check_reachable(self.sites, count, self.budget, groups=groups)
         return Problem(
@@ -113,6 +116,7 @@ class LearningTask:
             settings=settings,
             device=device,
             ranks=self.ranks,
+            cache_target=None if count.cache is None else self.budget.cache_left(count.cache.dense),
         )
 
 

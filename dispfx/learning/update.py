@@ -1,7 +1,7 @@
 """The hypernetwork's part of a step: logits before the decoder runs, and gradients after it.
 
     logits = hypernetwork()                                                         (N,)
-    R = mean over S of eased(budget_loss(count(counted)))
+    R = mean over S of eased(budget_loss(count(counted)))         + as much for every further term
     ∂/∂logits = Σ over S of ∂loss/∂masks · slope + λ ∂R/∂counted · slope of counted,
     then back through the hypernetwork
 
@@ -13,7 +13,7 @@ a hundred small kernels that take longer to launch than to run.
 Legend: N features of all groups of sites, S samples of the masks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dispfx.errors import first_line
 from dispfx.kernels.recording import recording, warm_up
 from dispfx.learning.hypernetwork import Hypernetwork, OuterProducts
-from dispfx.learning.objective import budget_loss, eased
+from dispfx.learning.objective import Term, budget_loss, eased
 
 Count = Callable[[Tensor], Tensor]
 Shape = tuple[int, ...]
@@ -49,17 +49,25 @@ class Update:
         target: number of parameters that should remain.
         weight: λ, of the budget loss.
         width: of the quadratic part of the budget loss.
+        further: terms of the budget loss.
 
     Attributes:
         outer: gradients of the parameters that have them as outer products, of the last call of `gradients`.
     """
 
     def __init__(
-        self, hypernetwork: Hypernetwork, count: Count, target: float, weight: float, width: float = 0.0
+        self,
+        hypernetwork: Hypernetwork,
+        count: Count,
+        target: float,
+        weight: float,
+        width: float = 0.0,
+        further: Sequence[Term] = (),
     ):
         self.hypernetwork = hypernetwork
         self.outer: OuterProducts = {}
         self._count, self._target, self._weight, self._width = count, target, weight, width
+        self._further = tuple(further)
         self._logits_N: Tensor | None = None
 
     def logits(self) -> Tensor:
@@ -77,7 +85,7 @@ class Update:
             counted: input of the budget loss.
 
         Returns:
-            (4,) float64: loss, budget loss, remaining parameters, norm of the gradients.
+            (4,) float64: loss, budget loss of all terms, remaining parameters, norm of the gradients.
         """
         assert self._logits_N is not None
         found = self._back(self._logits_N, loss, of_masks, counted)
@@ -93,8 +101,9 @@ class Update:
     def _back(self, logits_N: Tensor, loss: Tensor, of_masks: Surrogate, counted: Surrogate) -> "_Gradients":
         leaf = counted.values.detach().requires_grad_()
         left = self._count(leaf)
-        over_budget = budget_loss(left, self._target)
-        pull = self._weight * eased(over_budget, self._width).mean()
+        over = [budget_loss(left, self._target)]
+        over += [budget_loss(term.count(leaf), term.target) for term in self._further]
+        pull = self._weight * torch.stack([eased(one, self._width).mean() for one in over]).sum()
         (of_counted,) = torch.autograd.grad(pull, leaf)
         of_logits_N = _over_samples(of_masks.values * of_masks.surrogate)
         of_logits_N = of_logits_N + _over_samples(of_counted * counted.surrogate)
@@ -103,7 +112,8 @@ class Update:
         gradients = torch.autograd.grad(logits_N, others, of_logits_N) if others else ()
         # The norm of all is that of the norms of parts.
         norm = torch.nn.utils.get_total_norm([*gradients, *(product.norms() for product in outer.values())])
-        numbers = [value.detach().double() for value in (loss, over_budget.mean(), left.mean(), norm)]
+        over_budget = torch.stack([one.mean() for one in over]).sum()
+        numbers = [value.detach().double() for value in (loss, over_budget, left.mean(), norm)]
         return _Gradients(dict(zip(others, gradients, strict=True)), outer, torch.stack(numbers))
 
 
@@ -131,7 +141,14 @@ class ReplayedUpdate(Update):
     """
 
     def __init__(self, update: Update, shape: Shape, counted: Shape):
-        super().__init__(update.hypernetwork, update._count, update._target, update._weight, update._width)
+        super().__init__(
+            update.hypernetwork,
+            update._count,
+            update._target,
+            update._weight,
+            update._width,
+            update._further,
+        )
         device = next(self.hypernetwork.parameters()).device
         self._loss = torch.zeros((), device=device)
         self._of_masks, self._counted = (

@@ -13,6 +13,8 @@ from dispfx.settings.sections import UNALIGNED, BudgetSettings, RatioOf
 from dispfx.words.choices import require_choice
 from dispfx.words.own_function import identity_of, is_identity, names_function, shown
 
+_ROUNDING = 1e-9
+
 # What a ratio counts: parameters, or a cost of the user, as a function or as text that names one.
 Counted = RatioOf | str | Callable[[Any], Any]
 
@@ -27,24 +29,29 @@ class Budget:
             what it returns (`dispfx.plan.own_cost`).  A file holds only the function's name and digest.
         align: widths become multiples of this, or the full width.
         costs: latency table of the target device; branches that would be slower when cut stay dense.
+        kv_ratio: share of the KV cache to remove, in (0, 1), by itself; None leaves it to the ratio.
     """
 
     ratio: float
     of: Counted = BudgetSettings.ratio_of
     align: int = UNALIGNED
     costs: LatencyTable | None = None
+    kv_ratio: float | None = None
 
     def __post_init__(self) -> None:
         """Check every value.
 
         Raises:
             DispfxError: if `of` is neither.
-            BudgetError: if `ratio` or `align` makes no sense.
+            BudgetError: if `ratio`, `align` or `kv_ratio` makes no sense.
         """
         if not (names_function(self.of) or is_identity(self.of)):
             require_choice(get_args(RatioOf), self.of, "of")
         require_ratio(self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))
+        share = field_of(BudgetSettings, "kv_ratio")
+        object.__setattr__(self, "kv_ratio", share.plain(self.kv_ratio))
+        share.require(self.kv_ratio)
         if self.align < 1:
             raise BudgetError(f"widths are multiples of at least 1, but {self.align} was given")
 
@@ -63,6 +70,7 @@ class Budget:
             of=asked.ratio_of,
             align=asked.align or align,
             costs=latency_table(asked.costs),
+            kv_ratio=asked.kv_ratio,
         )
 
     @property
@@ -74,6 +82,11 @@ class Budget:
     def counted(self) -> str:
         """What the ratio counts, for messages."""
         return f"the {self.of} parameters" if self.of in get_args(RatioOf) else shown(self.of)
+
+    def cache_left(self, dense: int) -> int:
+        """Return how many of so many bytes of the KV cache per token may stay."""
+        # 1 - 0.9 is a little less than a tenth.
+        return math.floor((1.0 - (self.kv_ratio or 0.0)) * dense * (1.0 + _ROUNDING))
 
     @property
     def keep(self) -> float:

@@ -32,12 +32,15 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import BudgetError
+from dispfx.ir.cache_size import CacheSize
 from dispfx.ir.sites import Site
 from dispfx.plan.axes import AxisSize, Features, axis_sizes, expert_axes
-from dispfx.plan.budget import Counted
+from dispfx.plan.budget import Budget, Counted
+from dispfx.plan.cache_count import CacheCount
 from dispfx.plan.groups import Groups
 from dispfx.plan.own_cost import OwnCost
 from dispfx.settings.sections import RatioOf
+from dispfx.words.option_names import option
 from dispfx.words.own_function import names_function, own_function, shown
 
 
@@ -53,6 +56,8 @@ class ParameterCount:
         features: N, the length of the flat mask vector.
         fixed: counted parameters that no site cuts.
         shapes: of the parameters that some site cuts.
+        own: a user's cost, in place of parameters.
+        cache: of the same sites, where it is known and asked for.
     """
 
     dense: int
@@ -73,6 +78,7 @@ class ParameterCount:
     _product_axes_PJ: Tensor  # padded with X
     _product_weight_P: Tensor
     own: OwnCost | None = None
+    cache: CacheCount | None = None
 
     @staticmethod
     def of_sites(
@@ -129,6 +135,33 @@ class ParameterCount:
             own,
         )
 
+    @staticmethod
+    def of_budget(
+        budget: Budget,
+        sites: Sequence[Site],
+        shapes: Mapping[str, tuple[int, ...]],
+        cache: CacheSize | None,
+    ) -> "ParameterCount":
+        """Return the count of what a budget counts: parameters, and the cache if it names a share of it.
+
+        Args:
+            cache: of the decoder.
+
+        Raises:
+            BudgetError: if the size of the cache is needed and not known.
+            BudgetError, SourceError, PassError: as `of_sites`.
+        """
+        count = ParameterCount.of_sites(sites, shapes, budget.of)
+        if budget.kv_ratio is None:
+            return count
+        if cache is None or cache.unknown:
+            raise BudgetError(
+                "a share of the KV cache was requested, but its size is not known: "
+                + ("sites of a graph without a cache tell it" if cache is None else cache.unknown),
+                hint=f"leave out {option('kv_ratio')}",
+            )
+        return replace(count, cache=CacheCount.of_sites(sites, cache))
+
     def to(self, device: torch.device | str) -> "ParameterCount":
         """Return the same count with its tables on `device`."""
         tables = {
@@ -136,7 +169,7 @@ class ParameterCount:
             for entry in fields(self)
             if isinstance(value := getattr(self, entry.name), Tensor)
         }
-        return replace(self, **tables)
+        return replace(self, cache=None if self.cache is None else self.cache.to(device), **tables)
 
     def count(self, masks: Tensor) -> Tensor:
         """Return T(s) in float64, differentiable in the masks.

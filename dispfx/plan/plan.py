@@ -96,6 +96,19 @@ def site_keys(site: Site) -> tuple[str, ...]:
     return tuple(sorted(f"{cut.parameter}:{cut.axis}" for cut in site.slices))
 
 
+@dataclass(frozen=True)
+class CacheLeft:
+    """Bytes of the KV cache per token, of the dense decoder and of the pruned one."""
+
+    dense: int
+    pruned: int
+
+    @property
+    def removed(self) -> float:
+        """Share that is removed."""
+        return 1.0 - self.pruned / self.dense
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """The kept features of every site, for one decoder.
@@ -112,6 +125,7 @@ class Plan:
         schema_version: of the file format.
         made_from: digests of the decoder, text and settings of the run that learned it, by name; empty for a
             plan made otherwise.
+        cache: of a budget with a share of the KV cache, what the selections leave of it.
     """
 
     fingerprint: str
@@ -124,6 +138,7 @@ class Plan:
     schema_version: int = SCHEMA_VERSION
     bos: tuple[int, ...] = ()
     made_from: Mapping[str, str] = field(default_factory=dict, compare=False)
+    cache: CacheLeft | None = None
 
     @property
     def select(self) -> Select:
@@ -254,17 +269,26 @@ class Plan:
         """Return the plan that keeps `kept[i]`, as in `from_masks`, at site i of `program`."""
         from dispfx.plan.plan_making import checked_indices
 
-        count = ParameterCount.of_sites(program.sites, program.shapes, budget.of)
+        count = ParameterCount.of_budget(budget, program.sites, program.shapes, program.cache)
         indices = [checked_indices(site, mask) for site, mask in zip(program.sites, kept, strict=True)]
-        left = count.count_kept(hard_masks(program.sites, indices))
+        masks = hard_masks(program.sites, indices)
+        left = count.count_kept(masks)
         selections = tuple(
             Selection(site.name, site.size, own, site_keys(site), site.experts, site.symbol)
             for site, own in zip(program.sites, indices, strict=True)
         )
         versions = {"torch": torch.__version__}
         achieved = 1.0 - left / count.dense
+        cache = count.cache
         return Plan(
-            program.fingerprint, budget.recorded, selections, achieved, seed, versions, program.lengths
+            program.fingerprint,
+            budget.recorded,
+            selections,
+            achieved,
+            seed,
+            versions,
+            program.lengths,
+            cache=None if cache is None else CacheLeft(cache.dense, cache.count_kept(masks)),
         )
 
     def __repr__(self) -> str:
@@ -370,6 +394,7 @@ class Plan:
             "seed": self.seed,
             "versions": dict(self.versions),
             **({"made_from": dict(self.made_from)} if self.made_from else {}),
+            **({} if self.cache is None else {"cache": asdict(self.cache)}),
             # The line of the user's code at which they end is not part of a plan.
             **({} if self.lengths is None else {"lengths": asdict(replace(self.lengths, where=None))}),
             "sites": [
@@ -447,6 +472,7 @@ def _plan_of_header(header: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
         lengths,
         bos=bos,
         made_from=made_from,
+        cache=_checked_cache(header.get("cache")),
     )
 
 
@@ -464,12 +490,21 @@ def _checked_lengths(entry: dict[str, Any] | None) -> Lengths | None:
     return lengths
 
 
+def _checked_cache(entry: dict[str, Any] | None) -> CacheLeft | None:
+    if entry is None:
+        return None
+    cache = CacheLeft(int(entry["dense"]), int(entry["pruned"]))
+    if not 0 <= cache.pruned <= cache.dense or cache.dense < 1:
+        raise ValueError(f"it leaves {cache.pruned} of {cache.dense} bytes of the cache")
+    return cache
+
+
 def _checked_budget(entry: dict[str, Any]) -> Budget:
     costs = LatencyTable.of_plain(entry["costs"]) if entry.get("costs") is not None else None
     if names_function(entry["of"]):
         raise ValueError(f"its budget names a function to run: {entry['of']}")
     try:
-        return Budget(float(entry["ratio"]), entry["of"], int(entry["align"]), costs)
+        return Budget(float(entry["ratio"]), entry["of"], int(entry["align"]), costs, entry.get("kv_ratio"))
     except DispfxError as error:
         raise ValueError(f"its budget is impossible: {error.problem}") from error
 

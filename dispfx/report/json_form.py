@@ -31,6 +31,7 @@ _OPTIONAL = (
     "onnx_without_cache",
     "lengths",
     "cache",
+    "kv_ratio",
     "quantized",
 )
 Shape = typing.TypeVar("Shape")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dispfx.errors import PlanMismatchError
-from dispfx.plan.plan import Plan, Selection
+from dispfx.plan.budget import Budget
+from dispfx.plan.plan import CacheLeft, Plan, Selection
 from dispfx.report.layers import layers_of, mask_F
 
 
@@ -101,9 +102,30 @@ def plan_lines(plan: Plan) -> list[str]:
     return [
         f"{plan.achieved:.2%} of {budget.of} removed, {budget.ratio:.2%} requested; widths are multiples of "
         f"{budget.align}",
+        *cache_lines(plan.budget, plan.cache),
         f"seed {plan.seed}, made with {versions or 'unknown versions'}, decoder {plan.fingerprint[:16]}",
         *(begins if plan.bos else []),
     ]
+
+
+def cache_lines(budget: Budget, cache: CacheLeft | None) -> list[str]:
+    """Return what is asked and left of the KV cache as a line, where a budget names a share of it."""
+    if budget.kv_ratio is None or cache is None:
+        return []
+    return [
+        f"KV cache: {cache.removed:.2%} removed, {budget.kv_ratio:.2%} requested; {cache.dense:,} → "
+        f"{cache.pruned:,} bytes per token"
+    ]
+
+
+def cache_plain(budget: Budget, cache: CacheLeft | None) -> dict[str, Any]:
+    """Return the same, ready for JSON; empty where a budget names no share."""
+    if budget.kv_ratio is None or cache is None:
+        return {}
+    return {
+        "kv_ratio": {"requested": budget.kv_ratio, "achieved": cache.removed},
+        "cache_bytes_per_token": {"dense": cache.dense, "pruned": cache.pruned},
+    }
 
 
 def plan_rows(plan: Plan) -> list[Sequence[str]]:
@@ -133,6 +155,7 @@ def plan_plain(plan: Plan) -> dict[str, Any]:
             "achieved": plan.achieved,
             "of": plan.budget.of,
         },
+        **cache_plain(plan.budget, plan.cache),
         "align": plan.budget.align,
         "select": plan.select,
         "seed": plan.seed,

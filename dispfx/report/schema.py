@@ -78,6 +78,14 @@ class CacheBytes:
 
 
 @dataclass(frozen=True)
+class CacheRatio:
+    """Share of the KV cache that was to be removed, and that the kept heads remove."""
+
+    requested: float
+    achieved: float
+
+
+@dataclass(frozen=True)
 class Protocol:
     """How perplexity was measured; the fields are those of `dispfx.quality.perplexity.Perplexity`."""
 
@@ -284,6 +292,7 @@ class Report:
             later.  Empty in older reports.
         onnx_without_cache: why the ONNX model written with the folder has no KV cache, if it has none.
         cache: of a plan that prunes heads, for a decoder of transformers.
+        kv_ratio: of a budget that names a share of the KV cache; not written when None.
         lengths: sequence lengths for which the decoder's graph holds; None in older reports.
         settings: every setting of the run by section (`dispfx.settings.RunSettings`); None if a plan was
             applied.
@@ -311,6 +320,7 @@ class Report:
     ungated: tuple[UngatedWeights, ...] = ()
     lengths: Lengths | None = None
     cache: CacheBytes | None = None
+    kv_ratio: CacheRatio | None = None
     quantized: tuple[Quantized, ...] = ()
 
     @property

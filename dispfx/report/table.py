@@ -141,6 +141,11 @@ def _head_rows(report: Any) -> list[Row]:
     if report.cache is not None:
         dense, kept = report.cache.dense, report.cache.pruned
         rows.append(("KV cache per token", f"{dense:,} bytes", f"{kept:,} bytes", _change(dense, kept)))
+    if report.kv_ratio is not None:
+        asked, removed = report.kv_ratio.requested, report.kv_ratio.achieved
+        rows.append(
+            ("KV cache removed", f"{asked:.2%} requested", f"{removed:.2%} achieved", "in whole heads")
+        )
     return rows
 
 

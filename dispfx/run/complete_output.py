@@ -74,7 +74,8 @@ def complete_plan(settings: RunSettings, stages: Stages, ranks: Ranks = ALONE) -
     if not (settings.output.resume and path.is_file()):
         return None
     plan = Plan.load(path)
-    _require_same(path, {"ratio": plan.budget.ratio}, {"ratio": settings.budget.ratio})
+    made, asked = ({"ratio": one.ratio, "kv_ratio": one.kv_ratio} for one in (plan.budget, settings.budget))
+    _require_same(path, made, asked)
     ready = ready_to_learn(settings, stages, ranks=ranks)
     require_made_from(path, plan.made_from, made_by(settings, ready))
     _say(path, stages.observer)

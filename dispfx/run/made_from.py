@@ -52,6 +52,8 @@ def made_by(settings: RunSettings, ready: Ready) -> dict[str, str]:
     fitted = settings.learning.adaptable
     chosen = {name: one for name, one in settings_identity(ready.settings).items() if name not in fitted}
     budget = {**asdict(ready.budget.recorded), "align": settings.budget.align}
+    if budget["kv_ratio"] is None:
+        del budget["kv_ratio"]  # as outputs of versions without it
     sites = [[site.name, site.size] for site in ready.learned_on.sites]
     recovery = [settings.afterwards.recover, settings.afterwards.recover_steps]
     return {

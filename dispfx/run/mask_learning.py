@@ -33,7 +33,7 @@ from dispfx.words.chosen_device import require_default_device
 from dispfx.words.option_names import option
 from dispfx.words.own_function import shown
 
-_OF_BUDGET = ("ratio_of", "align", "costs")
+_OF_BUDGET = ("ratio_of", "align", "costs", "kv_ratio")
 
 
 @torch.inference_mode(False)
@@ -63,7 +63,8 @@ def learn(
         watch: where the state is kept, and the observer.
         ranks: the processes of the run, led by this one; all other processes call `follow`.
         changes: single settings of learning and budget, as in `steps=100, align=16, ratio_of="total"`; widths
-            are not aligned by default.  `start` may be a plan to start from.
+            are not aligned by default.  `kv_ratio` needs a program that was captured with `sites="heads"`.
+            `start` may be a plan to start from.
 
     If memory runs out in the first step, learning starts once more with layers computed again in the backward
     pass, unless `compute` says otherwise.  The masks are the same.
@@ -71,7 +72,7 @@ def learn(
     Raises:
         UnknownSettingError: if one of `changes` is no setting.
         PlanMismatchError: if the plan to start from was made for another decoder.
-        BudgetError: if the ratio is no number, or the sites cannot meet it.
+        BudgetError: if a ratio is no number, or the sites cannot meet it.
         SourceError: if the weights have no values.
         DataError: if the data is not a vector of token ids, has ids that the decoder does not know, or is
             shorter than one sequence.
@@ -248,6 +249,7 @@ def task_of(
         budget=budget,
         settings=settings,
         device=program.device,
+        cache=program.cache,
     )
 
 

@@ -20,6 +20,7 @@ from dispfx.learning.text import Batches
 from dispfx.plan.budget import Budget
 from dispfx.plan.latency_table import latency_table
 from dispfx.plan.plan import Plan
+from dispfx.run.cached_bytes import confirmed_cache
 from dispfx.run.decoder_files import require_writable
 from dispfx.run.fitting import fitted_settings
 from dispfx.run.learning_setup import device_of_learning
@@ -97,6 +98,8 @@ def ready_to_learn(
         text.batches(learning)  # Otherwise the decoder's graph says how long its sequences may be.
     text.require_measurable()
     program = analysed(source, stages, asked, skip=asked.skip, longest=learning.seq_len)
+    if asked.kv_ratio is not None:
+        program.cache = confirmed_cache(program, source.model)
     # Widths suit the device that the result will run on.
     target = asked.target or device_of_learning(program, settings.compute).type
     budget = Budget.of_settings(asked, ALIGNMENT[target])
@@ -118,6 +121,7 @@ def ready_to_learn(
                 sites=asked.sites,
                 longest=learning.seq_len,
             )
+        learned_on.cache = program.cache
     hold_to_readable(source, learned_on, learning.seq_len)
     learning = fitted(program=learned_on, note=stages.observer.note)
     require_readable(learned_on, learning.seq_len)

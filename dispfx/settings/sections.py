@@ -157,6 +157,15 @@ class BudgetSettings(Section):
     ratio: float = required(
         "Share of the prunable weights to remove.", above=0.0, below=1.0, common=True, error=BudgetError
     )
+    kv_ratio: float | None = setting(
+        None,
+        "Share of the KV cache to remove, in bytes per token, by removing key/value heads (as "
+        f"{option('sites', 'heads')}).",
+        default="none by itself",
+        above=0.0,
+        below=1.0,
+        error=BudgetError,
+    )
     ratio_of: RatioOf = setting(
         "blocks", "Parameters that count: those that can be pruned, or all of them.", functions=True
     )
@@ -192,6 +201,9 @@ class BudgetSettings(Section):
         for name in ("skip", "sites"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
+        if self.kv_ratio is not None and "heads" not in self.sites:
+            # Nothing else makes the cache smaller.
+            object.__setattr__(self, "sites", (*self.sites, "heads"))
 
 
 @dataclass(frozen=True)

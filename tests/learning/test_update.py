@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dispfx.learning.hypernetwork import ElementwiseLogits
-from dispfx.learning.objective import budget_loss
+from dispfx.learning.objective import Term, budget_loss
 from dispfx.learning.update import Surrogate, Update, fastest_update
 from dispfx.plan.hardening import ParameterCount
 from tests.learning.tiny_decoder import untrained_decoder
@@ -45,6 +45,21 @@ def test_the_budget_of_masks_reaches_the_logits_by_the_slopes_of_the_masks(shape
     torch.testing.assert_close(gradient, expected)
     left = COUNT.count(masks).mean()
     assert found.tolist() == pytest.approx([2.5, over.item(), left.item(), expected.norm().item()])
+
+
+def test_a_further_term_adds_its_own_budget_loss():
+    masks, slopes = numbers(SAMPLES, FEATURES).round(), numbers(SAMPLES, FEATURES)
+    bytes_N, nothing = numbers(FEATURES).double(), torch.zeros(SAMPLES, FEATURES)
+    term = Term(lambda masks: masks.double() @ bytes_N + 7.0, 9.0)
+    leaf = masks.clone().requires_grad_()
+    over = (
+        budget_loss(COUNT.count(leaf), 0.5 * COUNT.dense).mean() + budget_loss(term.count(leaf), 9.0).mean()
+    )
+    (expected,) = torch.autograd.grad(WEIGHT * over, leaf)
+    both = Update(ElementwiseLogits(SIZES, 0.3), COUNT.count, 0.5 * COUNT.dense, WEIGHT, further=[term])
+    gradient, found = gradient_of(both, Surrogate(nothing, nothing), Surrogate(masks, slopes))
+    torch.testing.assert_close(gradient, (expected * slopes).sum(0))
+    assert found[1].item() == pytest.approx(over.item())
 
 
 def test_the_budget_of_probabilities_has_the_gradient_of_their_count():
