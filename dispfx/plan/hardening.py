@@ -6,8 +6,8 @@ Hardening is deterministic (the same logits always give the same selections):
    aligned widths are closest to the budget.  Every site keeps at least its best feature.
 2. **Align.**  A width becomes the nearest multiple of `budget.align`, or the full width; within a site the
    features with the largest logits stay.  If experts have their own features, the width is per expert.
-3. **Repair.**  While the count is off by more than `CLOSE`, single steps of one site's width bring
-   it closer (`WidthSearch.settled`).
+3. **Repair.**  While the count is off by more than `CLOSE`, the moves of widths that bring it there at the
+   smallest cost in logits are made (`WidthSearch.settled`).
 4. **Never slower.**  With a latency table, branches that would be slower when cut keep all of their features,
    and the remaining branches are settled again, until no branch is slower.
 5. **Cache.**  With a share of the KV cache to remove, the heads that stay are chosen first

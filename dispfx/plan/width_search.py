@@ -1,18 +1,16 @@
 """Search for widths whose parameter count comes close to a target.
 
-Starting from one threshold over all groups, `settled` moves widths by steps:
-
-1. Single steps that bring the count closer, first the one that gives up the smallest logit margin per
-   parameter.  The margin of a feature is the distance of its logit from the threshold.
-2. If no single step helps: a step up of one group with a step down of another, the closest pair first.
-3. If no pair helps and the count is not within `PROMISED` (few or wide groups): a step away of one group,
-   the smallest margin first, which then stays while the remaining groups move as in 1 and 2.
+Starting from one threshold over all groups, `settled` moves widths by a few steps.  The margin of a feature
+is the distance of its logit from the threshold, and that of a move the sum over its features.  Of all moves
+that bring the count within `CLOSE`, those that give up the smallest margin are taken, and the closest if there
+are none (`dispfx.plan.knapsack`).  Two axes of one weight may move together, so the exact count decides, and
+the search goes on from there.
 
 Groups that keep equally many features (`Groups.widths`) move together, and start at the mean of their
 threshold widths.
 
-All orders are fixed, so the same logits give the same widths.  Shapes: G groups, N features of all
-groups.
+All orders are fixed, so the same logits give the same widths.  Shapes: G groups, N features of all groups,
+O moves of a group.
 """
 
 from collections.abc import Iterator
@@ -24,14 +22,17 @@ from torch import Tensor
 
 from dispfx.plan.class_widths import Ranking, Widths
 from dispfx.plan.groups import Groups
+from dispfx.plan.knapsack import Goal, cheapest_moves
 from dispfx.plan.parameter_count import ParameterCount
 
 # Largest distance from the requested ratio, as a share of the dense count, if the widths allow it.
 PROMISED = 0.001
 # Share within which widths are left alone, so that the promise does not depend on the last step.
 CLOSE = 0.0005
-_PAIRS_TRIED = 32
-_AWAY_TRIED = 16
+# Sums of changes are told apart to this share of `CLOSE`.
+_RESOLUTION = 0.25
+# Steps up and down that a move may have: two, and more if few groups share the work.
+_FEWEST, _MOST, _OF_ALL = 2, 16, 256
 
 
 @dataclass(frozen=True)
@@ -71,23 +72,20 @@ class WidthSearch:
 
     def settled(self, widths_G: Tensor, threshold: float) -> Tensor:
         """Return widths within `PROMISED` of the target, or the closest ones found."""
-        best_G = self._descended(widths_G, threshold, self.free)
-        while abs(self.error(best_G)) > PROMISED * self.count.dense:
-            steps_away = self._away(best_G, threshold)
-            others = (
-                self._descended(away_G, threshold, (away_G == best_G) & self.free) for away_G in steps_away
-            )
-            closer_G = next((other_G for other_G in others if self._is_closer(other_G, best_G)), None)
+        while not self._is_close(widths_G):
+            found = self._moved(widths_G, threshold)
+            closer_G = next((one_G for one_G in found if self._is_closer(one_G, widths_G)), None)
             if closer_G is None:
                 break
-            best_G = closer_G
-        return best_G
+            widths_G = closer_G
+        return widths_G
 
     def smallest_step(self, widths_G: Tensor) -> float:
         """Return the smallest number of parameters that one step of one group changes."""
-        steps = [self.widths.above(widths_G), self.widths.below(widths_G)]
-        changes = torch.cat([self._effect(widths_G, step_G, 0.0)[0].abs() for step_G in steps])
-        return float(changes[changes > 0].min()) if bool((changes > 0).any()) else 0.0
+        ways_OG = torch.stack((self.widths.above(widths_G), self.widths.below(widths_G)))
+        change_OG, _ = self._effects(widths_G, ways_OG, 0.0)
+        changes = change_OG.abs()[change_OG != 0]
+        return float(changes.min()) if len(changes) else 0.0
 
     @cached_property
     def _class_G(self) -> Tensor:
@@ -133,64 +131,42 @@ class WidthSearch:
     def _is_closer(self, widths_G: Tensor, than_G: Tensor) -> bool:
         return abs(self.error(widths_G)) < abs(self.error(than_G))
 
-    def _descended(self, widths_G: Tensor, threshold: float, free_G: Tensor) -> Tensor:
-        """Move free groups by steps and pairs of steps while that helps."""
-        while not self._is_close(widths_G):
-            closer_G = self._closer(widths_G, threshold, free_G)
-            if closer_G is None:
-                break
-            widths_G = closer_G
-        return widths_G
+    def _moved(self, widths_G: Tensor, threshold: float) -> Iterator[Tensor]:
+        """Yield the widths after the cheapest moves that come close, and after the closest ones.
 
-    def _closer(self, widths_G: Tensor, threshold: float, free_G: Tensor) -> Tensor | None:
-        error = self.error(widths_G)
-        up_G = torch.where(free_G, self.widths.above(widths_G), widths_G)
-        down_G = torch.where(free_G, self.widths.below(widths_G), widths_G)
-        for candidates in (self._singles, self._pairs):
-            for candidate_G in candidates(up_G, widths_G, down_G, threshold, error):
-                # Estimates ignore that two axes of one weight may move together, so the exact count decides.
-                if self._is_closer(candidate_G, widths_G):
-                    return candidate_G
-        return None
+        Where the change of a long move is not that of its start, shorter moves may help.
+        """
+        groups_G = torch.arange(len(widths_G))
+        # One group stands for those that move with it.
+        first_G = torch.full_like(groups_G, len(groups_G))
+        first_G = first_G.scatter_reduce(0, self._class_G, groups_G, "amin")[self._class_G]
+        close, error = CLOSE * self.count.dense, self.error(widths_G)
+        steps = max(_FEWEST, min(_MOST, _OF_ALL // len(widths_G)))
+        while steps:
+            ways_OG = self._ways(widths_G, steps)
+            change_OG, margin_OG = self._effects(widths_G, ways_OG, threshold)
+            moves_OG = self.free & (first_G == groups_G) & (change_OG != 0)
+            chosen = cheapest_moves(
+                change_OG.where(moves_OG, 0.0),
+                margin_OG.clamp_min(0.0).where(moves_OG, torch.inf),
+                Goal(-error, close, max(1.0, _RESOLUTION * close)),
+            )
+            all_OG = torch.cat((widths_G[None], ways_OG))
+            yield from (all_OG.gather(0, way_G[first_G][None])[0] for way_G in chosen)
+            steps //= 2
 
-    def _singles(
-        self, up_G: Tensor, widths_G: Tensor, down_G: Tensor, threshold: float, error: float
-    ) -> Iterator[Tensor]:
-        next_G = down_G if error > 0 else up_G
-        change_G, margin_G = self._effect(widths_G, next_G, threshold)
-        closer_G = ((change_G + error).abs() < abs(error)) & (next_G != widths_G)
-        price_G = torch.where(closer_G, margin_G / change_G.abs().clamp_min(1.0), torch.inf)
-        for group in price_G.argsort(stable=True)[: int(closer_G.sum())].tolist():
-            yield self._moved(widths_G, next_G, group)
+    def _ways(self, widths_G: Tensor, steps: int) -> Tensor:
+        """Return the widths after up to so many steps up, and down, (O, G)."""
+        ways = []
+        for step in (self.widths.above, self.widths.below):
+            way_G = widths_G
+            for _ in range(steps):
+                way_G = step(way_G)
+                ways.append(way_G)
+        return torch.stack(ways)
 
-    def _pairs(
-        self, up_G: Tensor, widths_G: Tensor, down_G: Tensor, threshold: float, error: float
-    ) -> Iterator[Tensor]:
-        gained_G, _ = self._effect(widths_G, up_G, threshold)
-        lost_G, _ = self._effect(widths_G, down_G, threshold)
-        error_GG = (gained_G[:, None] + lost_G[None, :] + error).abs()
-        # A group cannot move up and down at once, or past its limits.
-        error_GG[self._class_G[:, None] == self._class_G[None, :]] = torch.inf
-        error_GG[up_G == widths_G, :] = torch.inf
-        error_GG[:, down_G == widths_G] = torch.inf
-        errors, order = error_GG.flatten().sort(stable=True)
-        promising = order[errors < abs(error)][:_PAIRS_TRIED].tolist()
-        for up, down in (divmod(index, len(widths_G)) for index in promising):
-            yield self._moved(self._moved(widths_G, up_G, up), down_G, down)
-
-    def _away(self, widths_G: Tensor, threshold: float) -> Iterator[Tensor]:
-        """Yield widths with one group moved, in either direction, smallest margin per parameter first."""
-        next_2G = torch.stack((self.widths.above(widths_G), self.widths.below(widths_G)))
-        effects = [self._effect(widths_G, next_G, threshold) for next_G in next_2G]
-        price_2G = torch.stack([margin_G / change_G.abs().clamp_min(1.0) for change_G, margin_G in effects])
-        price_2G[(next_2G == widths_G) | ~self.free] = torch.inf
-        prices, order = price_2G.flatten().sort(stable=True)
-        for index in order[prices.isfinite()][:_AWAY_TRIED].tolist():
-            direction, group = divmod(index, len(widths_G))
-            yield self._moved(widths_G, next_2G[direction], group)
-
-    def _effect(self, widths_G: Tensor, next_G: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-        """Return the change of the count and the given-up logit margin if one group moves alone.
+    def _effects(self, widths_G: Tensor, ways_OG: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+        """Return the change of the count and the given-up logit margin of every move alone, (O, G) each.
 
         The count is linear in one group's masks unless a weight has two axes in the group.
         """
@@ -198,10 +174,10 @@ class WidthSearch:
             masks = self.ranking.masks(widths_G).requires_grad_()
             self.count.count(self.groups.expand(masks)).backward()
         assert masks.grad is not None
-        change_G = self.ranking.sums_between(masks.grad, widths_G, next_G)
-        margin_G = -self.ranking.sums_between(self.ranking.logits - threshold, widths_G, next_G)
-        return self._summed(change_G), self._summed(margin_G)
-
-    def _moved(self, widths_G: Tensor, next_G: Tensor, group: int) -> Tensor:
-        """Return the widths after a step of a group and of those that move with it."""
-        return torch.where(self._class_G == self._class_G[group], next_G, widths_G)
+        margins_N = threshold - self.ranking.logits
+        of_values = [
+            [self._summed(self.ranking.sums_between(values_N, widths_G, way_G)) for way_G in ways_OG]
+            for values_N in (masks.grad, margins_N)
+        ]
+        change_OG, margin_OG = (torch.stack(values) for values in of_values)
+        return change_OG, margin_OG
