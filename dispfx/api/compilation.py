@@ -51,7 +51,7 @@ from dispfx.words.option_names import option
 
 def compile(
     model: str | nn.Module,
-    ratio: float,
+    ratio: float | None = None,
     data: Any = None,
     out: str | Path | None = None,
     *,
@@ -63,7 +63,7 @@ def compile(
 
     Args:
         model: MODEL (see `dispfx.words.model_origin`), or a module.
-        ratio: share of the counted parameters to remove, in (0, 1).
+        ratio: share of the counted parameters to remove, in (0, 1).  With a `constraint` it may be left out.
         data: texts to learn from (see `dispfx.words.text_origin`), or token ids, (N,) integers; the demo
             brings its own.
         out: folder to write; it must not exist.
@@ -83,7 +83,7 @@ def compile(
 
 def learn_plan(
     model: str | nn.Module,
-    ratio: float,
+    ratio: float | None = None,
     data: Any = None,
     out: str | Path | None = None,
     *,
@@ -158,7 +158,7 @@ def run_compile(
     require_recoverable(settings)
     with held_state(path, settings.output.resume) as state:
         # The pruned weights are in memory next to the dense ones while the folder is written.
-        ready, plan = learn_from(settings, stages, ranks=ranks, copies=2.0 - settings.budget.ratio)
+        ready, plan = learn_from(settings, stages, ranks=ranks, copies=2.0 - (settings.budget.ratio or 0.0))
         task = Task(
             path=path,
             state=state,

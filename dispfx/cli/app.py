@@ -55,7 +55,8 @@ VERBS = (
         required=(),
         defaults={"model": None},
         docs={
-            "ratio": f"Share of the prunable weights to remove. Needed without {option('config')}.",
+            "ratio": "Share of the prunable weights to remove. Needed without "
+            f"{option('config')} or {option('constraint')}.",
             "out": "Folder to write; always needed. It must not exist.",
         },
         build=configured,
@@ -68,7 +69,7 @@ VERBS = (
             *_COMPUTE,
             *_TEXT,
             "bos",
-            *("ratio", "ratio_of", "align", "target", "costs"),
+            *("ratio", "kv_ratio", "constraint", "ratio_of", "align", "target", "costs"),
             *RunSettings.settings_of("output"),
             *_AFTERWARDS,
             "tokenizer",
@@ -78,7 +79,6 @@ VERBS = (
     Verb(
         making.learn,
         RunSettings,
-        required=("ratio",),
         without=("eval_data", "eval_windows", "export", "config", *_AFTERWARDS),
         defaults={"out": Path("plan.safetensors")},
         docs={"out": "Plan file to write. It must not exist."},

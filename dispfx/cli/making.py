@@ -47,7 +47,7 @@ def learn(settings: RunSettings, screen: Screen) -> None:
         return
     from dispfx import api
     from dispfx.distributed.ranks import joined
-    from dispfx.report.plans import cache_plain
+    from dispfx.report.plans import target_plain
 
     learns_on, settings = _placed(settings)
     if settings.output.dry_run:
@@ -66,7 +66,7 @@ def learn(settings: RunSettings, screen: Screen) -> None:
     ratios = {"requested": plan.budget.ratio, "achieved": plan.achieved, "of": plan.budget.of}
     screen.print_json(
         {"plan": str(out), "fingerprint": plan.fingerprint, "ratio": ratios, "sites": sites}
-        | cache_plain(plan.budget, plan.cache)
+        | target_plain(plan.budget, plan.cache, plan.met)
     )
     screen.print_text(f"{out}: removes {plan.achieved:.2%} of {plan.budget.of} ({len(sites)} sites)")
 

@@ -12,11 +12,13 @@ class CacheSize:
         fixed: of attentions, or parts of them, that follow no site.
         by_site: for every site of heads, the bytes of each of its features.
         unknown: why the size is not known; empty if it is.
+        unaffected: why no feature takes a part of it, where that is not because of the sites.
     """
 
     fixed: int = 0
     by_site: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     unknown: str = ""
+    unaffected: str = ""
 
     @property
     def dense(self) -> int:

@@ -6,7 +6,7 @@
     ∂loss/∂logits = Σ over S of ∂loss/∂mask · slope          then one backward pass of the hypernetwork
 
     R = mean over S of budget_loss(count(mask)),             or budget_loss(count(sigmoid(logits))); eased
-      + as much for the cache, if a share of it is asked for
+      + as much for the cache, if a share of it is asked for; with limits, count is the share of the tightest
 
 The masks are a leaf, so several forward passes may accumulate their gradient, and the hypernetwork's
 backward pass runs once per step.  N is the number of features of all groups of sites.
@@ -42,6 +42,8 @@ _SAMPLE_TOLERANCE = 2e-3
 # Cosine of the gradients of one site from the same kernels: 1 up to rounding, far less after a sort.
 _SAMPLE_AGREEMENT = 0.8
 _NOTICED = 1e-3
+# What a share of 1 is in a budget loss, whose numbers are at least 1.
+_WHOLE = 1e6
 
 Gated = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
@@ -75,6 +77,7 @@ class Problem:
         ranks: the processes that share every batch.
         scoring: told how many sequences were scored, and of how many.
         cache_target: bytes of the cache per token that should remain; None without a share of its own.
+        floor: with limits, the ratio that was asked for, or 0.
     """
 
     gated: Gated
@@ -88,14 +91,27 @@ class Problem:
     ranks: Ranks = ALONE
     scoring: Callable[[int, int], None] = lambda done, total: None
     cache_target: float | None = None
+    floor: float = 0.0
 
     @property
     def further_terms(self) -> list[Term]:
         """The terms of the budget loss besides that of the parameters."""
         cache, target = self.count.cache, self.cache_target
-        if cache is None or target is None:
-            return []
-        return [Term(lambda masks: cache.count(self.groups.expand(masks)), target)]
+        terms = [Term(self._tightest, _WHOLE)] if self.count.limits else []
+        if cache is not None and target is not None:
+            terms.append(Term(lambda masks: cache.count(self.groups.expand(masks)), target))
+        return terms
+
+    def remaining(self, masks: Tensor) -> Tensor:
+        """Return the remaining parameters under masks (G,) or (S, G) of all groups."""
+        return self.count.count(self.groups.expand(masks))
+
+    def _tightest(self, masks: Tensor) -> Tensor:
+        """Return the largest share of a limit, or of the ratio that was asked for, that is taken."""
+        shares = [limit.left(self.groups.expand(masks)) / limit.most for limit in self.count.limits]
+        if self.floor:
+            shares.append(self.remaining(masks) / ((1.0 - self.floor) * self.count.dense))
+        return _WHOLE * torch.stack(shares).amax(0)
 
     @property
     def features(self) -> int:
@@ -181,8 +197,9 @@ class Learner:
         self._shape = problem.mask_shape
         plain = Update(
             self._hypernetwork,
-            self._count,
-            problem.target,
+            problem.remaining,
+            # Limits decide how much remains.
+            None if problem.count.limits else problem.target,
             settings.lambda_,
             settings.budget_width,
             problem.further_terms,
@@ -251,9 +268,6 @@ class Learner:
         if self.position.bad_in_a_row >= settings.max_bad_steps:
             raise _diverged(self.position, numbers[0])
         return StepOutcome(numbers[0], numbers[1], 1.0 - numbers[2] / problem.count.dense, finite)
-
-    def _count(self, masks: Tensor) -> Tensor:
-        return self.problem.count.count(self.problem.groups.expand(masks))
 
     def _optimize(self, numbers: Tensor) -> None:
         """Step the optimizer; nothing changes if one of the numbers is not finite."""

@@ -5,7 +5,7 @@ saving a state that a killed run resumes from, and hardens the final logits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
@@ -16,7 +16,6 @@ from torch import Tensor
 from dispfx.distributed.ranks import ALONE, RankLost, Ranks
 from dispfx.errors import DataError, DispfxError, memory_shortage
 from dispfx.files.disk import cannot_write
-from dispfx.ir.cache_size import CacheSize
 from dispfx.ir.sites import Site
 from dispfx.learning.follower import Start, follow, held_out_loss, measures, send_start, send_stop
 from dispfx.learning.interrupt import ending_as_interrupt, uninterrupted
@@ -72,7 +71,7 @@ class LearningTask:
         fingerprint: of the decoder; a state of another decoder is rejected.
         start_from: kept indices of the plan that learning starts from.
         dtype: of the decoder, where known; a state of another type is rejected.
-        cache: of the decoder, for a budget that names a share of it.
+        count: of what the budget counts; by default the parameters that its ratio counts.
     """
 
     gated: Gated
@@ -86,7 +85,7 @@ class LearningTask:
     fingerprint: str | None = None
     start_from: Sequence[Tensor] | None = None
     dtype: torch.dtype | None = None
-    cache: CacheSize | None = None
+    count: ParameterCount | None = None
 
     def problem(self) -> Problem:
         """Return the constants of learning, on the device.
@@ -103,7 +102,7 @@ class LearningTask:
                 f"settings ask for {settings.batch_size} × {settings.seq_len}"
             )
         self.ranks.check(settings.batch_size, settings.samples)
-        count = ParameterCount.of_budget(self.budget, self.sites, self.shapes, self.cache)
+        count = self.count or ParameterCount.of_sites(self.sites, self.shapes, self.budget.of)
         groups = Groups.of_run(self.sites, constrained=settings.constrained)
         check_reachable(self.sites, count, self.budget, groups=groups)
         return Problem(
@@ -117,6 +116,7 @@ class LearningTask:
             device=device,
             ranks=self.ranks,
             cache_target=None if count.cache is None else self.budget.cache_left(count.cache.dense),
+            floor=self.budget.floor,
         )
 
 
@@ -198,7 +198,7 @@ def _identity(problem: Problem, task: LearningTask) -> Identity:
     return {
         "decoder": task.fingerprint,
         "sites": [[site.name, site.size] for site in problem.sites],
-        "budget": asdict(task.budget.recorded),
+        "budget": task.budget.plain,
         "settings": settings,
         "text": problem.text.digest,
         "device": problem.device.type,

@@ -46,7 +46,7 @@ class Update:
     Args:
         hypernetwork: without inputs, gives logits (N,).
         count: masks (N,) or (S, N) -> remaining parameters, one number per sample.
-        target: number of parameters that should remain.
+        target: number of parameters that should remain; None if only the further terms have a target.
         weight: λ, of the budget loss.
         width: of the quadratic part of the budget loss.
         further: terms of the budget loss.
@@ -59,7 +59,7 @@ class Update:
         self,
         hypernetwork: Hypernetwork,
         count: Count,
-        target: float,
+        target: float | None,
         weight: float,
         width: float = 0.0,
         further: Sequence[Term] = (),
@@ -101,7 +101,7 @@ class Update:
     def _back(self, logits_N: Tensor, loss: Tensor, of_masks: Surrogate, counted: Surrogate) -> "_Gradients":
         leaf = counted.values.detach().requires_grad_()
         left = self._count(leaf)
-        over = [budget_loss(left, self._target)]
+        over = [] if self._target is None else [budget_loss(left, self._target)]
         over += [budget_loss(term.count(leaf), term.target) for term in self._further]
         pull = self._weight * torch.stack([eased(one, self._width).mean() for one in over]).sum()
         (of_counted,) = torch.autograd.grad(pull, leaf)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dispfx.plan.cache_count import CacheCount
 from dispfx.plan.class_widths import Ranking
 from dispfx.plan.groups import Groups
+from dispfx.plan.linear_count import LinearCount
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class CacheCut:
     left: int
 
 
-def cut_cache(ranking: Ranking, groups: Groups, cache: CacheCount, target: int) -> CacheCut:
+def cut_cache(ranking: Ranking, groups: Groups, cache: LinearCount, target: int) -> CacheCut:
     """Return the widths that leave at most `target` bytes per token, and as few bytes less as possible.
 
     Where even one head per attention is more than the target, that is what stays.
@@ -65,10 +65,10 @@ class _Units:
     bytes_U: Tensor
 
 
-def _bytes_of_groups(groups: Groups, cache: CacheCount) -> Tensor:
+def _bytes_of_groups(groups: Groups, cache: LinearCount) -> Tensor:
     """Sum the bytes of the sites of a group, which share their features: (N,)."""
     feature_of = groups.expand(torch.arange(groups.features))
-    return torch.zeros(groups.features, dtype=torch.float64).index_add(0, feature_of, cache.bytes_N)
+    return torch.zeros(groups.features, dtype=torch.float64).index_add(0, feature_of, cache.each_N)
 
 
 def _units(ranking: Ranking, groups: Groups, bytes_N: Tensor, of_heads_G: Tensor) -> _Units:

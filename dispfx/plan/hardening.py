@@ -13,6 +13,9 @@ Hardening is deterministic (the same logits always give the same selections):
 5. **Cache.**  With a share of the KV cache to remove, the heads that stay are chosen first
    (`dispfx.plan.cache_cut`), and all other sites meet the ratio by rules 1 to 4.
 
+6. **Constraints.**  With limits, the ratio is the smallest at which rules 1 to 5 give widths that meet all of
+   them (`dispfx.plan.limit_search`).  It is never less than the ratio that was asked for.
+
 Entry points: `ParameterCount` (number of remaining parameters), `check_reachable`, `harden`,
 `hard_masks`.
 """
@@ -20,17 +23,21 @@ Entry points: `ParameterCount` (number of remaining parameters), `check_reachabl
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dispfx.errors import BudgetError, PassError
+from dispfx.ir.program import Program
 from dispfx.ir.sites import Site
 from dispfx.plan.budget import Budget
 from dispfx.plan.cache_cut import CacheCut, cut_cache
 from dispfx.plan.class_widths import Ranking, Widths
+from dispfx.plan.decoder_count import count_of
 from dispfx.plan.groups import Groups
 from dispfx.plan.latency_table import LatencyTable, branch_costs
+from dispfx.plan.limit_search import within_limits
 from dispfx.plan.parameter_count import ParameterCount
 from dispfx.plan.width_search import CLOSE, WidthSearch
 from dispfx.words.option_names import option
@@ -84,16 +91,63 @@ def harden(
     """
     groups = Groups.alone(sites) if groups is None else groups
     whole = _search(logits, groups, count, budget)
+    if count.limits:
+        aimed = replace(whole, target=(1.0 - budget.floor) * count.dense)
+        start_G = _at_ratio(aimed, sites, replace(budget, ratio=budget.floor)) if budget.floor else whole.most
+        nearest = partial(_nearest, sites=sites, costs=budget.costs)
+        widths_G = within_limits(whole, nearest, start_G, sites, budget)
+    else:
+        widths_G = _at_ratio(whole, sites, budget)
+    selections = whole.ranking.selections(widths_G)
+    return [selections[group].clone() for group in groups.of_site]
+
+
+def fitting_budget(budget: Budget, program: Program, *, constrained: bool) -> Budget:
+    """Return the budget with the ratio that its constraints need if all features matter equally.
+
+    Without constraints it is returned as it is.
+
+    Args:
+        constrained: as in the settings of learning.
+
+    Raises:
+        BudgetError: as `harden`, or if the dense decoder meets the constraints.
+    """
+    if not budget.constraints:
+        return budget
+    count, groups = count_of(budget, program), Groups.of_run(program.sites, constrained=constrained)
+    kept = harden(torch.zeros(groups.features), program.sites, count, budget, groups=groups)
+    left = count.count_kept(hard_masks(program.sites, kept))
+    return budget.removing(1.0 - left / count.dense)
+
+
+def _at_ratio(whole: WidthSearch, sites: Sequence[Site], budget: Budget) -> Tensor:
+    """Return the widths that meet the ratio (rules 1 to 5).
+
+    Raises:
+        BudgetError: if there are none.
+    """
     widths_G = whole.held_widths
     for search in _parts(whole):
         _check_reachable(search, budget)
         own_G = search.free
-        search, found_G = _never_slower(search, sites, groups, budget.costs)
+        search, found_G = _never_slower(search, sites, budget.costs)
         if not _is_met(search, found_G, budget):
-            raise _not_met(budget, 1.0 - (search.target + search.error(found_G)) / count.dense)
+            raise _not_met(budget, 1.0 - (search.target + search.error(found_G)) / search.count.dense)
         widths_G = torch.where(own_G, found_G, widths_G)
-    selections = whole.ranking.selections(widths_G)
-    return [selections[group].clone() for group in groups.of_site]
+    return widths_G
+
+
+def _nearest(
+    whole: WidthSearch, ratio: float, *, sites: Sequence[Site], costs: LatencyTable | None
+) -> Tensor:
+    """Return the widths that come closest to a ratio."""
+    whole = replace(whole, target=(1.0 - ratio) * whole.count.dense)
+    widths_G = whole.held_widths
+    for search in _parts(whole):
+        found_G = _never_slower(search, sites, costs)[1]
+        widths_G = torch.where(search.free, found_G, widths_G)
+    return widths_G
 
 
 def _parts(whole: WidthSearch) -> list[WidthSearch]:
@@ -125,18 +179,19 @@ def _parts(whole: WidthSearch) -> list[WidthSearch]:
 
 
 def _never_slower(
-    search: WidthSearch, sites: Sequence[Site], groups: Groups, costs: LatencyTable | None
+    search: WidthSearch, sites: Sequence[Site], costs: LatencyTable | None
 ) -> tuple[WidthSearch, Tensor]:
     """Return the search with slower branches kept dense, and its widths.
 
     Heads that the share of the cache leaves stay as they are.
     """
+    groups = search.groups
     of_site = torch.tensor(groups.of_site)
     while True:
         widths_G = search.settled(*search.threshold())
         if costs is None:
             return search, widths_G
-        masks = search.groups.expand(search.ranking.masks(widths_G)).split([site.size for site in sites])
+        masks = groups.expand(search.ranking.masks(widths_G)).split([site.size for site in sites])
         found = branch_costs(costs, sites, search.count.shapes, masks)
         movable = {
             site.branch for site, group in zip(sites, groups.of_site, strict=True) if search.free[group]
@@ -163,6 +218,9 @@ def check_reachable(
             If the ratio and the share of the cache exclude each other, with what can be reached.
     """
     groups = Groups.alone(sites) if groups is None else groups
+    if count.limits:
+        harden(torch.zeros(groups.features), sites, count, budget, groups=groups)
+        return
     generator = torch.Generator().manual_seed(0)
     tried = [torch.zeros(groups.features)]
     tried += [torch.randn(groups.features, generator=generator) for _ in range(_RANDOM_TRIES)]

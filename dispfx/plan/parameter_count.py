@@ -32,15 +32,14 @@ import torch
 from torch import Tensor
 
 from dispfx.errors import BudgetError
-from dispfx.ir.cache_size import CacheSize
 from dispfx.ir.sites import Site
 from dispfx.plan.axes import AxisSize, Features, axis_sizes, expert_axes
-from dispfx.plan.budget import Budget, Counted
-from dispfx.plan.cache_count import CacheCount
+from dispfx.plan.budget import Counted
 from dispfx.plan.groups import Groups
+from dispfx.plan.limit import Limit
+from dispfx.plan.linear_count import LinearCount
 from dispfx.plan.own_cost import OwnCost
 from dispfx.settings.sections import RatioOf
-from dispfx.words.option_names import option
 from dispfx.words.own_function import names_function, own_function, shown
 
 
@@ -57,7 +56,8 @@ class ParameterCount:
         fixed: counted parameters that no site cuts.
         shapes: of the parameters that some site cuts.
         own: a user's cost, in place of parameters.
-        cache: of the same sites, where it is known and asked for.
+        cache: bytes of the KV cache per token, where the budget names a share of it.
+        limits: of the constraints of the budget.
     """
 
     dense: int
@@ -78,17 +78,22 @@ class ParameterCount:
     _product_axes_PJ: Tensor  # padded with X
     _product_weight_P: Tensor
     own: OwnCost | None = None
-    cache: CacheCount | None = None
+    cache: LinearCount | None = None
+    limits: tuple[Limit, ...] = ()
 
     @staticmethod
     def of_sites(
-        sites: Sequence[Site], shapes: Mapping[str, tuple[int, ...]], budget_of: Counted = "blocks"
+        sites: Sequence[Site],
+        shapes: Mapping[str, tuple[int, ...]],
+        budget_of: Counted = "blocks",
+        item_bytes: Mapping[str, int] | None = None,
     ) -> "ParameterCount":
         """Return the count of a decoder.
 
         Args:
             sites: in the order of the flat mask vector.
             shapes: of every parameter by path; tied ones once.
+            item_bytes: of every parameter by path, to count bytes in place of parameters.
 
         Raises:
             BudgetError: if no site cuts a parameter, or a function of the user returns no cost.
@@ -104,11 +109,12 @@ class ParameterCount:
             )
         cut = {path for path, _ in sizes}
         counted = set(shapes) if budget_of == "total" else cut
-        dense = sum(prod(shapes[path]) for path in counted)
-        fixed = dense - sum(prod(shapes[path]) for path in cut)
+        each = dict.fromkeys(shapes, 1) if item_bytes is None else item_bytes
+        dense = sum(prod(shapes[path]) * each[path] for path in counted)
+        fixed = dense - sum(prod(shapes[path]) * each[path] for path in cut)
         rows = list(dict.fromkeys(sizes.values()))
         atoms = features.atoms(rows)
-        products = _products(sizes, shapes, rows, expert_axes(sites))
+        products = _products(sizes, shapes, rows, expert_axes(sites), each)
         own = None
         if budget_of not in get_args(RatioOf):
             if not names_function(budget_of):
@@ -135,33 +141,6 @@ class ParameterCount:
             own,
         )
 
-    @staticmethod
-    def of_budget(
-        budget: Budget,
-        sites: Sequence[Site],
-        shapes: Mapping[str, tuple[int, ...]],
-        cache: CacheSize | None,
-    ) -> "ParameterCount":
-        """Return the count of what a budget counts: parameters, and the cache if it names a share of it.
-
-        Args:
-            cache: of the decoder.
-
-        Raises:
-            BudgetError: if the size of the cache is needed and not known.
-            BudgetError, SourceError, PassError: as `of_sites`.
-        """
-        count = ParameterCount.of_sites(sites, shapes, budget.of)
-        if budget.kv_ratio is None:
-            return count
-        if cache is None or cache.unknown:
-            raise BudgetError(
-                "a share of the KV cache was requested, but its size is not known: "
-                + ("sites of a graph without a cache tell it" if cache is None else cache.unknown),
-                hint=f"leave out {option('kv_ratio')}",
-            )
-        return replace(count, cache=CacheCount.of_sites(sites, cache))
-
     def to(self, device: torch.device | str) -> "ParameterCount":
         """Return the same count with its tables on `device`."""
         tables = {
@@ -169,7 +148,13 @@ class ParameterCount:
             for entry in fields(self)
             if isinstance(value := getattr(self, entry.name), Tensor)
         }
-        return replace(self, cache=None if self.cache is None else self.cache.to(device), **tables)
+        cache = None if self.cache is None else self.cache.to(device)
+        limits = tuple(limit.to(device) for limit in self.limits)
+        return replace(self, cache=cache, limits=limits, **tables)
+
+    def with_targets(self, cache: LinearCount | None, limits: Sequence[Limit]) -> "ParameterCount":
+        """Return the same count with what a budget has as targets besides its ratio."""
+        return replace(self, cache=cache, limits=tuple(limits))
 
     def count(self, masks: Tensor) -> Tensor:
         """Return T(s) in float64, differentiable in the masks.
@@ -261,8 +246,13 @@ def _products(
     shapes: Mapping[str, tuple[int, ...]],
     rows: Sequence[AxisSize],
     counted: Mapping[str, int],
+    each: Mapping[str, int],
 ) -> tuple[Tensor, Tensor]:
-    """Return (P, J) axis sizes that are multiplied and (P,) weights, the product of all other axes."""
+    """Return (P, J) axis sizes that are multiplied and (P,) weights, the product of all other axes.
+
+    Args:
+        each: how much one number of a parameter counts.
+    """
     row_of = {row: index for index, row in enumerate(rows)}
     cut_axes: dict[str, dict[int, int]] = {}
     for (path, axis), size in sizes.items():
@@ -272,7 +262,7 @@ def _products(
         factors = {*cut, counted.get(path)}
         uncut = prod(size for axis, size in enumerate(shapes[path]) if axis not in factors)
         key = tuple(sorted(cut.values()))
-        merged[key] = merged.get(key, 0) + uncut
+        merged[key] = merged.get(key, 0) + uncut * each[path]
     longest = max(len(axes) for axes in merged)
     padded = [[*axes, *[len(rows)] * (longest - len(axes))] for axes in merged]
     return torch.tensor(padded), torch.tensor(list(merged.values()), dtype=torch.float64)

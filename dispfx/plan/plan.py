@@ -9,6 +9,7 @@ number of experts.  Plans without this entry have one selection for all experts,
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -29,6 +30,7 @@ from dispfx.ir.program import Program, require_program
 from dispfx.ir.shown_tables import plan_html, plan_text
 from dispfx.ir.sites import STREAM, Site
 from dispfx.plan.budget import Budget, Counted
+from dispfx.plan.decoder_count import count_of
 from dispfx.plan.hardening import ParameterCount, hard_masks, harden
 from dispfx.plan.latency_table import LatencyTable
 from dispfx.settings.sections import FurtherSites, Select
@@ -109,6 +111,23 @@ class CacheLeft:
         return 1.0 - self.pruned / self.dense
 
 
+@dataclass(frozen=True)
+class Met:
+    """How a constraint is met, in bytes.
+
+    Args:
+        text: of the constraint.
+        dense: what the dense decoder takes.
+        most: what was allowed.
+        left: what the pruned decoder takes.
+    """
+
+    text: str
+    dense: int
+    most: float
+    left: int
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """The kept features of every site, for one decoder.
@@ -126,6 +145,7 @@ class Plan:
         made_from: digests of the decoder, text and settings of the run that learned it, by name; empty for a
             plan made otherwise.
         cache: of a budget with a share of the KV cache, what the selections leave of it.
+        met: how the selections meet the constraints of the budget.
     """
 
     fingerprint: str
@@ -139,6 +159,7 @@ class Plan:
     bos: tuple[int, ...] = ()
     made_from: Mapping[str, str] = field(default_factory=dict, compare=False)
     cache: CacheLeft | None = None
+    met: tuple[Met, ...] = ()
 
     @property
     def select(self) -> Select:
@@ -269,7 +290,7 @@ class Plan:
         """Return the plan that keeps `kept[i]`, as in `from_masks`, at site i of `program`."""
         from dispfx.plan.plan_making import checked_indices
 
-        count = ParameterCount.of_budget(budget, program.sites, program.shapes, program.cache)
+        count = count_of(budget, program)
         indices = [checked_indices(site, mask) for site, mask in zip(program.sites, kept, strict=True)]
         masks = hard_masks(program.sites, indices)
         left = count.count_kept(masks)
@@ -279,6 +300,7 @@ class Plan:
         )
         versions = {"torch": torch.__version__}
         achieved = 1.0 - left / count.dense
+        budget = budget.removing(achieved)
         cache = count.cache
         return Plan(
             program.fingerprint,
@@ -289,6 +311,7 @@ class Plan:
             versions,
             program.lengths,
             cache=None if cache is None else CacheLeft(cache.dense, cache.count_kept(masks)),
+            met=tuple(Met(one.text, one.dense, one.most, one.left_of(masks)) for one in count.limits),
         )
 
     def __repr__(self) -> str:
@@ -389,12 +412,13 @@ class Plan:
         header = {
             "schema_version": self.schema_version,
             "fingerprint": self.fingerprint,
-            "budget": {name: value for name, value in asdict(self.budget).items() if value is not None},
+            "budget": {name: value for name, value in self.budget.plain.items() if value is not None},
             "achieved": self.achieved,
             "seed": self.seed,
             "versions": dict(self.versions),
             **({"made_from": dict(self.made_from)} if self.made_from else {}),
             **({} if self.cache is None else {"cache": asdict(self.cache)}),
+            **({"met": [asdict(one) for one in self.met]} if self.met else {}),
             # The line of the user's code at which they end is not part of a plan.
             **({} if self.lengths is None else {"lengths": asdict(replace(self.lengths, where=None))}),
             "sites": [
@@ -473,6 +497,7 @@ def _plan_of_header(header: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
         bos=bos,
         made_from=made_from,
         cache=_checked_cache(header.get("cache")),
+        met=tuple(_checked_met(entry) for entry in header.get("met", ())),
     )
 
 
@@ -499,12 +524,27 @@ def _checked_cache(entry: dict[str, Any] | None) -> CacheLeft | None:
     return cache
 
 
+def _checked_met(entry: dict[str, Any]) -> Met:
+    found = Met(str(entry["text"]), int(entry["dense"]), float(entry["most"]), int(entry["left"]))
+    if found.left < 0 or found.dense < 1 or not 0.0 < found.most < math.inf:
+        raise ValueError(f"a constraint is met in an impossible way: {found}")
+    return found
+
+
 def _checked_budget(entry: dict[str, Any]) -> Budget:
     costs = LatencyTable.of_plain(entry["costs"]) if entry.get("costs") is not None else None
     if names_function(entry["of"]):
         raise ValueError(f"its budget names a function to run: {entry['of']}")
     try:
-        return Budget(float(entry["ratio"]), entry["of"], int(entry["align"]), costs, entry.get("kv_ratio"))
+        return Budget(
+            float(entry["ratio"]),
+            entry["of"],
+            int(entry["align"]),
+            costs,
+            entry.get("kv_ratio"),
+            tuple(entry.get("constraints", ())),
+            float(entry.get("floor", 0.0)),
+        )
     except DispfxError as error:
         raise ValueError(f"its budget is impossible: {error.problem}") from error
 

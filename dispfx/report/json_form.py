@@ -32,6 +32,7 @@ _OPTIONAL = (
     "lengths",
     "cache",
     "kv_ratio",
+    "constraints",
     "quantized",
 )
 Shape = typing.TypeVar("Shape")

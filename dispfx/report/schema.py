@@ -86,6 +86,23 @@ class CacheRatio:
 
 
 @dataclass(frozen=True)
+class MetConstraint:
+    """How a plan meets a constraint, in bytes.
+
+    Args:
+        text: of the constraint.
+        dense: what the dense decoder takes.
+        most: what was allowed.
+        left: what the pruned decoder takes, as counted before it was written.
+    """
+
+    text: str
+    dense: int
+    most: float
+    left: int
+
+
+@dataclass(frozen=True)
 class Protocol:
     """How perplexity was measured; the fields are those of `dispfx.quality.perplexity.Perplexity`."""
 
@@ -293,6 +310,7 @@ class Report:
         onnx_without_cache: why the ONNX model written with the folder has no KV cache, if it has none.
         cache: of a plan that prunes heads, for a decoder of transformers.
         kv_ratio: of a budget that names a share of the KV cache; not written when None.
+        constraints: of the budget; not written when empty.
         lengths: sequence lengths for which the decoder's graph holds; None in older reports.
         settings: every setting of the run by section (`dispfx.settings.RunSettings`); None if a plan was
             applied.
@@ -321,6 +339,7 @@ class Report:
     lengths: Lengths | None = None
     cache: CacheBytes | None = None
     kv_ratio: CacheRatio | None = None
+    constraints: tuple[MetConstraint, ...] = ()
     quantized: tuple[Quantized, ...] = ()
 
     @property

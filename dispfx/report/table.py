@@ -14,6 +14,7 @@ from dispfx.ir.shown_tables import html_table
 from dispfx.report.numbers import shown_perplexity
 from dispfx.report.quantized import quantized_rows
 from dispfx.verification.equivalence import Verification
+from dispfx.words.constraint_text import in_bytes
 
 Row = tuple[str, str, str, str]
 _HEADER: Row = ("", "before", "after", "change")
@@ -127,12 +128,12 @@ def _size_rows(report: Any) -> list[Row]:
             _change(size.dense, size.pruned),
         ),
         ("ratio removed", f"{ratio.requested:.2%} requested", f"{ratio.achieved:.2%} achieved", note),
-        *_head_rows(report),
+        *_target_rows(report),
     ]
 
 
-def _head_rows(report: Any) -> list[Row]:
-    """Return rows for key/value heads and the KV cache, of a plan that prunes heads."""
+def _target_rows(report: Any) -> list[Row]:
+    """Return rows for key/value heads, the KV cache and constraints, where there are any."""
     heads = [site for site in report.sites if site.kind == "heads"]
     rows: list[Row] = []
     if heads:
@@ -146,6 +147,10 @@ def _head_rows(report: Any) -> list[Row]:
         rows.append(
             ("KV cache removed", f"{asked:.2%} requested", f"{removed:.2%} achieved", "in whole heads")
         )
+    rows += [
+        (one.text, in_bytes(one.dense), in_bytes(one.left), _change(one.dense, one.left))
+        for one in report.constraints
+    ]
     return rows
 
 

@@ -42,4 +42,4 @@ def confirmed_cache(program: Program, model: nn.Module) -> CacheSize | None:
     if measured == size.dense:
         return replace(size, unknown="")
     reason = f"it caches {measured:,} bytes per token, and its attentions read {size.dense:,}"
-    return CacheSize(measured, unknown=reason)
+    return CacheSize(measured, unaffected=reason)

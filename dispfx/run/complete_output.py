@@ -74,7 +74,11 @@ def complete_plan(settings: RunSettings, stages: Stages, ranks: Ranks = ALONE) -
     if not (settings.output.resume and path.is_file()):
         return None
     plan = Plan.load(path)
-    made, asked = ({"ratio": one.ratio, "kv_ratio": one.kv_ratio} for one in (plan.budget, settings.budget))
+    budget, names = settings.budget, ("ratio", "kv_ratio", "constraint")
+    made: dict[str, Any] = {"kv_ratio": plan.budget.kv_ratio, "constraint": [*plan.budget.constraints]}
+    if not plan.budget.constraints:
+        made["ratio"] = plan.budget.ratio  # with constraints it is what they needed
+    asked = {name: getattr(budget, name) for name in names} | {"constraint": [*budget.constraint]}
     _require_same(path, made, asked)
     ready = ready_to_learn(settings, stages, ranks=ranks)
     require_made_from(path, plan.made_from, made_by(settings, ready))

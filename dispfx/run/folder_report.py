@@ -3,6 +3,7 @@
 import platform
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from dispfx.report import (
     CacheBytes,
     CacheRatio,
     FolderContents,
+    MetConstraint,
     Parameters,
     PerplexityChange,
     Protocol,
@@ -64,6 +66,7 @@ def report_of(
     return Report(
         ratio=Ratio(task.plan.budget.ratio, task.plan.achieved, str(task.plan.budget.of)),
         kv_ratio=_cache_ratio(task.plan),
+        constraints=tuple(MetConstraint(**asdict(one)) for one in task.plan.met),
         parameters=Parameters(
             dense=task.program.size,
             pruned=parameters,

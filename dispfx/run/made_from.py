@@ -6,7 +6,6 @@ Names say little of it: a file or a folder may hold something else by now, and a
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,7 @@ def made_by(settings: RunSettings, ready: Ready) -> dict[str, str]:
     # What is fitted to the device depends on where a run works.
     fitted = settings.learning.adaptable
     chosen = {name: one for name, one in settings_identity(ready.settings).items() if name not in fitted}
-    budget = {**asdict(ready.budget.recorded), "align": settings.budget.align}
-    if budget["kv_ratio"] is None:
-        del budget["kv_ratio"]  # as outputs of versions without it
+    budget = {**ready.budget.plain, "align": settings.budget.align}
     sites = [[site.name, site.size] for site in ready.learned_on.sites]
     recovery = [settings.afterwards.recover, settings.afterwards.recover_steps]
     return {

@@ -24,6 +24,8 @@ from dispfx.learning.text import Batches, TokenBatches, token_vector
 from dispfx.learning.trainer import Learned, LearningTask, Watch, follow_run
 from dispfx.learning.trainer import learn as learn_masks
 from dispfx.plan.budget import Budget
+from dispfx.plan.decoder_count import count_of
+from dispfx.plan.hardening import fitting_budget
 from dispfx.plan.plan import Plan
 from dispfx.run.fitting import fitted_settings, settings_for
 from dispfx.run.learning_setup import device_of_learning, prepared_loss
@@ -33,7 +35,7 @@ from dispfx.words.chosen_device import require_default_device
 from dispfx.words.option_names import option
 from dispfx.words.own_function import shown
 
-_OF_BUDGET = ("ratio_of", "align", "costs", "kv_ratio")
+_OF_BUDGET = ("ratio_of", "align", "costs", "kv_ratio", "constraint")
 
 
 @torch.inference_mode(False)
@@ -41,7 +43,7 @@ _OF_BUDGET = ("ratio_of", "align", "costs", "kv_ratio")
 def learn(
     program: Program,
     data: Tensor | np.ndarray | Sequence[int] | Batches,
-    ratio: float,
+    ratio: float | None = None,
     *,
     settings: LearnSettings | None = None,
     compute: ComputeSettings | None = None,
@@ -57,7 +59,7 @@ def learn(
         program: of the decoder, on the device to learn on.
         data: token ids, (N,) integers, as a tensor, numpy array or list, whose last tenth is held out; or
             batches that are already cut as the settings say.
-        ratio: share of the counted parameters to remove, in (0, 1).
+        ratio: share of the counted parameters to remove, in (0, 1).  With a `constraint` it may be left out.
         settings: of the learning; those of the `informed` recipe by default.
         compute: how the decoder is run: compiled, with checkpoints, sharded; the default suits the device.
         watch: where the state is kept, and the observer.
@@ -100,7 +102,7 @@ def learn(
     job = LearningJob(
         program=program,
         text=text,
-        budget=Budget.of_settings(asked, UNALIGNED),
+        budget=fitting_budget(Budget.of_settings(asked, UNALIGNED), program, constrained=chosen.constrained),
         settings=chosen,
         compute=compute or ComputeSettings(),
         ranks=ranks or ALONE,
@@ -249,7 +251,7 @@ def task_of(
         budget=budget,
         settings=settings,
         device=program.device,
-        cache=program.cache,
+        count=count_of(budget, program),
     )
 
 

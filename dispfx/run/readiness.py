@@ -18,6 +18,7 @@ from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.ir.program import Program
 from dispfx.learning.text import Batches
 from dispfx.plan.budget import Budget
+from dispfx.plan.hardening import fitting_budget
 from dispfx.plan.latency_table import latency_table
 from dispfx.plan.plan import Plan
 from dispfx.run.cached_bytes import confirmed_cache
@@ -98,11 +99,12 @@ def ready_to_learn(
         text.batches(learning)  # Otherwise the decoder's graph says how long its sequences may be.
     text.require_measurable()
     program = analysed(source, stages, asked, skip=asked.skip, longest=learning.seq_len)
-    if asked.kv_ratio is not None:
+    if asked.needs_cache:
         program.cache = confirmed_cache(program, source.model)
     # Widths suit the device that the result will run on.
     target = asked.target or device_of_learning(program, settings.compute).type
     budget = Budget.of_settings(asked, ALIGNMENT[target])
+    budget = fitting_budget(budget, program, constrained=settings.learning.constrained)
     if export == "onnx":
         require_onnx_lengths(program.lengths, program.context)
     if asked.select == "before-norm" and export == "dense":

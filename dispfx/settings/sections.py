@@ -14,6 +14,7 @@ from dispfx.settings.field import Section, required, same_as, section_fields, se
 from dispfx.settings.learning_settings import RECIPES
 from dispfx.settings.tree import is_of_a_program
 from dispfx.words.chosen_device import check_device
+from dispfx.words.constraint_text import parse_constraint
 from dispfx.words.given import path_given, shown
 from dispfx.words.option_names import option
 from dispfx.words.text_origin import LINE_BREAK, TEXT_BYTES, TEXT_FIELD, Bos
@@ -154,8 +155,21 @@ def _require_texts(name: str, given: Any) -> None:
 class BudgetSettings(Section):
     """How much to remove, and from where."""
 
-    ratio: float = required(
-        "Share of the prunable weights to remove.", above=0.0, below=1.0, common=True, error=BudgetError
+    ratio: float | None = setting(
+        None,
+        "Share of the prunable weights to remove.",
+        default="with a constraint, the smallest that meets it",
+        above=0.0,
+        below=1.0,
+        common=True,
+        error=BudgetError,
+    )
+    constraint: tuple[str, ...] = setting(
+        (),
+        "Upper limit that the result must meet: 'size: 6 GB' or 'size: 60%' (weights), or "
+        "'memory 8x4096: 12 GB' (weights and KV cache of 8 sequences of 4096 tokens). May be repeated.",
+        metavar="TEXT",
+        repeats=str,
     )
     kv_ratio: float | None = setting(
         None,
@@ -198,12 +212,25 @@ class BudgetSettings(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("skip", "sites"):
+        for name in ("skip", "sites", "constraint"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
+        for text in self.constraint:
+            parse_constraint(text)
+        if self.ratio is None and not self.constraint:
+            raise BudgetError(
+                f"{option('ratio')} is needed, or {option('constraint')}",
+                hint="name the share of the weights to remove, or what the result must fit into",
+            )
         if self.kv_ratio is not None and "heads" not in self.sites:
             # Nothing else makes the cache smaller.
             object.__setattr__(self, "sites", (*self.sites, "heads"))
+
+    @property
+    def needs_cache(self) -> bool:
+        """Whether the size of the KV cache matters."""
+        memory = any(parse_constraint(text).kind == "memory" for text in self.constraint)
+        return memory or self.kv_ratio is not None
 
 
 @dataclass(frozen=True)

@@ -143,4 +143,4 @@ def test_a_cache_of_latents_is_known_as_a_whole():
     size = confirmed_cache(dispfx.capture(model, sites="heads"), model)
     assert size is not None and not size.by_site
     assert size.fixed == cached_bytes(model) == 2 * (10 + 4) * FLOAT, "two layers of latent and rotated key"
-    assert "caches 112 bytes per token" in size.unknown
+    assert "caches 112 bytes per token" in size.unaffected

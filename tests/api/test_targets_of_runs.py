@@ -67,3 +67,58 @@ def test_a_run_resumes_with_its_own_share_only(tokens: Path, tmp_path: Path):
     for other in (0.25, None):
         with pytest.raises(OutputError, match=rf"kv_ratio was 0\.5 and is {other}"):
             learned(other, resume=True)
+
+
+def test_a_folder_takes_no_more_than_its_constraints(tokens: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    words = ["--constraint", "size: 65%", "--constraint", "memory 2x32: 90%", "--method", "magnitude"]
+    result = run("compile", MODEL, "--data", tokens, *WORDS, *words, "--export", "none", "--out", out)
+    assert result.exit_code == 0, result.output
+    report = load_report(out / "report.json")
+    first, second = report.constraints
+    assert (first.text, second.text) == ("size: 65%", "memory 2x32: 90%")
+    assert first.dense == report.bytes.dense and second.dense == first.dense + 256 * 2 * 32
+    assert first.left <= first.most == 0.65 * first.dense and second.left <= second.most
+    assert max(first.left / first.most, second.left / second.most) > 0.98
+    assert report.ratio.requested == report.ratio.achieved > 0.3
+    assert "size: 65%" in result.stdout
+    words = ["--config", out / "report.json", "--data", tokens, "--dry-run", "--out", tmp_path / "x"]
+    again = run("compile", MODEL, *words)
+    assert again.exit_code == 0 and "size: 65%: " in again.output, again.output
+
+
+def test_the_weight_file_of_the_demo_is_as_large_as_was_asked_for(tmp_path: Path):
+    out = tmp_path / "out"
+    api.compile("demo", out=out, constraint="size: 2.5 MB", method="magnitude", export="none", eval_windows=1)
+    assert 0.97 * 2.5e6 <= (out / "model.safetensors").stat().st_size <= 2.5e6
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--constraint", "size 6 GB"], 'write it as in "size: 6 GB"'),
+        (["--constraint", "size: 99 GB"], "met without removing anything"),
+        (["--constraint", "size: 1%"], "cannot meet a constraint: size: 1%, where at least"),
+        ([], "--ratio is needed, or --constraint"),
+    ],
+)
+def test_a_constraint_that_makes_no_sense_is_refused_before_learning(
+    tokens: Path, tmp_path: Path, words: list[str], said: str
+):
+    result = run("learn", MODEL, "--data", tokens, *WORDS, *words, "--out", tmp_path / "plan.safetensors")
+    assert result.exit_code == 2 and said in " ".join(result.output.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_resumes_with_its_own_constraints_only(tokens: Path, tmp_path: Path):
+    out = tmp_path / "plan.safetensors"
+
+    def learned(constraint: str, **further: Any) -> Plan:
+        return api.learn_plan(MODEL, None, tokens, out, constraint=constraint, **COMMON, **further)
+
+    plan = learned("size: 70%")
+    assert learned("size: 70%", resume=True) == plan
+    with pytest.raises(OutputError, match=r"constraint was \['size: 70%'\] and is \['size: 80%'\]"):
+        learned("size: 80%", resume=True)
+    with pytest.raises(OutputError, match=r"constraint was \['size: 70%'\] and is \[\]"):
+        api.learn_plan(MODEL, plan.budget.ratio, tokens, out, **COMMON, resume=True)

@@ -1,6 +1,7 @@
 """A share of the KV cache as a budget of its own, next to the ratio."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from dispfx.ir.program import Program
 from dispfx.ir.sites import Site, Slice
 from dispfx.learning.learner import Problem
 from dispfx.plan.budget import Budget
-from dispfx.plan.cache_count import CacheCount
 from dispfx.plan.cache_cut import cut_cache
 from dispfx.plan.class_widths import Ranking
+from dispfx.plan.decoder_count import count_of
 from dispfx.plan.hardening import Groups, ParameterCount, check_reachable, hard_masks, harden
 from dispfx.plan.latency_table import LatencyTable
+from dispfx.plan.linear_count import LinearCount
 from dispfx.plan.plan import Plan
 from dispfx.run.mask_learning import batches_of, task_of
 from dispfx.settings import BudgetSettings, LearnSettings
@@ -54,8 +56,9 @@ def normal(features: int, seed: int) -> Tensor:
     return torch.randn(features, generator=torch.Generator().manual_seed(seed))
 
 
-def counted(budget: Budget, cache: CacheSize | None = SIZE) -> ParameterCount:
-    return ParameterCount.of_budget(budget, SITES, SHAPES, cache)
+def counted(budget: Budget, cache: CacheSize = SIZE) -> ParameterCount:
+    count = ParameterCount.of_sites(SITES, SHAPES, budget.of)
+    return count.with_targets(LinearCount.of_cache(SITES, cache), [])
 
 
 def heads_of(kept: Sequence[Tensor]) -> list[int]:
@@ -125,7 +128,7 @@ def test_a_share_is_met_with_heads_of_different_sizes():
     large, small = (
         Site(name, name, "attention", "heads", 4, (Slice(name, 0),)) for name in ("large", "small")
     )
-    cache = CacheCount.of_sites((large, small), CacheSize(10, {"large": (100,) * 4, "small": (10,) * 4}))
+    cache = LinearCount.of_cache((large, small), CacheSize(10, {"large": (100,) * 4, "small": (10,) * 4}))
     groups = Groups.alone([large, small])
     logits = torch.tensor([9.0, 8.0, 1.0, 0.5, 9.0, 0.9, 0.8, 0.7], dtype=torch.float64)
     cut = cut_cache(Ranking.of(logits, groups.sizes), groups, cache, 450 - 205)
@@ -141,7 +144,7 @@ def test_attentions_that_keep_equally_many_heads_move_together():
     stream = Site("stream", "stream", "stream", "stream", 8, (Slice("a", 1),))
     sites = [stream, first, second]
     groups = Groups.alone(sites)
-    cache = CacheCount.of_sites(sites, CacheSize(0, {"a": (10,) * 4, "b": (10,) * 4}))
+    cache = LinearCount.of_cache(sites, CacheSize(0, {"a": (10,) * 4, "b": (10,) * 4}))
     cut = cut_cache(Ranking.of(normal(16, 0).double(), groups.sizes), groups, cache, 50)
     assert cut.widths_G.tolist() == [8, 2, 2] and cut.left == 40
 
@@ -174,13 +177,17 @@ def test_a_ratio_beyond_what_is_left_with_many_heads_is_refused():
     assert "a larger `kv_ratio`" in str(error.value.hint)
 
 
-def test_a_share_without_heads_or_without_a_known_size_is_refused():
+def test_a_share_without_heads_or_without_a_known_size_is_refused(program: Program):
     budget = Budget(0.3, kv_ratio=0.5)
     with pytest.raises(BudgetError, match="no key/value head can be removed"):
         check_reachable(SITES, counted(budget, CacheSize(100)), budget)
-    for size, reason in ((CacheSize(unknown="latents"), "latents"), (None, "without a cache")):
-        with pytest.raises(BudgetError, match=f"not known: .*{reason}"):
-            counted(budget, size)
+    for size, reason in (
+        (CacheSize(unknown="an odd attention"), "not known: an odd attention"),
+        (CacheSize(100, unaffected="it caches latents"), "do not make it smaller: it caches latents"),
+        (None, "a graph without a cache"),
+    ):
+        with pytest.raises(BudgetError, match=reason):
+            count_of(budget, replace(program, cache=size))
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0, -0.5, 50, "half", True, float("nan")])
