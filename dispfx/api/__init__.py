@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         run_compile,
         run_learn,
     )
+    from dispfx.api.costing import costs
     from dispfx.api.inspection import inspect, preview
     from dispfx.api.installation import doctor
     from dispfx.api.recovery import follow_recovery, recover, run_recover
@@ -50,6 +51,7 @@ _NAMES = {
     "dispfx.api.benching": "bench",
     "dispfx.api.commands": "agree evaluate export generate",
     "dispfx.api.compilation": "apply compile follow_compile learn_plan run_apply run_compile run_learn",
+    "dispfx.api.costing": "costs",
     "dispfx.api.inspection": "inspect preview",
     "dispfx.api.installation": "doctor",
     "dispfx.api.recovery": "follow_recovery recover run_recover",

@@ -20,6 +20,7 @@ from dispfx.settings.trees import (
     ApplySettings,
     BenchSettings,
     CompareSettings,
+    CostsSettings,
     EvalSettings,
     ExportSettings,
     GenerateSettings,
@@ -141,6 +142,7 @@ VERBS = (
         | {"eval_data": f"Text to compare both decoders on; needs {option('dense')}. May be repeated."},
         shown_defaults=_NO_DEFAULT,
     ),
+    Verb(evaluating.costs, CostsSettings, required=("out",), without=("tokenizer",)),
     Verb(
         making.recover,
         RecoverSettings,
@@ -170,6 +172,7 @@ _MEANT = {
     **dict.fromkeys(("info", "show", "analyze", "analyse", "ls"), "inspect"),
     **dict.fromkeys(("evaluate", "perplexity", "ppl", "measure"), "eval"),
     **dict.fromkeys(("benchmark", "speed", "time"), "bench"),
+    **dict.fromkeys(("cost", "latency", "profile"), "costs"),
     **dict.fromkeys(("tune", "train", "heal", "distill"), "recover"),
     **dict.fromkeys(("fine-tune", "lora"), "finetune"),
     **dict.fromkeys(("check", "test", "validate"), "verify"),

@@ -97,6 +97,11 @@ class Budget:
         return {name: value for name, value in values.items() if name not in absent or value != absent[name]}
 
     @property
+    def costs_of_branches(self) -> LatencyTable | None:
+        """The table that leaves branches dense: none if a constraint limits the time of the whole decoder."""
+        return None if any(parse_constraint(one).is_time for one in self.constraints) else self.costs
+
+    @property
     def counted(self) -> str:
         """What the ratio counts, for messages."""
         return f"the {self.of} parameters" if self.of in get_args(RatioOf) else shown(self.of)

@@ -9,7 +9,8 @@ Hardening is deterministic (the same logits always give the same selections):
 3. **Repair.**  While the count is off by more than `CLOSE`, the moves of widths that bring it there at the
    smallest cost in logits are made (`WidthSearch.settled`).
 4. **Never slower.**  With a latency table, branches that would be slower when cut keep all of their features,
-   and the remaining branches are settled again, until no branch is slower.
+   and the remaining branches are settled again, until no branch is slower.  Constraints of time know the time
+   of the whole decoder, so with one of them every branch is cut.
 5. **Cache.**  With a share of the KV cache to remove, the heads that stay are chosen first
    (`dispfx.plan.cache_cut`), and all other sites meet the ratio by rules 1 to 4.
 
@@ -94,7 +95,7 @@ def harden(
     if count.limits:
         aimed = replace(whole, target=(1.0 - budget.floor) * count.dense)
         start_G = _at_ratio(aimed, sites, replace(budget, ratio=budget.floor)) if budget.floor else whole.most
-        nearest = partial(_nearest, sites=sites, costs=budget.costs)
+        nearest = partial(_nearest, sites=sites, costs=budget.costs_of_branches)
         widths_G = within_limits(whole, nearest, start_G, sites, budget)
     else:
         widths_G = _at_ratio(whole, sites, budget)
@@ -131,7 +132,7 @@ def _at_ratio(whole: WidthSearch, sites: Sequence[Site], budget: Budget) -> Tens
     for search in _parts(whole):
         _check_reachable(search, budget)
         own_G = search.free
-        search, found_G = _never_slower(search, sites, budget.costs)
+        search, found_G = _never_slower(search, sites, budget.costs_of_branches)
         if not _is_met(search, found_G, budget):
             raise _not_met(budget, 1.0 - (search.target + search.error(found_G)) / search.count.dense)
         widths_G = torch.where(own_G, found_G, widths_G)

@@ -28,13 +28,13 @@ class Limit:
 
     Args:
         text: of the constraint.
-        dense: what the dense decoder takes.
+        dense: what the dense decoder takes, in bytes or seconds.
         most: what is allowed.
         parts: that are summed.
     """
 
     text: str
-    dense: int
+    dense: float
     most: float
     parts: tuple[Counter, ...]
 
@@ -46,9 +46,10 @@ class Limit:
         """Return what masks leave, a scalar or (S,), differentiable in them."""
         return torch.stack([part.count(masks) for part in self.parts]).sum(0)
 
-    def left_of(self, masks_N: Tensor) -> int:
-        """Return what hard masks leave, as a whole number."""
-        return round(float(self.left(masks_N.detach())))
+    def left_of(self, masks_N: Tensor) -> float:
+        """Return what hard masks leave; bytes as a whole number."""
+        left = float(self.left(masks_N.detach()))
+        return round(left) if isinstance(self.dense, int) else left
 
     def share_of(self, masks_N: Tensor) -> float:
         """Return the share of what is allowed that hard masks leave; 1 or less meets the limit."""

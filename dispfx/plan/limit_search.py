@@ -22,7 +22,7 @@ from dispfx.ir.sites import Site
 from dispfx.plan.budget import Budget
 from dispfx.plan.limit import Limit
 from dispfx.plan.width_search import WidthSearch
-from dispfx.words.constraint_text import in_bytes, parse_constraint
+from dispfx.words.constraint_text import in_unit, parse_constraint
 from dispfx.words.option_names import option
 
 # The widths of a search that come closest to a ratio.
@@ -92,7 +92,9 @@ def _smallest(search: WidthSearch, at: AtRatio, low: float, start_G: Tensor) -> 
 def _already_met(limits: Sequence[Limit], masks_N: Tensor) -> BudgetError:
     return BudgetError(
         "the constraints are met without removing anything: "
-        + ", ".join(f"{limit.text}, where it takes {in_bytes(limit.left_of(masks_N))}" for limit in limits),
+        + ", ".join(
+            f"{limit.text}, where it takes {in_unit(limit.text, limit.left_of(masks_N))}" for limit in limits
+        ),
         hint=f"ask for less, or name a {option('ratio')} as well",
     )
 
@@ -107,7 +109,8 @@ def _out_of_reach(
     return BudgetError(
         "the sites cannot meet a constraint: "
         + ", ".join(
-            f"{limit.text}, where at least {in_bytes(limit.left_of(masks_N))} of {in_bytes(limit.dense)} stay"
+            f"{limit.text}, where at least {in_unit(limit.text, limit.left_of(masks_N))} of "
+            f"{in_unit(limit.text, limit.dense)} stay"
             for limit in missed
         )
         + coarse,

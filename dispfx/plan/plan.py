@@ -34,6 +34,7 @@ from dispfx.plan.decoder_count import count_of
 from dispfx.plan.hardening import ParameterCount, hard_masks, harden
 from dispfx.plan.latency_table import LatencyTable
 from dispfx.settings.sections import FurtherSites, Select
+from dispfx.words.constraint_text import parse_constraint
 from dispfx.words.given import path_given, require_given
 from dispfx.words.option_names import option
 from dispfx.words.own_function import names_function
@@ -113,7 +114,7 @@ class CacheLeft:
 
 @dataclass(frozen=True)
 class Met:
-    """How a constraint is met, in bytes.
+    """How a constraint is met, in bytes or seconds.
 
     Args:
         text: of the constraint.
@@ -123,9 +124,9 @@ class Met:
     """
 
     text: str
-    dense: int
+    dense: float
     most: float
-    left: int
+    left: float
 
 
 @dataclass(frozen=True, repr=False)
@@ -525,10 +526,11 @@ def _checked_cache(entry: dict[str, Any] | None) -> CacheLeft | None:
 
 
 def _checked_met(entry: dict[str, Any]) -> Met:
-    found = Met(str(entry["text"]), int(entry["dense"]), float(entry["most"]), int(entry["left"]))
-    if found.left < 0 or found.dense < 1 or not 0.0 < found.most < math.inf:
-        raise ValueError(f"a constraint is met in an impossible way: {found}")
-    return found
+    text = parse_constraint(entry["text"]).text
+    numbers = [entry[name] for name in ("dense", "most", "left")]
+    if not all(isinstance(one, int | float) and 0.0 < one < math.inf for one in numbers):
+        raise ValueError(f"a constraint is met in an impossible way: {numbers}")
+    return Met(text, *numbers)
 
 
 def _checked_budget(entry: dict[str, Any]) -> Budget:

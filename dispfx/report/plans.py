@@ -12,7 +12,7 @@ from dispfx.errors import PlanMismatchError
 from dispfx.plan.budget import Budget
 from dispfx.plan.plan import CacheLeft, Met, Plan, Selection
 from dispfx.report.layers import layers_of, mask_F
-from dispfx.words.constraint_text import in_bytes
+from dispfx.words.constraint_text import in_unit
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,9 @@ def target_lines(budget: Budget, cache: CacheLeft | None, met: Sequence[Met]) ->
             f"KV cache: {cache.removed:.2%} removed, {budget.kv_ratio:.2%} requested; {cache.dense:,} → "
             f"{cache.pruned:,} bytes per token"
         )
-    return lines + [f"{one.text}: {in_bytes(one.dense)} → {in_bytes(one.left)}" for one in met]
+    return lines + [
+        f"{one.text}: {in_unit(one.text, one.dense)} → {in_unit(one.text, one.left)}" for one in met
+    ]
 
 
 def target_plain(budget: Budget, cache: CacheLeft | None, met: Sequence[Met]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class CacheRatio:
 
 @dataclass(frozen=True)
 class MetConstraint:
-    """How a plan meets a constraint, in bytes.
+    """How a plan meets a constraint, in bytes or seconds.
 
     Args:
         text: of the constraint.
@@ -97,9 +97,9 @@ class MetConstraint:
     """
 
     text: str
-    dense: int
+    dense: float
     most: float
-    left: int
+    left: float
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dispfx.ir.shown_tables import html_table
 from dispfx.report.numbers import shown_perplexity
 from dispfx.report.quantized import quantized_rows
 from dispfx.verification.equivalence import Verification
-from dispfx.words.constraint_text import in_bytes
+from dispfx.words.constraint_text import in_unit
 
 Row = tuple[str, str, str, str]
 _HEADER: Row = ("", "before", "after", "change")
@@ -148,7 +148,7 @@ def _target_rows(report: Any) -> list[Row]:
             ("KV cache removed", f"{asked:.2%} requested", f"{removed:.2%} achieved", "in whole heads")
         )
     rows += [
-        (one.text, in_bytes(one.dense), in_bytes(one.left), _change(one.dense, one.left))
+        (one.text, in_unit(one.text, one.dense), in_unit(one.text, one.left), _change(one.dense, one.left))
         for one in report.constraints
     ]
     return rows

@@ -117,7 +117,7 @@ def cache_change(task: Task, reloaded: nn.Module) -> CacheBytes | None:
 
 def left_dense(plan: Plan, sites: Sequence[Site]) -> list[Refused]:
     """Return the branches that a latency table kept dense."""
-    costs = plan.budget.costs
+    costs = plan.budget.costs_of_branches
     if costs is None:
         return []
     reason = f"left dense: it would be slower when cut, on {costs.device} at {costs.tokens} tokens"

@@ -166,8 +166,9 @@ class BudgetSettings(Section):
     )
     constraint: tuple[str, ...] = setting(
         (),
-        "Upper limit that the result must meet: 'size: 6 GB' or 'size: 60%' (weights), or "
-        "'memory 8x4096: 12 GB' (weights and KV cache of 8 sequences of 4096 tokens). May be repeated.",
+        "Upper limit that the result must meet: 'size: 6 GB' or 'size: 60%' (weights), 'memory 8x4096: "
+        "12 GB' (weights and KV cache of 8 sequences of 4096 tokens), or with a latency table "
+        "'decode 1@1024: 1.5x' or 'prefill 1x2048: 80 ms'. May be repeated.",
         metavar="TEXT",
         repeats=str,
     )
@@ -192,7 +193,7 @@ class BudgetSettings(Section):
     target: Target | None = setting(None, "Device that the result will run on.", default="that of this run")
     costs: Any = setting(
         None,
-        "Latency table of the target (tools/measure_costs.py). Branches that would become slower stay dense.",
+        "Latency table of the target (`dispfx costs`). Branches that would become slower stay dense.",
         metavar="FILE",
         takes=Path,
     )
@@ -215,8 +216,12 @@ class BudgetSettings(Section):
         for name in ("skip", "sites", "constraint"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
-        for text in self.constraint:
-            parse_constraint(text)
+        timed = [text for text in self.constraint if parse_constraint(text).is_time]
+        if timed and self.costs is None:
+            raise BudgetError(
+                f"{option('constraint', timed[0])} needs a latency table with the times of that step",
+                hint=f"measure one with `dispfx costs MODEL`, and name it with {option('costs')}",
+            )
         if self.ratio is None and not self.constraint:
             raise BudgetError(
                 f"{option('ratio')} is needed, or {option('constraint')}",

@@ -31,6 +31,7 @@ from dispfx.settings.verb_settings import (
     FormSettings,
     GenerationSettings,
     InspectionSettings,
+    MeasuringSettings,
     PathsSettings,
     PlanSettings,
     RecoveredSettings,
@@ -166,6 +167,14 @@ class BenchSettings(Tree):
 
 
 @dataclass(frozen=True, eq=False)
+class CostsSettings(Tree):
+    """`costs`: a latency table of a decoder on a device."""
+
+    model: ModelSettings
+    measuring: MeasuringSettings
+
+
+@dataclass(frozen=True, eq=False)
 class ExportSettings(Tree):
     """`export`: other forms of a folder's decoder."""
 
@@ -225,6 +234,7 @@ TREES: tuple[type[Tree], ...] = (
     EvalSettings,
     RecoverSettings,
     BenchSettings,
+    CostsSettings,
     ExportSettings,
     GenerateSettings,
     SampleSettings,
