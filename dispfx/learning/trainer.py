@@ -198,7 +198,7 @@ def _identity(problem: Problem, task: LearningTask) -> Identity:
     return {
         "decoder": task.fingerprint,
         "sites": [[site.name, site.size] for site in problem.sites],
-        "budget": task.budget.plain,
+        "budget": task.budget.recorded.plain,
         "settings": settings,
         "text": problem.text.digest,
         "device": problem.device.type,

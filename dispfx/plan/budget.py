@@ -92,7 +92,7 @@ class Budget:
     @property
     def plain(self) -> dict[str, Any]:
         """Every value as plain data, without targets that the budget does not have."""
-        values = asdict(self.recorded)
+        values = asdict(self)
         absent = {"kv_ratio": None, "constraints": (), "floor": 0.0}
         return {name: value for name, value in values.items() if name not in absent or value != absent[name]}
 
