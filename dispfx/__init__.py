@@ -18,20 +18,23 @@ from dispfx.huggingface.registering import register
 from dispfx.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from dispfx.api import capture, compile, gate, gated, learn, load, lower, recover
+    from dispfx.api import capture, compile, gate, gated, learn, learn_family, load, lower, recover
     from dispfx.ir.program import Program
+    from dispfx.plan.family import Family
     from dispfx.plan.plan import Plan
 
 __all__ = [
-    "DispfxError", "Plan", "Program", "capture", "compile", "gate", "gated", "learn", "load", "lower",
-    "recover",
+    "DispfxError", "Family", "Plan", "Program", "capture", "compile", "gate", "gated", "learn",
+    "learn_family", "load", "lower", "recover",
 ]  # fmt: skip
 
 _HOMES = {
+    "Family": "dispfx.plan.family",
     "Plan": "dispfx.plan.plan",
     "Program": "dispfx.ir.program",
     **dict.fromkeys(
-        ("capture", "compile", "gate", "gated", "learn", "load", "lower", "recover"), "dispfx.api"
+        ("capture", "compile", "gate", "gated", "learn", "learn_family", "load", "lower", "recover"),
+        "dispfx.api",
     ),
 }
 

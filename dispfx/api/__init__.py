@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         run_learn,
     )
     from dispfx.api.costing import costs
+    from dispfx.api.family_sizes import curve
     from dispfx.api.inspection import inspect, preview
     from dispfx.api.installation import doctor
     from dispfx.api.recovery import follow_recovery, recover, run_recover
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from dispfx.ir.cached_inputs import CachedDecoder
     from dispfx.run.fitting import settings_of
     from dispfx.run.folders import load
-    from dispfx.run.mask_learning import learn
+    from dispfx.run.mask_learning import learn, learn_family
     from dispfx.run.plan_learning import follow_command
     from dispfx.run.timed_stages import printing
     from dispfx.run.written_folder import verify
@@ -52,6 +53,7 @@ _NAMES = {
     "dispfx.api.commands": "agree evaluate export generate",
     "dispfx.api.compilation": "apply compile follow_compile learn_plan run_apply run_compile run_learn",
     "dispfx.api.costing": "costs",
+    "dispfx.api.family_sizes": "curve",
     "dispfx.api.inspection": "inspect preview",
     "dispfx.api.installation": "doctor",
     "dispfx.api.recovery": "follow_recovery recover run_recover",
@@ -64,7 +66,7 @@ _NAMES = {
     "dispfx.estimate.run_estimate": "estimate",
     "dispfx.run.fitting": "settings_of",
     "dispfx.run.folders": "load",
-    "dispfx.run.mask_learning": "learn",
+    "dispfx.run.mask_learning": "learn learn_family",
     "dispfx.run.timed_stages": "printing",
     "dispfx.run.plan_learning": "follow_command",
     "dispfx.run.written_folder": "verify",

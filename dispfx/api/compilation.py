@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from dispfx.compiler.programs import only_planned, require_same_decoder
+from dispfx.compiler.programs import only_planned
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.distributed.ranks import ALONE, Ranks
-from dispfx.errors import DispfxError, OutputError, VerificationError
-from dispfx.plan.plan import Plan
+from dispfx.errors import BudgetError, DispfxError, OutputError, VerificationError
+from dispfx.plan.family import Family
+from dispfx.plan.plan import Plan, is_family_file, require_same_decoder
 from dispfx.report import Observer, Report, load_report
 from dispfx.run.complete_output import complete_plan, complete_report
 from dispfx.run.decoder_files import Task, require_writable
@@ -30,6 +31,7 @@ from dispfx.run.length_checks import compare_lengths, require_onnx_lengths, wind
 from dispfx.run.opening import open_model
 from dispfx.run.plan_learning import (
     DRAFT,
+    family_from,
     follow_command,
     held_state,
     learn_from,
@@ -46,6 +48,7 @@ from dispfx.run.writing import write_output
 from dispfx.settings import RunSettings
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.settings.trees import ApplySettings
+from dispfx.settings.verb_settings import PlanSettings
 from dispfx.words.option_names import option
 
 
@@ -83,17 +86,17 @@ def compile(
 
 def learn_plan(
     model: str | nn.Module,
-    ratio: float | None = None,
+    ratio: float | str | None = None,
     data: Any = None,
     out: str | Path | None = None,
     *,
     settings: RunSettings | None = None,
     observer: Observer | None = None,
     **changes: Any,
-) -> Plan:
+) -> Plan | Family:
     """Learn a plan and write it to the file `out`; `apply` turns it into a folder.
 
-    The arguments are those of `compile`.
+    The arguments are those of `compile`.  For a range of ratios, as in "0.1:0.6", it is a family of plans.
 
     Raises:
         UnknownSettingError, DispfxError: as `compile`.
@@ -105,7 +108,7 @@ def learn_plan(
 
 def apply(
     model: str | nn.Module,
-    plan: str | Path | Plan,
+    plan: str | Path | Plan | Family,
     data: Any = None,
     out: str | Path | None = None,
     *,
@@ -115,7 +118,7 @@ def apply(
     """Prune a decoder by the plan that was learned on it, and write a verified folder.
 
     Args:
-        plan: a plan, or its file.
+        plan: a plan, or its file; or a family of plans, of which `ratio` chooses one.
         data: texts or token ids, (N,) integers, whose last tenth is measured on, unless `eval_data` is given.
         model, out, and others: as for `compile`; single settings are those of `ApplySettings`.
 
@@ -151,6 +154,11 @@ def run_compile(
     Raises:
         DispfxError, VerificationError: as `compile`.
     """
+    if settings.budget.is_range:
+        raise BudgetError(
+            f"a folder holds one decoder, and a range of ratios was given: {settings.budget.ratio}",
+            hint="learn a family of plans with `dispfx learn`, and apply it with one of its ratios",
+        )
     path, stages = settings.output.path, Stages(observer)
     if (found := complete_report(settings, stages, ranks)) is not None:
         return found
@@ -158,7 +166,7 @@ def run_compile(
     require_recoverable(settings)
     with held_state(path, settings.output.resume) as state:
         # The pruned weights are in memory next to the dense ones while the folder is written.
-        ready, plan = learn_from(settings, stages, ranks=ranks, copies=2.0 - (settings.budget.ratio or 0.0))
+        ready, plan = learn_from(settings, stages, ranks=ranks, copies=2.0 - settings.budget.ratios[1])
         task = Task(
             path=path,
             state=state,
@@ -232,7 +240,9 @@ def _recovered(task: Task, recovery: RecoverySettings, stages: Stages, ranks: Ra
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks: Ranks = ALONE) -> Plan:
+def run_learn(
+    settings: RunSettings, observer: Observer | None = None, *, ranks: Ranks = ALONE
+) -> Plan | Family:
     """As `learn_plan`, with all settings in one object; `ranks` as for `run_compile`.
 
     Raises:
@@ -243,10 +253,13 @@ def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks:
         return found
     refuse_existing(path)
     with held_state(path, settings.output.resume) as state:
-        _, plan = learn_from(settings, stages, ranks=ranks)
-        plan.save(path, overwrite=False)
+        if settings.budget.is_range:
+            learned = family_from(settings, stages, ranks=ranks)
+        else:
+            _, learned = learn_from(settings, stages, ranks=ranks)
+        learned.save(path, overwrite=False)
         remove_state(state)
-    return plan
+    return learned
 
 
 def run_apply(
@@ -257,8 +270,8 @@ def run_apply(
     Raises:
         PlanMismatchError, DispfxError, VerificationError: as `apply`.
     """
-    plan = settings.plan.plan
-    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    given = _given_plan(settings.plan)
+    plan = given.plan if isinstance(given, Family) else given
     path = refuse_existing(settings.output.path)
     stages = Stages(observer)
     chosen = TextChoice(settings.text)
@@ -272,6 +285,9 @@ def run_apply(
     text.require_measurable()
     program = only_planned(analysed(source, stages, plan), plan)
     require_same_decoder(program, plan)
+    if isinstance(given, Family):
+        assert settings.plan.ratio is not None
+        plan = given.at(program, settings.plan.ratio)
     plan = plan.fitted(program.sites)
     if settings.output.export == "onnx":
         require_onnx_lengths(program.lengths, program.context)
@@ -290,6 +306,31 @@ def run_apply(
         command=command,
     )
     return _finish(task, stages)
+
+
+def _given_plan(settings: PlanSettings) -> Plan | Family:
+    """Return the plan, or the family of plans.
+
+    Raises:
+        BudgetError: if a family was given without a ratio that it has a plan for, or a plan with one.
+    """
+    given = settings.plan
+    if not isinstance(given, Plan | Family):
+        given = Family.load(given) if is_family_file(given) else Plan.load(given)
+    if isinstance(given, Plan):
+        if settings.ratio is not None:
+            raise BudgetError(
+                f"{option('ratio')} has no effect: a plan has one ratio, {given.budget.ratio:g}",
+                hint=f"leave out {option('ratio')}, or give a family of plans",
+            )
+        return given
+    if settings.ratio is None:
+        raise BudgetError(
+            f"a family has plans for ratios from {given.range_text}, and none of them was named",
+            hint=f"add {option('ratio')} with one of these",
+        )
+    given.require_ratio(settings.ratio)
+    return given
 
 
 def _finish(task: Task, stages: Stages) -> Report:

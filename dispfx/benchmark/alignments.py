@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from dispfx.compiler.cached_programs import WholeTexts
-from dispfx.compiler.programs import gate, lower_program, require_same_decoder
+from dispfx.compiler.programs import gate, lower_program
 from dispfx.errors import DataError
 from dispfx.ir.program import Program
 from dispfx.learning.objective import next_token_loss
 from dispfx.learning.scores import magnitudes
 from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import Groups, ParameterCount, hard_masks, harden
-from dispfx.plan.plan import Plan
+from dispfx.plan.plan import Plan, require_same_decoder
 from dispfx.quality.perplexity import TextFacts, measure, windows_of
 from dispfx.source import read_text
 from dispfx.source.text import bos_tokens

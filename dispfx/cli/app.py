@@ -21,6 +21,7 @@ from dispfx.settings.trees import (
     BenchSettings,
     CompareSettings,
     CostsSettings,
+    CurveSettings,
     EvalSettings,
     ExportSettings,
     GenerateSettings,
@@ -99,6 +100,13 @@ VERBS = (
         without=_LEARNED_FROM,
         docs=_ANY_DOC,
         shown_defaults=_NO_DEFAULT,
+    ),
+    Verb(
+        evaluating.curve,
+        CurveSettings,
+        positional={"model": "MODEL", "family": "FAMILY"},
+        without=_LEARNED_FROM,
+        shown_defaults={"eval_data": "demo: the last tenth of its own text"},
     ),
     Verb(
         using.export,

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from dispfx.cli.screen import Screen
 from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import DataError
-from dispfx.settings.trees import BenchSettings, CostsSettings, EvalSettings
+from dispfx.settings.trees import BenchSettings, CostsSettings, CurveSettings, EvalSettings
 from dispfx.words.model_origin import origin_of
-from dispfx.words.preconditions import check_folder, check_new_files
+from dispfx.words.preconditions import check_files, check_folder, check_new_files, check_new_page
 from dispfx.words.text_origin import check_texts
 
 if TYPE_CHECKING:
@@ -45,6 +45,29 @@ def evaluate(settings: EvalSettings, screen: Screen) -> None:
     _show(screen, found)
     for file in files:
         screen.print_text(str(file))
+
+
+def curve(settings: CurveSettings, screen: Screen) -> None:
+    """Measure the decoders of a family over its ratios, and find the smallest that is good enough."""
+    asked = settings.curve
+    check_files([asked.family], "family")
+    origin_of(settings.model.model)
+    check_texts(settings.text.eval_data or [])
+    page = None if asked.out is None else asked.out.expanduser()
+    if page is not None:
+        check_new_page(page)
+    from dispfx import api
+    from dispfx.report.size_curve import CURVE_HEADER, curve_lines, curve_plain, curve_rows, write_curve
+    from dispfx.report.table import print_rows
+
+    with screen.observer() as observer:
+        found = api.curve(settings, observer=observer)
+    files = [] if page is None else write_curve(found, page)
+    screen.print_json({**curve_plain(found), "files": [str(file) for file in files]})
+    if not screen.json:
+        print_rows([curve_rows(found)], screen.console, CURVE_HEADER)
+    for line in (*curve_lines(found), *map(str, files)):
+        screen.print_text(line)
 
 
 def _check(settings: EvalSettings) -> None:

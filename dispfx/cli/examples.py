@@ -15,9 +15,17 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
     "learn": (
         "dispfx learn demo --ratio 0.3 --out plan.safetensors",
+        "dispfx learn demo --ratio 0.1:0.6 --out family.safetensors",
         "dispfx learn ORGANISATION/MODEL --ratio 0.3 --data text.txt --batch-size 8 --launch 4",
     ),
-    "apply": ("dispfx apply demo plan.safetensors --out out/demo",),
+    "curve": (
+        "dispfx curve demo family.safetensors",
+        "dispfx curve demo family.safetensors --within 0.02 --points 11 --out curve.html",
+    ),
+    "apply": (
+        "dispfx apply demo plan.safetensors --out out/demo",
+        "dispfx apply demo family.safetensors --ratio 0.37 --out out/demo",
+    ),
     "verify": ("dispfx verify out/demo", "dispfx verify out/demo --json"),
     "eval": (
         "dispfx eval out/demo --eval-data text.txt --dense demo",

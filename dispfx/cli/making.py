@@ -41,13 +41,14 @@ def compile(settings: RunSettings, screen: Screen) -> None:
 
 
 def learn(settings: RunSettings, screen: Screen) -> None:
-    """Learn what to remove and write only the plan; `dispfx apply` uses it."""
+    """Learn what to remove and write only the plan, or a family of plans; `dispfx apply` uses it."""
     _check_to_learn(settings)
     if not settings.output.dry_run and launches(settings.compute.launch):
         return
     from dispfx import api
     from dispfx.distributed.ranks import joined
-    from dispfx.report.plans import target_plain
+    from dispfx.plan.plan import Plan
+    from dispfx.report.plans import family_lines, family_plain, target_plain
 
     learns_on, settings = _placed(settings)
     if settings.output.dry_run:
@@ -59,6 +60,10 @@ def learn(settings: RunSettings, screen: Screen) -> None:
             return
         plan = api.run_learn(settings, observer, ranks=ranks)
     out = settings.output.out
+    if not isinstance(plan, Plan):
+        screen.print_json({"family": str(out), **family_plain(plan)})
+        screen.print_text(f"{out}: {family_lines(plan)[0]}")
+        return
     sites = [
         {"name": selection.site, "size": selection.size, "kept": len(selection.kept)}
         for selection in plan.selections

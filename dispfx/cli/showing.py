@@ -1,13 +1,12 @@
 """Verbs that show results or the installation: report, compare, passes, doctor."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from dispfx.cli.screen import Screen
 from dispfx.errors import DispfxError, OutputError
 from dispfx.settings.trees import CompareSettings, NoSettings, VerifySettings
-from dispfx.words.preconditions import check_folder
+from dispfx.words.preconditions import check_folder, check_new_page
 
 
 def report(settings: VerifySettings, screen: Screen) -> None:
@@ -34,25 +33,8 @@ def compare(settings: CompareSettings, screen: Screen) -> None:
     for path in paths:
         check_folder(path, report=True)
     if out is not None:
-        _check_page(out.expanduser())
+        check_new_page(out.expanduser())
     _compare_runs(paths, out, screen)
-
-
-def _check_page(page: Path) -> None:
-    """Check that a page and its plot can be written, and that neither name is taken.
-
-    Raises:
-        OutputError: otherwise.
-    """
-    if page.suffix != ".html" or not page.parent.is_dir():
-        raise OutputError("--out must be an .html file in an existing folder", where=str(page))
-    for file in (page, page.with_suffix(".png")):
-        if os.path.lexists(file):
-            raise OutputError(
-                "the page and its plot must not exist yet",
-                where=str(file),
-                hint="name another file with --out",
-            )
 
 
 def _compare_runs(paths: Sequence[Path], out: Path | None, screen: Screen) -> None:

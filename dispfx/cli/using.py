@@ -53,13 +53,20 @@ def _is_plan(word: str) -> bool:
 
 
 def _show_plan(word: str, screen: Screen) -> None:
-    from dispfx.plan.plan import Plan
-    from dispfx.report.plans import plan_lines, plan_plain, plan_rows
+    from dispfx.plan.family import Family
+    from dispfx.plan.plan import Plan, is_family_file
+    from dispfx.report.plans import family_lines, family_plain, plan_lines, plan_plain, plan_rows
     from dispfx.report.table import print_rows
 
-    plan = Plan.load(Path(word).expanduser())
-    screen.print_json(plan_plain(plan))
-    for line in plan_lines(plan):
+    path = Path(word).expanduser()
+    if is_family_file(path):
+        family = Family.load(path)
+        plan, plain, lines = family.plan, family_plain(family), family_lines(family)
+    else:
+        plan = Plan.load(path)
+        plain, lines = plan_plain(plan), plan_lines(plan)
+    screen.print_json(plain)
+    for line in lines:
         screen.print_text(line)
     if not screen.json:
         print_rows([plan_rows(plan)], screen.console, ("selection", "kept", "share", "widths"))

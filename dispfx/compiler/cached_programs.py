@@ -13,14 +13,10 @@ from torch import Tensor, nn
 
 from dispfx.capturing.cached_capture import capture_cached as capture_prepared
 from dispfx.compiler.pipelines import run_pipeline
-from dispfx.compiler.programs import (
-    lower_program,
-    only_planned,
-    require_same_decoder,
-)
+from dispfx.compiler.programs import lower_program, only_planned
 from dispfx.ir.cached_inputs import cache_tensors, positions_of
 from dispfx.ir.program import Program
-from dispfx.plan.plan import Plan
+from dispfx.plan.plan import Plan, require_same_decoder
 from dispfx.settings.sections import BudgetSettings, FurtherSites, Select
 from dispfx.settings.verb_settings import WriteSpelling
 from dispfx.source.cached_forward import cached_forward

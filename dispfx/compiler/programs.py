@@ -22,7 +22,7 @@ from dispfx.ir.pipeline import Pass, Pipeline, further_passes
 from dispfx.ir.program import Program, own_tensor, require_program
 from dispfx.ir.retype import retyped
 from dispfx.plan.hardening import hard_masks
-from dispfx.plan.plan import Plan, require_plan, site_keys
+from dispfx.plan.plan import Plan, require_same_decoder, site_keys
 from dispfx.settings.sections import BudgetSettings, FurtherSites, Select
 from dispfx.settings.verb_settings import WriteSpelling
 from dispfx.source.experts import Experts, experts_as, has_choice_of_experts
@@ -305,19 +305,6 @@ def lower_program(
 def _selections(program: Program, plan: Plan) -> list[Tensor]:
     require_same_decoder(program, plan)
     return plan.for_sites(program.sites)
-
-
-def require_same_decoder(program: Program, plan: Plan) -> None:
-    """Raise PlanMismatchError if the plan was made for another decoder."""
-    require_program(program)
-    require_plan(plan)
-    if plan.fingerprint != program.fingerprint:
-        raise PlanMismatchError(
-            f"the plan was made for a decoder with fingerprint {plan.fingerprint[:12]}, this one has "
-            f"{program.fingerprint[:12]}",
-            where=program.model_class,
-            hint="use the same model, revision and dtype source as when the plan was learned",
-        )
 
 
 def only_planned(program: Program, plan: Plan) -> Program:

@@ -1,7 +1,7 @@
 """From a fixed random input to one logit per feature (arXiv 2410.11988, table of the hypernetwork).
 
 `build_hypernetwork` returns one of three modules; each takes nothing and returns flat logits over
-all groups of sites, in order:
+all groups of sites, in order (those of a range of ratios come from `Falling`, around one of these):
 
     full     fixed z_G32 → bidirectional GRU(32, 64) → LayerNorm → GELU → one linear per group, no bias
     linear   fixed z_G32 → one linear per group, no bias
@@ -13,7 +13,7 @@ sigmoid(3) = 0.95 of all features are kept), and single logits begin at the bias
 A head's gradient is an outer product, (C, W) by (C, F), as large as the heads.  Only its factors are stored
 (`Hypernetwork.outer_gradients`), and autograd does not see the heads' weights.
 
-Legend: G groups, C groups of one width class, W their width, F inputs of a head, N features.
+Legend: K knots, G groups, C groups of one width class, W their width, F inputs of a head, N features.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dispfx.plan.knots import ONE_KNOT, Knots
 from dispfx.settings.learning_settings import HypernetworkName, seed_for
 from dispfx.words.choices import choice
 
@@ -52,19 +53,31 @@ OuterProducts = Mapping[nn.Parameter, OuterProduct]
 
 INPUT_WIDTH = 32
 RECURRENT_WIDTH = 64
+# Of the logits of a range of ratios.
+STRETCH = 3.0
+# softplus of it is how far logits fall between the first two knots at first: 1.8.
+_FIRST_STEP = 1.6
 
 
 def build_hypernetwork(
-    kind: HypernetworkName, sizes: Sequence[int], *, bias: float, seed: int, start_N: Tensor | None = None
+    kind: HypernetworkName,
+    sizes: Sequence[int],
+    *,
+    bias: float,
+    seed: int,
+    start_N: Tensor | None = None,
+    knots: Knots = ONE_KNOT,
 ) -> "Hypernetwork":
     """Return a module without inputs whose output is one logit per feature, flat, (N,) float32.
 
-    The module depends only on `seed`; the global random state does not change.
+    For a range of ratios it is (K, N), one row per knot.  The module depends only on `seed` and the knots.
+    The global random state does not change.
 
     Args:
         sizes: number of features of every group.
         bias: added to every logit.
         start_N: also added, one number per feature: the initial logits.
+        knots: of the range of ratios.
 
     Raises:
         DispfxError: if the kind is unknown.
@@ -72,7 +85,9 @@ def build_hypernetwork(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(seed, "hypernetwork"))
         built = choice(HYPERNETWORKS, kind, "hypernetwork").build(sizes, bias)
-    return built if start_N is None else FromStart(built, start_N)
+    if start_N is not None:
+        built = FromStart(built, start_N)
+    return Falling(built, sizes, knots, bias) if knots.is_range else built
 
 
 def hypernetwork_parameters(kind: HypernetworkName, sizes: Sequence[int]) -> int:
@@ -192,6 +207,37 @@ class FromStart(Hypernetwork):
     def outer_gradients(self, of_logits_N: Tensor) -> OuterProducts:
         """Return the gradients of the heads."""
         return self.change.outer_gradients(of_logits_N)
+
+
+class Falling(Hypernetwork):
+    """Logits for a range of ratios: every group's fall from knot to knot, by a number of its own.
+
+    logits_KN = bias + stretch · (logits_N − bias) − Σ over knots up to K of softplus(step_KG)
+
+    So a group has one order of its features at all ratios, and none comes back at a larger ratio.  Every
+    feature must be decided at every ratio, with the logits of one row, so these spread further than for a
+    single ratio: with a stretch of 1, KL is larger by 1.5 to 6% (docs/log/2026-12-family.md).
+    """
+
+    _group_N: Tensor
+
+    def __init__(self, one: Hypernetwork, sizes: Sequence[int], knots: Knots, bias: float):
+        super().__init__()
+        self.one = one
+        self.steps_KG = nn.Parameter(torch.full((len(knots.ratios) - 1, len(sizes)), _FIRST_STEP))
+        group_N = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(list(sizes)))
+        self.register_buffer("_group_N", group_N, persistent=False)
+        self.bias = bias
+
+    def forward(self) -> Tensor:
+        """Return logits (K, N)."""
+        fallen_KG = nn.functional.softplus(self.steps_KG).cumsum(0)
+        fallen_KG = torch.cat((torch.zeros_like(fallen_KG[:1]), fallen_KG))
+        return self.bias + STRETCH * (self.one() - self.bias) - fallen_KG[:, self._group_N]
+
+    def outer_gradients(self, of_logits_N: Tensor) -> OuterProducts:
+        """Return the gradients of the heads, given that of the last returned logits, (K, N)."""
+        return self.one.outer_gradients(STRETCH * of_logits_N.sum(0))
 
 
 class GroupHeads(nn.Module):

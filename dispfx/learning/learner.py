@@ -1,12 +1,15 @@
 """One step of learning, and its state.
 
-    logits = sharpness · hypernetwork()                      (N,)
-    masks, surrogate = estimator.sample(logits)              (S, N) each; no gradient passes the masks
+    logits = sharpness · hypernetwork()                      (K, N), one row for every knot of the ratios
+    masks, surrogate = estimator.sample(mixed(logits))       (S, N) each; no gradient passes the masks
     loss = loss of the predictions(gated(ids, masks split by site)) + λ · R
     ∂loss/∂logits = Σ over S of ∂loss/∂mask · slope          then one backward pass of the hypernetwork
 
     R = mean over S of budget_loss(count(mask)),             or budget_loss(count(sigmoid(logits))); eased
       + as much for the cache, if a share of it is asked for; with limits, count is the share of the tightest
+
+A run for one ratio has one knot.  A run for a range draws a ratio for every mask, and mixes the rows of the
+knots around it (`dispfx.plan.knots`).
 
 The masks are a leaf, so several forward passes may accumulate their gradient, and the hypernetwork's
 backward pass runs once per step.  N is the number of features of all groups of sites.
@@ -32,8 +35,9 @@ from dispfx.learning.interrupt import uninterrupted
 from dispfx.learning.objective import NEXT_TOKEN, OBJECTIVES, Objective, Term, loss_of_logits
 from dispfx.learning.state import Position, restore_run, run_tensors
 from dispfx.learning.text import Batches, Prefetcher
-from dispfx.learning.update import Surrogate, Update, fastest_update
+from dispfx.learning.update import StepTensors, Surrogate, Update, fastest_update
 from dispfx.plan.hardening import Groups, ParameterCount
+from dispfx.plan.knots import Knots, mixed
 from dispfx.settings.learning_settings import LearnSettings, seed_for
 from dispfx.words.option_names import option
 
@@ -70,7 +74,7 @@ class Problem:
         sites: in the order of the masks.
         groups: which sites share a selection.
         count: the number of remaining parameters, for the same sites.
-        target: number of parameters that should remain.
+        knots: the ratio, or the range of ratios, to learn for.
         text: batches to learn from.
         settings: of the run.
         device: of the decoder and all tensors.
@@ -84,7 +88,7 @@ class Problem:
     sites: tuple[Site, ...]
     groups: Groups
     count: ParameterCount
-    target: float
+    knots: Knots
     text: Batches
     settings: LearnSettings
     device: torch.device
@@ -110,7 +114,8 @@ class Problem:
         """Return the largest share of a limit, or of the ratio that was asked for, that is taken."""
         shares = [limit.left(self.groups.expand(masks)) / limit.most for limit in self.count.limits]
         if self.floor:
-            shares.append(self.remaining(masks) / ((1.0 - self.floor) * self.count.dense))
+            left = self.remaining(masks) / ((1.0 - self.floor) * self.count.dense)
+            shares.append(left.amax(-1) if left.dim() == masks.dim() else left)
         return _WHOLE * torch.stack(shares).amax(0)
 
     @property
@@ -189,37 +194,43 @@ class Learner:
             bias=settings.bias,
             seed=settings.seed,
             start_N=start_N,
+            knots=problem.knots,
         ).to(device)
         self._optimizer = torch.optim.AdamW(
             self._hypernetwork.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, fused=True
         )
         self._batches = Prefetcher(problem.batch, device)
+        self._targets_K = torch.tensor(
+            [(1.0 - ratio) * problem.count.dense for ratio in problem.knots.ratios],
+            dtype=torch.float64,
+            device=device,
+        )
         self._shape = problem.mask_shape
+        self._counts_masks = settings.budget_on == "masks"
         plain = Update(
             self._hypernetwork,
             problem.remaining,
-            # Limits decide how much remains.
-            None if problem.count.limits else problem.target,
             settings.lambda_,
             settings.budget_width,
-            problem.further_terms,
+            counts_masks=self._counts_masks,
+            # Limits decide how much remains.
+            of_ratio=not problem.count.limits,
+            further=problem.further_terms,
         )
-        self._counts_masks = settings.budget_on == "masks"
-        counted = self._shape if self._counts_masks else (problem.groups.features,)
         # A user's cost runs on the CPU, which no CUDA graph holds.
         own = problem.count.own is not None
-        self._update = plain if own else fastest_update(plain, self._shape, counted, device, note)
+        self._update = plain if own else fastest_update(plain, self._empty_step(), device, note)
         self._estimator = estimator(settings.estimator, settings.temperature, antithetic=settings.antithetic)
         if isinstance(self._estimator, OwnEstimator):
-            self._estimator.check(self.logits().expand(self._shape))
+            self._estimator.check(self.logits()[0].expand(self._shape))
         self._generator = torch.Generator(device).manual_seed(seed_for(settings.seed, "masks"))
         # As of the last complete step: an interrupted or bad step leaves no trace.
         self._generator_state = self._generator.get_state()
 
     def logits(self) -> Tensor:
-        """Return the logits of all groups, flat, without gradient."""
+        """Return the logits of all groups at every knot, (K, N), without gradient."""
         with torch.no_grad():
-            return self._hypernetwork()
+            return self._hypernetwork().view(len(self.problem.knots.ratios), -1)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors of the state, by flat names."""
@@ -242,20 +253,24 @@ class Learner:
         """
         problem, settings = self.problem, self.problem.settings
         sharpness = settings.sharpness(self.position.step)
-        logits_N = self._update.logits() * sharpness
-        sample = self._estimator.sample(logits_N.expand(self._shape), self._generator)
+        logits_KN = self._update.logits() * sharpness
+        ratios_S = problem.knots.drawn(settings.samples, self._generator)
+        weights_SK = problem.knots.weights(ratios_S)
+        logits = mixed(logits_KN, weights_SK).view(self._shape)
+        sample = self._estimator.sample(logits, self._generator)
         masks = problem.ranks.send(sample.mask).requires_grad_()
         loss = backward_decoder(problem, self._batches, masks, self.position.step)
         assert masks.grad is not None
         problem.ranks.average(masks.grad)
         problem.ranks.average(loss)
-        of_masks = Surrogate(masks.grad, sample.slope * sharpness)
-        counted = (
-            Surrogate(masks, of_masks.surrogate)
-            if self._counts_masks
-            else _probabilities(logits_N, sharpness)
-        )
-        on_device = self._update.gradients(loss, of_masks, counted)
+        rows = (settings.samples, -1)
+        of_masks = Surrogate(masks.grad.view(rows), (sample.slope * sharpness).view(rows))
+        if self._counts_masks:
+            counted = Surrogate(masks.detach().view(rows), of_masks.surrogate)
+        else:
+            counted = _probabilities(logits_KN, sharpness)
+        targets = self._targets(ratios_S)
+        on_device = self._update.gradients(StepTensors(loss, of_masks, counted, weights_SK, targets))
         with uninterrupted():
             # The optimizer's work is queued before the host reads the numbers, so that the GPU never waits.
             read = reading(on_device)
@@ -268,6 +283,24 @@ class Learner:
         if self.position.bad_in_a_row >= settings.max_bad_steps:
             raise _diverged(self.position, numbers[0])
         return StepOutcome(numbers[0], numbers[1], 1.0 - numbers[2] / problem.count.dense, finite)
+
+    def _targets(self, ratios_S: Tensor) -> Tensor:
+        """Return the number of parameters that should remain for every row of what is counted."""
+        if self._counts_masks and self.problem.knots.is_range:
+            return (1.0 - ratios_S.double()) * self.problem.count.dense
+        return self._targets_K
+
+    def _empty_step(self) -> StepTensors:
+        """Return tensors of the shapes of a step."""
+        samples, features = self.problem.settings.samples, self.problem.groups.features
+        knots, device = len(self.problem.knots.ratios), self.problem.device
+        counted = samples if self._counts_masks else knots
+        of_masks, of_counted = (
+            Surrogate(*torch.ones(2, rows, features, device=device)) for rows in (samples, counted)
+        )
+        weights_SK = torch.ones(samples, knots, device=device)
+        targets = self._targets(torch.zeros(samples, device=device))
+        return StepTensors(torch.zeros((), device=device), of_masks, of_counted, weights_SK, targets)
 
     def _optimize(self, numbers: Tensor) -> None:
         """Step the optimizer; nothing changes if one of the numbers is not finite."""
@@ -288,10 +321,10 @@ class Learner:
             self.position = Position(before.step + 1, before.bad_steps + 1, before.bad_in_a_row + 1)
 
 
-def _probabilities(logits_N: Tensor, sharpness: float) -> Surrogate:
+def _probabilities(logits_KN: Tensor, sharpness: float) -> Surrogate:
     """Return the probability that each feature is kept, and its slope for the unsharpened logit."""
-    keep_N = torch.sigmoid(logits_N)
-    return Surrogate(keep_N, keep_N * (1 - keep_N) * sharpness)
+    keep_KN = torch.sigmoid(logits_KN)
+    return Surrogate(keep_KN, keep_KN * (1 - keep_KN) * sharpness)
 
 
 def backward_decoder(problem: Problem, batches: Prefetcher, sampled: Tensor, step: int) -> Tensor:

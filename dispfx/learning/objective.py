@@ -133,27 +133,32 @@ class Term:
     """A further term of the budget loss, of the same form as that of the parameters.
 
     Args:
-        count: masks (N,) or (S, N) of all groups -> what is left, a scalar or (S,).
+        count: masks (S, N) of all groups -> what is left, (S,).
         target: what should be left.
     """
 
     count: Callable[[Tensor], Tensor]
     target: float
 
+    def loss(self, masks: Tensor) -> Tensor:
+        """Return the budget loss of masks, (S,)."""
+        left = self.count(masks)
+        # Filled on the device: a CUDA graph cannot hold a copy from the host.
+        return budget_loss(left, left.new_full((1,), self.target))
 
-def budget_loss(left: Tensor, target: float) -> Tensor:
+
+def budget_loss(left: Tensor, target: Tensor) -> Tensor:
     """Return R = log(max(T(s), keep · T) / min(T(s), keep · T)) (arXiv 2410.11988, section 3.3).
 
     Zero exactly when the budget is met, with the same scale above and below it.
 
     Args:
-        left: T(s), of any shape.
-        target: keep · T, the number of parameters that should remain.
+        left: T(s), (S,), or (S, P) for P costs of the user.
+        target: keep · T, the number of parameters that should remain, (S,) or (1,).
     """
     left = left.clamp_min(1.0)  # every bit of a sample can be zero
     # Difference of logarithms: exact in float64, and the gradient is ±1 / T(s).
-    # Filled on the device: a CUDA graph cannot hold a copy from the host.
-    bound = torch.full_like(left, target)
+    bound = target.to(left.dtype).view(-1, *[1] * (left.dim() - 1)).expand_as(left)
     return torch.log(torch.maximum(left, bound)) - torch.log(torch.minimum(left, bound))
 
 

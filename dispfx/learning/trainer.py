@@ -5,7 +5,7 @@ saving a state that a killed run resumes from, and hardens the final logits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
@@ -26,6 +26,7 @@ from dispfx.learning.state import Identity, Position, load_state, save_state, se
 from dispfx.learning.text import Batches
 from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import Groups, ParameterCount, check_reachable, hard_masks, harden
+from dispfx.plan.knots import Knots
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.words.option_names import option
 
@@ -35,9 +36,9 @@ class Learned:
     """The result of a run.
 
     Args:
-        kept: sorted int32 indices that every site keeps, on the CPU.
+        kept: sorted int32 indices that every site keeps, on the CPU; of a range, at its largest ratio.
         achieved: share of the counted parameters that was removed.
-        logits: flat over all sites in order, float32 on the CPU.
+        logits: of every knot, flat over all sites in order, (K, N) float32 on the CPU.
         records: of this process, oldest first.
         first_step: where this process started; 0 without a state to resume.
         steps: steps done in all processes of the run.
@@ -64,7 +65,7 @@ class LearningTask:
         sites: in the order of the masks.
         shapes: of every parameter by path; tied ones once.
         text: batches to learn from, with the sizes in `settings`.
-        budget: of the plan.
+        budget: of the plan; of a range, that of its largest ratio.
         settings: of the run.
         device: of the decoder.
         ranks: the processes of the run.
@@ -72,6 +73,7 @@ class LearningTask:
         start_from: kept indices of the plan that learning starts from.
         dtype: of the decoder, where known; a state of another type is rejected.
         count: of what the budget counts; by default the parameters that its ratio counts.
+        knots: the range of ratios, or None for that of the budget alone.
     """
 
     gated: Gated
@@ -86,6 +88,7 @@ class LearningTask:
     start_from: Sequence[Tensor] | None = None
     dtype: torch.dtype | None = None
     count: ParameterCount | None = None
+    knots: Knots | None = None
 
     def problem(self) -> Problem:
         """Return the constants of learning, on the device.
@@ -104,13 +107,15 @@ class LearningTask:
         self.ranks.check(settings.batch_size, settings.samples)
         count = self.count or ParameterCount.of_sites(self.sites, self.shapes, self.budget.of)
         groups = Groups.of_run(self.sites, constrained=settings.constrained)
-        check_reachable(self.sites, count, self.budget, groups=groups)
+        knots = self.knots or Knots((self.budget.ratio,))
+        for ratio in {knots.ratios[0], knots.ratios[-1]}:
+            check_reachable(self.sites, count, replace(self.budget, ratio=ratio), groups=groups)
         return Problem(
             gated=self.gated,
             sites=tuple(self.sites),
             groups=groups.to(device),
             count=count.to(device),
-            target=self.budget.keep * count.dense,
+            knots=knots,
             text=text,
             settings=settings,
             device=device,
@@ -165,13 +170,13 @@ def learn(task: LearningTask, watch: Watch | None = None) -> Learned:
     learner = _learner(problem, state_dir if watch.resume else None, identity, start_N, watch.note)
     first_step = learner.position.step
     records = _run(learner, task.budget, state_dir, identity, watch.on_step)
-    logits = learner.logits()
-    kept = _hardened(learner, logits, task.budget)
+    logits_KN = learner.logits()
+    kept = _hardened(learner, logits_KN, task.budget)
     left = problem.count.to("cpu").count_kept(hard_masks(task.sites, kept))
     return Learned(
         kept=kept,
         achieved=1.0 - left / problem.count.dense,
-        logits=problem.groups.expand(logits).float().cpu(),
+        logits=problem.groups.expand(logits_KN).float().cpu(),
         records=records,
         first_step=first_step,
         steps=learner.position.step,
@@ -198,7 +203,7 @@ def _identity(problem: Problem, task: LearningTask) -> Identity:
     return {
         "decoder": task.fingerprint,
         "sites": [[site.name, site.size] for site in problem.sites],
-        "budget": task.budget.recorded.plain,
+        "budget": task.budget.recorded.plain | ({} if task.knots is None else asdict(task.knots)),
         "settings": settings,
         "text": problem.text.digest,
         "device": problem.device.type,
@@ -335,16 +340,16 @@ def _held_out_loss(learner: Learner, budget: Budget) -> float | None:
     return held_out_loss(problem, hard_masks(problem.sites, kept, device=problem.device))
 
 
-def _hardened(learner: Learner, logits: Tensor, budget: Budget) -> list[Tensor]:
-    """Return the kept indices of every site for the logits.
+def _hardened(learner: Learner, logits_KN: Tensor, budget: Budget) -> list[Tensor]:
+    """Return the kept indices of every site for the logits; of a range, at its largest ratio.
 
     Raises:
         DispfxError: if they are not finite.
     """
     problem = learner.problem
-    if not bool(logits.isfinite().all()):
+    if not bool(logits_KN.isfinite().all()):
         raise DispfxError(
             f"the logits are not finite after step {learner.position.step}, so no plan can be made",
             hint=f"start again with a smaller {option('lr')}",
         )
-    return harden(logits, problem.sites, problem.count, budget, groups=problem.groups)
+    return harden(logits_KN[-1], problem.sites, problem.count, budget, groups=problem.groups)

@@ -1,7 +1,7 @@
 """The budget of a plan: the ratio to remove, and the counted parameters."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from numbers import Real
 from typing import Any, get_args
@@ -66,7 +66,7 @@ class Budget:
 
     @staticmethod
     def of_settings(asked: BudgetSettings, align: int) -> "Budget":
-        """Return the budget of a run.
+        """Return the budget of a run; for a range of ratios, that of the largest.
 
         Args:
             align: of widths, unless the settings have one.
@@ -75,13 +75,13 @@ class Budget:
             DataError: if the latency table cannot be read.
         """
         return Budget(
-            ratio=asked.ratio or 0.0,
+            ratio=asked.ratios[1],
             of=asked.ratio_of,
             align=asked.align or align,
             costs=latency_table(asked.costs),
             kv_ratio=asked.kv_ratio,
             constraints=asked.constraint,
-            floor=(asked.ratio or 0.0) if asked.constraint else 0.0,
+            floor=asked.ratios[1] if asked.constraint else 0.0,
         )
 
     @property
@@ -121,6 +121,21 @@ class Budget:
     def keep(self) -> float:
         """Share of the counted parameters that stays."""
         return 1.0 - self.ratio
+
+
+def require_range(ratios: object) -> tuple[float, float]:
+    """Return the smallest and the largest ratio of a range.
+
+    Raises:
+        BudgetError: if they are no two increasing ratios that settings may have.
+    """
+    if not isinstance(ratios, Sequence) or isinstance(ratios, str) or len(ratios) != 2:
+        raise BudgetError(
+            f"a range is the smallest and the largest ratio, but {ratios!r} was given",
+            hint="as in (0.1, 0.6)",
+        )
+    low, high = (BudgetSettings(ratio=ratio).ratios[0] for ratio in ratios)
+    return BudgetSettings(ratio=f"{low!r}:{high!r}").ratios
 
 
 def require_ratio(ratio: object) -> None:

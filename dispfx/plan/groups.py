@@ -94,6 +94,12 @@ class Groups:
         """Turn values (…, N) of all groups into values of all sites; differentiable."""
         return values if self._features is None else values[..., self._features]
 
+    def of_first(self, values: Tensor) -> Tensor:
+        """Turn values (…, N) of all sites into values of all groups: those of their first sites."""
+        firsts = {group: site for site, group in reversed(list(enumerate(self.of_site)))}
+        parts = values.split([self.sizes[group] for group in self.of_site], -1)
+        return torch.cat([parts[firsts[group]] for group in range(len(self.sizes))], -1)
+
     def to(self, device: torch.device | str) -> "Groups":
         """Return the same groups with their table on `device`."""
         return self if self._features is None else replace(self, _features=self._features.to(device))

@@ -76,6 +76,7 @@ def harden(
     budget: Budget,
     *,
     groups: Groups | None = None,
+    in_order: bool = False,
 ) -> list[Tensor]:
     """Return the sorted int32 indices that every site keeps, on the CPU.
 
@@ -83,6 +84,8 @@ def harden(
         logits: flat, one per feature of every group (of every site without `groups`), in order.
         count: of the same sites, with the budget's `of`.
         groups: sites that share a selection; by default every site has its own.
+        in_order: leave out the repair, so that a larger ratio keeps nothing that a smaller one removes.  The
+            ratio is then met up to half a step of one width.
 
     Raises:
         BudgetError: if the sites cannot meet the ratio, or no widths come within 0.005 of the
@@ -98,7 +101,7 @@ def harden(
         nearest = partial(_nearest, sites=sites, costs=budget.costs_of_branches)
         widths_G = within_limits(whole, nearest, start_G, sites, budget)
     else:
-        widths_G = _at_ratio(whole, sites, budget)
+        widths_G = _at_ratio(whole, sites, budget, in_order=in_order)
     selections = whole.ranking.selections(widths_G)
     return [selections[group].clone() for group in groups.of_site]
 
@@ -122,8 +125,8 @@ def fitting_budget(budget: Budget, program: Program, *, constrained: bool) -> Bu
     return budget.removing(1.0 - left / count.dense)
 
 
-def _at_ratio(whole: WidthSearch, sites: Sequence[Site], budget: Budget) -> Tensor:
-    """Return the widths that meet the ratio (rules 1 to 5).
+def _at_ratio(whole: WidthSearch, sites: Sequence[Site], budget: Budget, *, in_order: bool = False) -> Tensor:
+    """Return the widths that meet the ratio (rules 1 to 5); `in_order` as for `harden`.
 
     Raises:
         BudgetError: if there are none.
@@ -132,9 +135,12 @@ def _at_ratio(whole: WidthSearch, sites: Sequence[Site], budget: Budget) -> Tens
     for search in _parts(whole):
         _check_reachable(search, budget)
         own_G = search.free
-        search, found_G = _never_slower(search, sites, budget.costs_of_branches)
-        if not _is_met(search, found_G, budget):
-            raise _not_met(budget, 1.0 - (search.target + search.error(found_G)) / search.count.dense)
+        if in_order:
+            found_G, _ = search.threshold()
+        else:
+            search, found_G = _never_slower(search, sites, budget.costs_of_branches)
+            if not _is_met(search, found_G, budget):
+                raise _not_met(budget, 1.0 - (search.target + search.error(found_G)) / search.count.dense)
         widths_G = torch.where(own_G, found_G, widths_G)
     return widths_G
 
@@ -328,3 +334,38 @@ def _not_met(budget: Budget, reached: float) -> BudgetError:
         f"(multiples of {budget.align}) remove {reached:.4f}",
         hint="ask for that ratio" + (f", or for a smaller {option('align')}" if budget.align > 1 else ""),
     )
+
+
+def removal_order(
+    logits_KN: Tensor,
+    sites: Sequence[Site],
+    count: ParameterCount,
+    budgets: Sequence[Budget],
+    *,
+    groups: Groups,
+) -> Tensor:
+    """Return one number per feature, (N,): the ratio at which its logit crosses the threshold.
+
+    Logits and threshold are linear between two ratios.  A feature that is kept at the largest ratio has that
+    ratio and the distance of its logit from the threshold; one that is removed at the smallest ratio has less
+    than that.  Hardened in this order (`in_order`), a larger ratio keeps nothing that a smaller one removes.
+
+    Args:
+        logits_KN: of all groups at increasing ratios.
+        budgets: with these ratios.
+    """
+    above_KN = torch.stack(
+        [
+            logits_N.double().cpu() - _search(logits_N, groups, count, budget).threshold()[1]
+            for logits_N, budget in zip(logits_KN, budgets, strict=True)
+        ]
+    )
+    ratios = [budget.ratio for budget in budgets]
+    order_N = ratios[-1] + above_KN[-1].clamp_min(0.0)
+    # From the last interval to the first, so that the first crossing counts.
+    for index in range(len(ratios) - 2, -1, -1):
+        before_N, after_N = above_KN[index], above_KN[index + 1]
+        share_N = before_N / (before_N - after_N).clamp_min(1e-12)
+        crossed_N = ratios[index] + (ratios[index + 1] - ratios[index]) * share_N
+        order_N = crossed_N.where((before_N >= 0) & (after_N < 0), order_N)
+    return (ratios[0] + above_KN[0]).where(above_KN[0] < 0, order_N)

@@ -11,10 +11,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,8 +40,13 @@ from dispfx.words.option_names import option
 from dispfx.words.own_function import names_function
 
 SCHEMA_VERSION = 1
+# Entry of the header of a family of plans (`dispfx.plan.family`).
+FAMILY = "family"
 # Of all sites together, to bound memory.  61 layers of 384 experts with 2,048 features have 48 million.
 MOST_FEATURES = 2**27
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -408,30 +413,7 @@ class Plan:
                 names the file that holds the plan then.
             PlanMismatchError: if a selection was changed to one that cannot be read back.
         """
-        target = path_given(path, "the plan file to write")
-        self._require_possible()
-        header = {
-            "schema_version": self.schema_version,
-            "fingerprint": self.fingerprint,
-            "budget": {name: value for name, value in self.budget.plain.items() if value is not None},
-            "achieved": self.achieved,
-            "seed": self.seed,
-            "versions": dict(self.versions),
-            **({"made_from": dict(self.made_from)} if self.made_from else {}),
-            **({} if self.cache is None else {"cache": asdict(self.cache)}),
-            **({"met": [asdict(one) for one in self.met]} if self.met else {}),
-            # The line of the user's code at which they end is not part of a plan.
-            **({} if self.lengths is None else {"lengths": asdict(replace(self.lengths, where=None))}),
-            "sites": [
-                {"name": selection.site, "size": selection.size, "keys": list(selection.keys)}
-                | ({"experts": selection.experts} if selection.experts > 1 else {})
-                | ({"symbol": selection.symbol} if selection.symbol else {})
-                for selection in self.selections
-            ],
-        } | ({"bos": list(self.bos)} if self.bos else {})
-        tensors = {selection.site: selection.kept.contiguous() for selection in self.selections}
-        with (replacing if overwrite else new_file)(target) as partial:
-            save_file(tensors, partial, metadata={"dispfx": json.dumps(header)})
+        write_plan_file(self, path, overwrite=overwrite)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "Plan":
@@ -440,20 +422,114 @@ class Plan:
         Raises:
             DataError: if the file is missing, not a plan, or contains an impossible selection.
         """
-        path = path_given(path, "a plan file")
-        if not path.is_file():
-            raise DataError("the plan file does not exist", where=str(path))
-        try:
-            with safe_open(path, framework="pt") as file:
-                header = parse_json((file.metadata() or {})["dispfx"])
-                names = list(file.keys())
-                return _plan_of_header(header, {name: file.get_tensor(name) for name in names})
-        except (SafetensorError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            if is_pointer(path):
-                raise DataError(NOT_FETCHED, where=str(path), hint=fetching(path)) from error
-            raise DataError(
-                f"this file is not a plan: {error}", where=str(path), hint="pass a plan.safetensors"
-            ) from error
+        return read_plan_file(path, _single_plan, "a plan", "pass a plan.safetensors")
+
+
+@dataclass(frozen=True, eq=False)
+class StoredPlan:
+    """What a file holds besides a plan: further entries of its header, and further tensors."""
+
+    header: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+def write_plan_file(
+    plan: Plan,
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool,
+    more: StoredPlan | None = None,
+) -> None:
+    """Write a plan and what else its file holds, atomically; as `Plan.save`."""
+    target = path_given(path, "the plan file to write")
+    plan._require_possible()
+    header = {
+        "schema_version": plan.schema_version,
+        "fingerprint": plan.fingerprint,
+        "budget": {name: value for name, value in plan.budget.plain.items() if value is not None},
+        "achieved": plan.achieved,
+        "seed": plan.seed,
+        "versions": dict(plan.versions),
+        **({"made_from": dict(plan.made_from)} if plan.made_from else {}),
+        **({} if plan.cache is None else {"cache": asdict(plan.cache)}),
+        **({"met": [asdict(one) for one in plan.met]} if plan.met else {}),
+        # The line of the user's code at which they end is not part of a plan.
+        **({} if plan.lengths is None else {"lengths": asdict(replace(plan.lengths, where=None))}),
+        "sites": [
+            {"name": selection.site, "size": selection.size, "keys": list(selection.keys)}
+            | ({"experts": selection.experts} if selection.experts > 1 else {})
+            | ({"symbol": selection.symbol} if selection.symbol else {})
+            for selection in plan.selections
+        ],
+    } | ({"bos": list(plan.bos)} if plan.bos else {})
+    tensors = {selection.site: selection.kept.contiguous() for selection in plan.selections}
+    if more is not None:
+        header, tensors = header | dict(more.header), tensors | dict(more.tensors)
+    with (replacing if overwrite else new_file)(target) as partial:
+        save_file(tensors, partial, metadata={"dispfx": json.dumps(header)})
+
+
+def read_plan_file(
+    path: str | os.PathLike[str], build: Callable[[Plan, StoredPlan], T], what: str, hint: str
+) -> T:
+    """Read a plan and what else its file holds.
+
+    Args:
+        build: makes the result, or raises an error for impossible values.
+        what: that the file should be, for messages.
+        hint: of the error about another file.
+
+    Raises:
+        DataError: if the file is missing, something else, or contains an impossible selection.
+    """
+    path = path_given(path, f"{what} file")
+    if not path.is_file():
+        raise DataError(f"the {what.split()[-1]} file does not exist", where=str(path))
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = parse_json((file.metadata() or {})["dispfx"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            sites = {str(entry["name"]) for entry in header["sites"]}
+            others = {name: tensor for name, tensor in tensors.items() if name not in sites}
+            if FAMILY not in header and others:
+                raise ValueError("its header and its tensors name different sites")
+            plan = _plan_of_header(header, {name: tensors[name] for name in tensors if name in sites})
+            return build(plan, StoredPlan(header, others))
+    except (SafetensorError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        if is_pointer(path):
+            raise DataError(NOT_FETCHED, where=str(path), hint=fetching(path)) from error
+        raise DataError(f"this file is not {what}: {error}", where=str(path), hint=hint) from error
+
+
+def is_family_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a file names itself a family of plans; False for what cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return FAMILY in parse_json((file.metadata() or {})["dispfx"])
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError):
+        return False
+
+
+def _single_plan(plan: Plan, stored: StoredPlan) -> Plan:
+    if FAMILY in stored.header:
+        raise ValueError(
+            "it is a family of plans, of which `dispfx apply` makes one with "
+            f"{option('ratio', 'R')}, and Family.load(file).at(program, ratio) in Python"
+        )
+    return plan
+
+
+def require_same_decoder(program: Program, plan: Plan) -> None:
+    """Raise PlanMismatchError if the plan was made for another decoder."""
+    require_program(program)
+    require_plan(plan)
+    if plan.fingerprint != program.fingerprint:
+        raise PlanMismatchError(
+            f"the plan was made for a decoder with fingerprint {plan.fingerprint[:12]}, this one has "
+            f"{program.fingerprint[:12]}",
+            where=program.model_class,
+            hint="use the same model, revision and dtype source as when the plan was learned",
+        )
 
 
 def require_plan(plan: Any) -> None:

@@ -2,8 +2,8 @@
 
 Starting from one threshold over all groups, `settled` moves widths by a few steps.  The margin of a feature
 is the distance of its logit from the threshold, and that of a move the sum over its features.  Of all moves
-that bring the count within `CLOSE`, those that give up the smallest margin are taken, and the closest if there
-are none (`dispfx.plan.knapsack`).  Two axes of one weight may move together, so the exact count decides, and
+that bring the count within `CLOSE`, those that give up the smallest margin are taken, and the closest ones if
+none do (`dispfx.plan.knapsack`).  Two axes of one weight may move together, so the exact count decides, and
 the search goes on from there.
 
 Groups that keep equally many features (`Groups.widths`) move together, and start at the mean of their

@@ -10,6 +10,7 @@ from typing import Any
 
 from dispfx.errors import PlanMismatchError
 from dispfx.plan.budget import Budget
+from dispfx.plan.family import Family
 from dispfx.plan.plan import CacheLeft, Met, Plan, Selection
 from dispfx.report.layers import layers_of, mask_F
 from dispfx.words.constraint_text import in_unit
@@ -129,6 +130,23 @@ def target_plain(budget: Budget, cache: CacheLeft | None, met: Sequence[Met]) ->
         plain["kv_ratio"] = {"requested": budget.kv_ratio, "achieved": cache.removed}
         plain["cache_bytes_per_token"] = {"dense": cache.dense, "pruned": cache.pruned}
     return plain | ({"constraints": [asdict(one) for one in met]} if met else {})
+
+
+def family_lines(family: Family) -> list[str]:
+    """Return the header of a family of plans as text."""
+    return [
+        f"plans for ratios from {family.range_text} of {family.plan.budget.of} ({len(family.order)} sites)",
+        *plan_lines(family.plan),
+    ]
+
+
+def family_plain(family: Family) -> dict[str, Any]:
+    """Return what a family of plans holds, ready for JSON: its range, and the plan of its largest ratio."""
+    return {
+        "ratios": [family.smallest, family.largest],
+        "fingerprint": family.plan.fingerprint,
+        "plan": plan_plain(family.plan),
+    }
 
 
 def plan_rows(plan: Plan) -> list[Sequence[str]]:

@@ -11,7 +11,8 @@ from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import OutputError
 from dispfx.files.disk import remove_abandoned
-from dispfx.plan.plan import Plan
+from dispfx.plan.family import Family
+from dispfx.plan.plan import Plan, is_family_file
 from dispfx.report import Observer, Report, Tuning, load_report
 from dispfx.report.tuning_record import read_record
 from dispfx.run.folders import require_unchanged
@@ -63,8 +64,8 @@ def complete_report(settings: RunSettings, stages: Stages, ranks: Ranks = ALONE)
     return report
 
 
-def complete_plan(settings: RunSettings, stages: Stages, ranks: Ranks = ALONE) -> Plan | None:
-    """Return the plan that a resumed run finds complete, else None.
+def complete_plan(settings: RunSettings, stages: Stages, ranks: Ranks = ALONE) -> Plan | Family | None:
+    """Return the plan, or the family of a range of ratios, that a resumed run finds complete, else None.
 
     Raises:
         OutputError: if it was made with other settings or from something else.
@@ -73,19 +74,26 @@ def complete_plan(settings: RunSettings, stages: Stages, ranks: Ranks = ALONE) -
     path = settings.output.path
     if not (settings.output.resume and path.is_file()):
         return None
-    plan = Plan.load(path)
-    budget, names = settings.budget, ("ratio", "kv_ratio", "constraint")
-    made: dict[str, Any] = {"kv_ratio": plan.budget.kv_ratio, "constraint": [*plan.budget.constraints]}
-    if not plan.budget.constraints:
-        made["ratio"] = plan.budget.ratio  # with constraints it is what they needed
-    asked = {name: getattr(budget, name) for name in names} | {"constraint": [*budget.constraint]}
-    _require_same(path, made, asked)
+    if is_family_file(path):
+        found = Family.load(path)
+        plan, ratios = found.plan, (found.smallest, found.largest)
+    else:
+        found = plan = Plan.load(path)
+        ratios = (plan.budget.ratio, plan.budget.ratio)
+    asked, made = settings.budget, plan.budget
+    # With constraints the ratio is what they needed.
+    _require_same(
+        path,
+        {"kv_ratio": made.kv_ratio, "constraint": [*made.constraints]}
+        | ({} if made.constraints else {"ratio": list(ratios)}),
+        {"ratio": list(asked.ratios), "kv_ratio": asked.kv_ratio, "constraint": [*asked.constraint]},
+    )
     ready = ready_to_learn(settings, stages, ranks=ranks)
     require_made_from(path, plan.made_from, made_by(settings, ready))
     _say(path, stages.observer)
     # A run that is killed when it has just named the plan leaves the temporary name.
     remove_abandoned(path)
-    return plan
+    return found
 
 
 def complete_recovery(settings: RecoverSettings, job: Recovery, stages: Stages) -> Tuning:

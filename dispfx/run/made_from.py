@@ -6,6 +6,7 @@ Names say little of it: a file or a folder may hold something else by now, and a
 import json
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def made_by(settings: RunSettings, ready: Ready) -> dict[str, str]:
     chosen = {name: one for name, one in settings_identity(ready.settings).items() if name not in fitted}
     budget = {**ready.budget.recorded.plain, "align": settings.budget.align}
     sites = [[site.name, site.size] for site in ready.learned_on.sites]
+    if ready.knots is not None:
+        budget |= asdict(ready.knots)
     recovery = [settings.afterwards.recover, settings.afterwards.recover_steps]
     return {
         **made_from(ready.source, ready.program, ready.text),

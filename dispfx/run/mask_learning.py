@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dispfx.analysis.finite_weights import require_values
 from dispfx.analysis.lookups import require_readable
-from dispfx.compiler.programs import gate, require_same_decoder
+from dispfx.compiler.programs import gate
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DispfxError, PassError, UnsupportedGraphError, memory_shortage
 from dispfx.fast_decoder.decoder import TrainingDecoder
@@ -23,26 +23,31 @@ from dispfx.learning.scores import select_by_score
 from dispfx.learning.text import Batches, TokenBatches, token_vector
 from dispfx.learning.trainer import Learned, LearningTask, Watch, follow_run
 from dispfx.learning.trainer import learn as learn_masks
-from dispfx.plan.budget import Budget
+from dispfx.plan.budget import Budget, require_range
 from dispfx.plan.decoder_count import count_of
+from dispfx.plan.family import Family
 from dispfx.plan.hardening import fitting_budget
-from dispfx.plan.plan import Plan
+from dispfx.plan.knots import Knots
+from dispfx.plan.plan import Plan, require_same_decoder
 from dispfx.run.fitting import fitted_settings, settings_for
 from dispfx.run.learning_setup import device_of_learning, prepared_loss
 from dispfx.settings import BudgetSettings, ComputeSettings, LearnSettings, changed_settings, learn_settings
 from dispfx.settings.sections import UNALIGNED
 from dispfx.words.chosen_device import require_default_device
 from dispfx.words.option_names import option
-from dispfx.words.own_function import shown
+from dispfx.words.own_function import is_identity, names_function, shown
 
 _OF_BUDGET = ("ratio_of", "align", "costs", "kv_ratio", "constraint")
+
+
+Data = Tensor | np.ndarray | Sequence[int] | Batches
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()
 def learn(
     program: Program,
-    data: Tensor | np.ndarray | Sequence[int] | Batches,
+    data: Data,
     ratio: float | None = None,
     *,
     settings: LearnSettings | None = None,
@@ -81,8 +86,55 @@ def learn(
         DispfxError: if the decoder cannot be run as `compute` requests, or the default device of torch is not
             the CPU.
     """
-    require_default_device()
     watch = watch or Watch()
+    job = _job(program, data, ratio, settings, changes, watch.note)
+    return learn_within(replace(job, compute=compute or ComputeSettings(), ranks=ranks or ALONE), watch)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def learn_family(
+    program: Program,
+    data: Data,
+    ratios: tuple[float, float],
+    *,
+    settings: LearnSettings | None = None,
+    compute: ComputeSettings | None = None,
+    watch: Watch | None = None,
+    **changes: Any,
+) -> Family:
+    """Learn in one run which features every site keeps at any ratio of a range.
+
+    A smaller decoder keeps only what a larger one keeps.
+
+    Every mask of a step is drawn for a ratio of its own, and logits are linear between the knots of the range
+    (`dispfx.plan.knots`).  Slimmable networks (arXiv 1812.08928) are trained for several sizes in that way.
+
+    Args:
+        ratios: the smallest and the largest share of the counted parameters to remove, in (0, 1).
+        program, data, settings, compute, watch, changes: as for `learn`.
+
+    Raises:
+        BudgetError: if the ratios are no range, or the sites cannot meet one of them.
+        DispfxError: as `learn`; or if the settings score features, or count a cost of the user.
+    """
+    watch = watch or Watch()
+    low, high = require_range(ratios)
+    job = _job(program, data, f"{low!r}:{high!r}", settings, changes, watch.note)
+    knots = Knots.of_range(low, high)
+    return learn_family_within(replace(job, compute=compute or ComputeSettings(), knots=knots), watch)
+
+
+def _job(
+    program: Program,
+    data: Data,
+    ratio: float | str | None,
+    settings: LearnSettings | None,
+    changes: dict[str, Any],
+    note: Callable[[str], None],
+) -> "LearningJob":
+    """Return what masks are learned for, from what `learn` is given."""
+    require_default_device()
     start_from = None
     if isinstance(start := changes.get("start"), Plan):
         require_same_decoder(program, start)
@@ -94,21 +146,19 @@ def learn(
     asked = BudgetSettings(ratio=ratio, **of_budget)
     require_program(program)
     if hasattr(data, "held_out_batches"):  # already cut
-        chosen, text = settings_for(program, whole, watch.note), cast(Batches, data)
+        chosen, text = settings_for(program, whole, note), cast(Batches, data)
     else:
         tokens = token_vector(data, program.text_tokens)
-        chosen = fitted_settings(whole, program=program, note=watch.note)
+        chosen = fitted_settings(whole, program=program, note=note)
         text = batches_of(tokens, chosen)
-    job = LearningJob(
+    return LearningJob(
         program=program,
         text=text,
         budget=fitting_budget(Budget.of_settings(asked, UNALIGNED), program, constrained=chosen.constrained),
         settings=chosen,
-        compute=compute or ComputeSettings(),
-        ranks=ranks or ALONE,
+        compute=ComputeSettings(),
         start_from=start_from,
     )
-    return learn_within(job, watch)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -123,6 +173,7 @@ class LearningJob:
         compute: how the decoder is run.
         ranks: the processes of the run.
         start_from: kept indices of every site to start from.
+        knots: of a range of ratios, of which the budget has the largest.
     """
 
     program: Program
@@ -132,6 +183,7 @@ class LearningJob:
     compute: ComputeSettings
     ranks: Ranks = ALONE
     start_from: Sequence[Tensor] | None = None
+    knots: Knots | None = None
 
     def task(self, note: Callable[[str], None] = lambda text: None) -> LearningTask:
         """Return the learning problem, with the decoder prepared to run."""
@@ -145,15 +197,14 @@ class LearningJob:
             fingerprint=program_digest(self.program),
             dtype=self.program.dtype,
             start_from=self.start_from,
+            knots=self.knots,
         )
 
 
 def learn_within(job: LearningJob, watch: Watch) -> Plan:
     """As `learn`, from batches that are already cut."""
     program, settings = job.program, job.settings
-    require_values(program.tensors())
-    require_readable(program, job.text.seq_len)
-    _check_packing(program, settings)
+    _require_learnable(job)
     if settings.method != "learned":
         if job.compute.shard_on is not None:
             raise DispfxError(
@@ -166,11 +217,53 @@ def learn_within(job: LearningJob, watch: Watch) -> Plan:
                 f"method {shown(settings.method)} scores features once, and cannot start from a plan"
             )
         return Plan.of(program, job.budget, _scored(job, watch), settings.seed)
+    return Plan.of(program, job.budget, _learned_or_explained(job, watch).kept, settings.seed)
+
+
+def learn_family_within(job: LearningJob, watch: Watch) -> Family:
+    """As `learn_family`, from batches that are already cut."""
+    settings, knots = job.settings, job.knots
+    assert knots is not None
+    _require_learnable(job)
+    require_one_method(settings, job.budget)
+    found = _learned_or_explained(job, watch)
+    return Family.of(
+        job.program, job.budget, knots, found.logits, seed=settings.seed, constrained=settings.constrained
+    )
+
+
+def require_one_method(settings: LearnSettings, budget: Budget | BudgetSettings) -> None:
+    """Raise for settings that a range of ratios cannot have.
+
+    Raises:
+        DispfxError: if features are scored, a cost of the user is counted, or a latency table is given.
+    """
+    of = budget.of if isinstance(budget, Budget) else budget.ratio_of
+    if settings.method != "learned":
+        name, reason = "method", f"{option('method', shown(settings.method))} scores features once"
+    elif names_function(of) or is_identity(of):
+        name, reason = "ratio_of", f"{shown(of)} is a cost of your own"
+    elif budget.costs is not None:
+        name, reason = "costs", f"{option('costs')} keeps other branches dense at every ratio"
+    else:
+        return
+    raise DispfxError(
+        f"a family for a range of ratios cannot be learned: {reason}",
+        hint=f"leave out {option(name)}, or give one ratio",
+    )
+
+
+def _require_learnable(job: LearningJob) -> None:
+    require_values(job.program.tensors())
+    require_readable(job.program, job.text.seq_len)
+    _check_packing(job.program, job.settings)
+
+
+def _learned_or_explained(job: LearningJob, watch: Watch) -> Learned:
     try:
-        found = _learned(job, watch)
+        return _learned(job, watch)
     except PassError as error:
-        raise (_of_zeros(program) or error) from None
-    return Plan.of(program, job.budget, found.kept, settings.seed)
+        raise (_of_zeros(job.program) or error) from None
 
 
 def _of_zeros(program: Program) -> UnsupportedGraphError | None:

@@ -6,10 +6,11 @@ DIR.state next to the output holds the state of learning, and then the plan, unt
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.distributed.ranks import ALONE, Ranks
@@ -19,16 +20,19 @@ from dispfx.learning.records import METRICS_FILE
 from dispfx.learning.state import STATE_FILE, saved_step
 from dispfx.learning.tensorboard import FOLDER as TENSORBOARD_FOLDER
 from dispfx.learning.trainer import Watch
+from dispfx.plan.family import Family
 from dispfx.plan.hardening import LIMIT
 from dispfx.plan.plan import Plan
 from dispfx.run.made_from import made_by
-from dispfx.run.mask_learning import follow, learn_within
+from dispfx.run.mask_learning import LearningJob, follow, learn_family_within, learn_within
 from dispfx.run.readiness import Ready, ready_to_learn
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import RunSettings
 from dispfx.settings.sections import state_place
 from dispfx.words.option_names import option
 from dispfx.words.own_function import shown
+
+T = TypeVar("T")
 
 # A folder without recovery, and the state of recovery, where that was asked for.
 DRAFT, RECOVERY = "pruned", "recovery"
@@ -47,21 +51,11 @@ def learn_from(
     Raises:
         DispfxError: for everything in the input that cannot be used.
     """
-    resume = settings.output.resume
-    state = state_folder(settings.output.path, resume)
+    state = state_folder(settings.output.path, settings.output.resume)
     _require_own_method(state, settings.learning.method)
     ready = ready_to_learn(settings, stages, ranks=ranks, copies=copies)
-    if resume:
-        stages.observer.note(resumption(state))
-    with stages("learn"):
-        observer = stages.observer
-
-        def scored(done: int, total: int) -> None:
-            observer.working("scoring", done, total, "sequences scored")
-
-        watch = Watch(state, resume, observer.learning, observer.note, scored)
-        plan = learn_within(ready.job(settings.compute, ranks), watch)
-        plan = replace(plan, bos=ready.text.bos, made_from=made_by(settings, ready))
+    plan = _learned(learn_within, settings, stages, ready, ranks)
+    plan = replace(plan, bos=ready.text.bos, made_from=made_by(settings, ready))
     if plan.emptied:
         stages.observer.note(_at_minimum(plan))
     if all(one.full for one in plan.selections):
@@ -78,6 +72,39 @@ def learn_from(
     state.mkdir(parents=True, exist_ok=True)
     plan.save(state / PLAN_FILE)
     return ready, plan
+
+
+def family_from(settings: RunSettings, stages: Stages, *, ranks: Ranks = ALONE) -> Family:
+    """As `learn_from`, for a range of ratios.
+
+    Raises:
+        DispfxError: for everything in the input that cannot be used.
+    """
+    ready = ready_to_learn(settings, stages, ranks=ranks)
+    family = _learned(learn_family_within, settings, stages, ready, ranks)
+    plan = replace(family.plan, bos=ready.text.bos, made_from=made_by(settings, ready))
+    return replace(family, plan=plan)
+
+
+def _learned(
+    learn: Callable[[LearningJob, Watch], T],
+    settings: RunSettings,
+    stages: Stages,
+    ready: Ready,
+    ranks: Ranks,
+) -> T:
+    """Return what is learned, with the state of the run kept next to the output."""
+    resume, observer = settings.output.resume, stages.observer
+    state = state_folder(settings.output.path, resume)
+    if resume:
+        observer.note(resumption(state))
+
+    def scored(done: int, total: int) -> None:
+        observer.working("scoring", done, total, "sequences scored")
+
+    with stages("learn"):
+        watch = Watch(state, resume, observer.learning, observer.note, scored)
+        return learn(ready.job(settings.compute, ranks), watch)
 
 
 def _at_minimum(plan: Plan) -> str:

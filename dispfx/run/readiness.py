@@ -19,6 +19,7 @@ from dispfx.ir.program import Program
 from dispfx.learning.text import Batches
 from dispfx.plan.budget import Budget
 from dispfx.plan.hardening import fitting_budget
+from dispfx.plan.knots import Knots
 from dispfx.plan.latency_table import latency_table
 from dispfx.plan.plan import Plan
 from dispfx.run.cached_bytes import confirmed_cache
@@ -26,7 +27,7 @@ from dispfx.run.decoder_files import require_writable
 from dispfx.run.fitting import fitted_settings
 from dispfx.run.learning_setup import device_of_learning
 from dispfx.run.length_checks import hold_to_readable, require_lengths, require_onnx_lengths
-from dispfx.run.mask_learning import LearningJob
+from dispfx.run.mask_learning import LearningJob, require_one_method
 from dispfx.run.opening import open_model
 from dispfx.run.preflight import require_room_for_weights, require_room_to_learn, require_room_to_recover
 from dispfx.run.rehearsal import rehearse
@@ -54,6 +55,7 @@ class Ready:
     learned_on: Program
     settings: LearnSettings
     budget: Budget
+    knots: Knots | None = None
 
     def job(self, compute: ComputeSettings, ranks: Ranks) -> LearningJob:
         """Return what masks are learned for."""
@@ -64,6 +66,7 @@ class Ready:
             settings=self.settings,
             compute=compute,
             ranks=ranks,
+            knots=self.knots,
         )
 
 
@@ -83,6 +86,8 @@ def ready_to_learn(
     check_select(asked.select, constrained=settings.learning.constrained, costs=asked.costs is not None)
     chosen.require_data(settings.model.model)
     require_functions(asked.ratio_of, settings.learning.method, settings.learning.estimator)
+    if asked.is_range:
+        require_one_method(settings.learning, asked)
     asked = replace(asked, costs=latency_table(asked.costs))
     with stages("open"):
         chosen.check()
@@ -145,6 +150,7 @@ def ready_to_learn(
         learned_on=learned_on,
         settings=learning,
         budget=budget,
+        knots=Knots.of_range(*asked.ratios) if asked.is_range else None,
     )
 
 

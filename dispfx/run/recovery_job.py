@@ -17,7 +17,6 @@ from torch import Tensor
 from dispfx.analysis.finite_weights import require_finite_weights
 from dispfx.analysis.lookups import longest_text, require_readable
 from dispfx.compiler.pipelines import for_recovery
-from dispfx.compiler.programs import require_same_decoder
 from dispfx.deploy.digests import identity_of
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import DataError
@@ -26,6 +25,7 @@ from dispfx.ir.content_digest import content_digest, program_digest
 from dispfx.ir.program import Program
 from dispfx.learning.distillation import Keeping, RecoveryTask, recover
 from dispfx.learning.text import Batches
+from dispfx.plan.plan import require_same_decoder
 from dispfx.quality.agreement import Comparison
 from dispfx.report import Report
 from dispfx.run.folders import Opened, open_folder

@@ -131,8 +131,9 @@ class Field:
             return list[self.facts.repeats]
         if self.facts.takes is not None:
             return self.facts.takes
-        kind = next(kind for kind in _members(self.kind) if kind is not type(None))
-        return kind | str if self.facts.functions else kind
+        kinds = [kind for kind in _members(self.kind) if kind is not type(None)]
+        named = self.facts.functions or str in kinds[1:]
+        return kinds[0] | str if named else kinds[0]
 
     @property
     def kind_name(self) -> str:
@@ -154,9 +155,10 @@ class Field:
 
     @property
     def is_number(self) -> bool:
-        """Whether a value is one number, or one of True and False."""
+        """Whether a value is one number, or one of True and False; some may also be named by a text."""
         alone = self.facts.repeats is None and self.facts.takes is None
-        return alone and {*_members(self.kind)} - {type(None)} <= {int, float, bool}
+        members = {*_members(self.kind)} - {type(None), str}
+        return alone and bool(members) and members <= {int, float, bool}
 
     @property
     def names_place(self) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dispfx.errors import BudgetError, DataError, DispfxError, OutputError, SourceError
-from dispfx.settings.field import Section, required, same_as, section_fields, setting
+from dispfx.settings.field import Section, field_of, required, same_as, section_fields, setting
 from dispfx.settings.learning_settings import RECIPES
 from dispfx.settings.tree import is_of_a_program
 from dispfx.words.chosen_device import check_device
@@ -155,9 +155,9 @@ def _require_texts(name: str, given: Any) -> None:
 class BudgetSettings(Section):
     """How much to remove, and from where."""
 
-    ratio: float | None = setting(
+    ratio: float | str | None = setting(
         None,
-        "Share of the prunable weights to remove.",
+        "Share of the prunable weights to remove. `learn` also takes a range, as in 0.1:0.6.",
         default="with a constraint, the smallest that meets it",
         above=0.0,
         below=1.0,
@@ -213,6 +213,8 @@ class BudgetSettings(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.ratio, str):
+            object.__setattr__(self, "ratio", _ratio_of(self.ratio))
         for name in ("skip", "sites", "constraint"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
@@ -227,6 +229,12 @@ class BudgetSettings(Section):
                 f"{option('ratio')} is needed, or {option('constraint')}",
                 hint="name the share of the weights to remove, or what the result must fit into",
             )
+        if self.is_range and (self.constraint or self.kv_ratio is not None):
+            other = "constraint" if self.constraint else "kv_ratio"
+            raise BudgetError(
+                f"{option(other)} is a target of one plan, and a range of ratios was given: {self.ratio}",
+                hint=f"name one ratio, or leave out {option(other)}",
+            )
         if self.kv_ratio is not None and "heads" not in self.sites:
             # Nothing else makes the cache smaller.
             object.__setattr__(self, "sites", (*self.sites, "heads"))
@@ -236,6 +244,39 @@ class BudgetSettings(Section):
         """Whether the size of the KV cache matters."""
         memory = any(parse_constraint(text).kind == "memory" for text in self.constraint)
         return memory or self.kv_ratio is not None
+
+    @property
+    def is_range(self) -> bool:
+        """Whether the ratio is a range."""
+        return isinstance(self.ratio, str)
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """The smallest and the largest ratio; equal unless a range was given, and 0 if none was."""
+        if self.ratio is None:
+            return 0.0, 0.0
+        low, _, high = str(self.ratio).partition(":")
+        return float(low), float(high or low)
+
+
+def _ratio_of(text: str) -> float | str:
+    """Return the ratio that a text names, or the range of ratios as LOW:HIGH.
+
+    Raises:
+        BudgetError: if it names neither.
+    """
+    try:
+        shares = [float(part) for part in text.split(":")]
+    except ValueError:
+        shares = []
+    facts = field_of(BudgetSettings, "ratio").facts
+    percentage = next((hint for share in shares if (hint := facts.hint_for(share))), None)
+    if not shares or len(shares) > 2 or not all(map(facts.allows, shares)) or sorted(set(shares)) != shares:
+        raise BudgetError(
+            f"{option('ratio')} must be a share {facts.range_text()}, or a range, and {text!r} was given",
+            hint=percentage or "as in 0.3, or 0.1:0.6 for a range from the smallest to the largest",
+        )
+    return shares[0] if len(shares) == 1 else f"{shares[0]:g}:{shares[1]:g}"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from dispfx.settings.sections import (
 from dispfx.settings.tree import Tree
 from dispfx.settings.verb_settings import (
     EvaluationSettings,
+    FamilySettings,
     FolderSettings,
     FormSettings,
     GenerationSettings,
@@ -107,6 +108,15 @@ class ApplySettings(Tree):
     text: TextSettings
     plan: PlanSettings
     output: OutputSettings
+
+
+@dataclass(frozen=True, eq=False)
+class CurveSettings(Tree):
+    """`curve`: size and quality over the ratios of a family."""
+
+    model: ModelSettings
+    text: TextSettings
+    curve: FamilySettings
 
 
 @dataclass(frozen=True, eq=False)

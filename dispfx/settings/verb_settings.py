@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dispfx.errors import DispfxError, OutputError, UnsupportedGraphError
+from dispfx.errors import BudgetError, DispfxError, OutputError, UnsupportedGraphError
 from dispfx.settings.field import Section, required, same_as, setting
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.settings.sections import (
@@ -237,7 +237,33 @@ class SamplingSettings(WritingSection):
 class PlanSettings(Section):
     """Which plan is applied."""
 
-    plan: Any = required("A plan.safetensors.", takes=Path)
+    plan: Any = required("A plan.safetensors, or a family of plans.", takes=Path)
+    ratio: float | None = setting(
+        None,
+        "Which plan of a family: the share of the prunable weights to remove.",
+        above=0.0,
+        below=1.0,
+        common=True,
+        error=BudgetError,
+    )
+
+
+@dataclass(frozen=True)
+class FamilySettings(Section):
+    """Which decoders of a family are measured."""
+
+    family: Any = required("A family of plans, which `learn` writes for a range of ratios.", takes=Path)
+    points: int = setting(
+        6, "Ratios to measure, evenly spaced over the range.", least=2, most=200, common=True
+    )
+    within: float | None = setting(
+        None,
+        "Also find the smallest decoder with at most this KL divergence from the dense one, in nats.",
+        above=0.0,
+        common=True,
+    )
+    context: int | None = same_as(EvaluationSettings, "context")
+    out: Path | None = setting(None, "Write a page (.html) with the plot, and the plot as PNG.", common=True)
 
 
 @dataclass(frozen=True)

@@ -147,3 +147,20 @@ def check_folder(path: str | os.PathLike[str], *, report: bool = False) -> None:
             where=str(path),
             hint="pass a folder that `dispfx compile` wrote",
         )
+
+
+def check_new_page(page: Path) -> None:
+    """Check that a page and its plot can be written, and that neither name is taken.
+
+    Raises:
+        OutputError: otherwise.
+    """
+    if page.suffix != ".html" or not page.parent.is_dir():
+        raise OutputError(f"{option('out')} must be an .html file in an existing folder", where=str(page))
+    for file in (page, page.with_suffix(".png")):
+        if os.path.lexists(file):
+            raise OutputError(
+                "the page and its plot must not exist yet",
+                where=str(file),
+                hint=f"name another file with {option('out')}",
+            )

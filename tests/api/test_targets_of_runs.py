@@ -55,7 +55,9 @@ def test_a_run_resumes_with_its_own_share_only(tokens: Path, tmp_path: Path):
             raise KeyboardInterrupt
 
     def learned(kv_ratio: float | None, **further: Any) -> Plan:
-        return api.learn_plan(MODEL, 0.3, tokens, out, kv_ratio=kv_ratio, **COMMON, **further)
+        plan = api.learn_plan(MODEL, 0.3, tokens, out, kv_ratio=kv_ratio, **COMMON, **further)
+        assert isinstance(plan, Plan)
+        return plan
 
     with pytest.raises(KeyboardInterrupt):
         learned(0.5, observer=Impatient())
@@ -114,7 +116,9 @@ def test_a_run_resumes_with_its_own_constraints_only(tokens: Path, tmp_path: Pat
     out = tmp_path / "plan.safetensors"
 
     def learned(constraint: str, **further: Any) -> Plan:
-        return api.learn_plan(MODEL, None, tokens, out, constraint=constraint, **COMMON, **further)
+        plan = api.learn_plan(MODEL, None, tokens, out, constraint=constraint, **COMMON, **further)
+        assert isinstance(plan, Plan)
+        return plan
 
     plan = learned("size: 70%")
     assert learned("size: 70%", resume=True) == plan
@@ -122,3 +126,12 @@ def test_a_run_resumes_with_its_own_constraints_only(tokens: Path, tmp_path: Pat
         learned("size: 80%", resume=True)
     with pytest.raises(OutputError, match=r"constraint was \['size: 70%'\] and is \[\]"):
         api.learn_plan(MODEL, plan.budget.ratio, tokens, out, **COMMON, resume=True)
+
+
+@pytest.mark.parametrize("words", [["--kv-ratio", 0.5], ["--constraint", "size: 70%"]])
+def test_a_range_of_ratios_has_no_other_target(tokens: Path, tmp_path: Path, words: list[Any]):
+    words = [*words, "--ratio", "0.1:0.3", "--out", tmp_path / "family.safetensors"]
+    result = run("learn", MODEL, "--data", tokens, *WORDS, *words)
+    assert (
+        result.exit_code == 2 and "is a target of one plan, and a range of ratios was given" in result.output
+    )

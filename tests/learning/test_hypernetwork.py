@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from dispfx.learning.hypernetwork import GroupHeads, RecurrentHypernetwork, build_hypernetwork
+from dispfx.learning.hypernetwork import Falling, GroupHeads, RecurrentHypernetwork, build_hypernetwork
+from dispfx.plan.knots import ONE_KNOT, Knots
 
 SIZES = [6, 10, 6, 3, 10, 6]
 KINDS = ["full", "linear", "none"]
+RANGE = Knots.of_range(0.1, 0.4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,12 +74,13 @@ def test_values_read_without_gradient_do_not_change_what_the_gradient_is_for():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("starts", [False, True])
-def test_every_parameter_has_its_gradient_in_one_of_the_two_ways(kind, starts):
+@pytest.mark.parametrize("knots", [ONE_KNOT, RANGE], ids=["one ratio", "a range"])
+def test_every_parameter_has_its_gradient_in_one_of_the_two_ways(kind, starts, knots):
     """A small change of any one parameter changes the sum of the logits as its gradient says."""
     start_N = torch.rand(sum(SIZES)) if starts else None
-    network = build_hypernetwork(kind, SIZES, bias=3.0, seed=0, start_N=start_N).double()
-    scale = torch.randn(sum(SIZES), dtype=torch.float64)
+    network = build_hypernetwork(kind, SIZES, bias=3.0, seed=0, start_N=start_N, knots=knots).double()
     logits = network()
+    scale = torch.randn_like(logits)
     outer = network.outer_gradients(scale)
     others = [parameter for parameter in network.parameters() if parameter not in outer]
     written = torch.autograd.grad(logits, others, scale) if others else ()
@@ -114,3 +117,22 @@ def test_groups_learn_from_each_other_through_the_recurrent_network():
         network.z_G32[0] += 1.0
     changed = (network() - first).detach().abs().split(SIZES)
     assert all(float(part.max()) > 0 for part in changed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_a_range_fall_from_knot_to_knot_by_one_number_a_group(kind):
+    network = build_hypernetwork(kind, SIZES, bias=3.0, seed=0, knots=RANGE)
+    assert isinstance(network, Falling)
+    with torch.no_grad():
+        network.steps_KG.copy_(torch.randn_like(network.steps_KG) * 4)
+    rows_KN = network().detach()
+    assert rows_KN.shape == (4, sum(SIZES))
+    for fallen in (rows_KN[:-1] - rows_KN[1:]).split(SIZES, 1):
+        assert bool((fallen >= 0).all()) and bool((fallen > 0.1).any())
+        torch.testing.assert_close(fallen, fallen[:, :1].expand_as(fallen), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_range_begins_with_nearly_everything_kept_at_its_smallest_ratio(kind):
+    first = build_hypernetwork(kind, [576, 1536, 64], bias=3.0, seed=0, knots=RANGE)().detach()[0]
+    assert 0.88 < float(torch.sigmoid(first).mean()) < 0.97

@@ -11,8 +11,9 @@ from dispfx.errors import DispfxError, PassError
 from dispfx.ir.gate import gate
 from dispfx.learning.learner import Learner, Problem, check_gates, check_samples
 from dispfx.learning.state import Position
-from dispfx.learning.update import Surrogate, Update
+from dispfx.learning.update import StepTensors, Surrogate, Update
 from dispfx.plan.hardening import Groups, ParameterCount
+from dispfx.plan.knots import Knots
 from tests.learning.tiny_decoder import batches, markov_tokens, settings, untrained_decoder
 
 TEXT = markov_tokens(2_000)
@@ -27,7 +28,7 @@ def problem(gated: Callable[..., Tensor] = DECODER, **changes: Any) -> Problem:
         sites=DECODER.sites,
         groups=Groups.alone(DECODER.sites),
         count=count,
-        target=0.7 * count.dense,
+        knots=Knots((0.3,)),
         text=batches(TEXT, chosen),
         settings=chosen,
         device=torch.device("cpu"),
@@ -98,7 +99,7 @@ def test_the_last_masks_are_those_that_the_logits_say_where_they_are_sharpened()
         learner = Learner(problem(watching, steps=4, hypernetwork="none", bias=0.5, sharpen=sharpen))
         for _ in range(3):
             learner.advance()
-        said = (learner.logits() > 0).float()
+        said = (learner.logits()[0] > 0).float()
         learner.advance()
         assert torch.equal(torch.cat(drawn[-1]), said) == alike
 
@@ -108,9 +109,9 @@ def test_sharpened_logits_have_gradients_that_much_larger(monkeypatch):
     slopes: list[Tensor] = []
     gradients = Update.gradients
 
-    def watched(update: Update, loss: Tensor, of_masks: Surrogate, counted: Surrogate) -> Tensor:
-        slopes.append(of_masks.surrogate.clone())
-        return gradients(update, loss, of_masks, counted)
+    def watched(update: Update, given: StepTensors) -> Tensor:
+        slopes.append(given.of_masks.surrogate.clone())
+        return gradients(update, given)
 
     monkeypatch.setattr(Update, "gradients", watched)
     for sharpen in (1.0, 3.0):
@@ -126,22 +127,24 @@ def test_what_the_budget_counts_is_as_asked(budget_on: str, monkeypatch):
     counted: list[Surrogate] = []
     gradients = Update.gradients
 
-    def watched(update: Update, loss: Tensor, of_masks: Surrogate, given: Surrogate) -> Tensor:
-        counted.append(given)
-        return gradients(update, loss, of_masks, given)
+    def watched(update: Update, given: StepTensors) -> Tensor:
+        counted.append(given.counted)
+        return gradients(update, given)
 
     monkeypatch.setattr(Update, "gradients", watched)
     chosen: dict[str, Any] = dict(hypernetwork="none", bias=0.5, steps=2, sharpen=3.0, batch_size=4)
     learner = Learner(problem(**chosen, samples=2, budget_on=budget_on))
     learner.position = Position(1)
     sharpness = learner.problem.settings.sharpness(1)
-    keep_N = torch.sigmoid(sharpness * learner.logits())
+    keep_KN = torch.sigmoid(sharpness * learner.logits())
     outcome = learner.advance()
     if budget_on == "probabilities":
-        assert torch.equal(counted[0].values, keep_N)
-        assert torch.allclose(counted[0].surrogate, sharpness * keep_N * (1 - keep_N))
+        assert torch.equal(counted[0].values, keep_KN)
+        assert torch.allclose(counted[0].surrogate, sharpness * keep_KN * (1 - keep_KN))
     else:
-        assert counted[0].values.shape == (2, len(keep_N)) and set(counted[0].values.unique().tolist()) == {
+        assert counted[0].values.shape == (2, keep_KN.shape[1]) and set(
+            counted[0].values.unique().tolist()
+        ) == {
             0,
             1,
         }

@@ -7,16 +7,18 @@ import torch
 
 from dispfx.learning.objective import budget_loss, eased, next_token_loss
 
+TARGET = torch.tensor([100.0], dtype=torch.float64)
+
 
 @pytest.mark.parametrize(("left", "expected"), [(50.0, math.log(2)), (200.0, math.log(2)), (100.0, 0.0)])
 def test_the_budget_loss_is_the_logarithm_of_the_larger_over_the_smaller(left, expected):
-    assert float(budget_loss(torch.tensor(left, dtype=torch.float64), 100.0)) == pytest.approx(expected)
+    assert float(budget_loss(torch.tensor([left], dtype=torch.float64), TARGET)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("left", "slope"), [(50.0, -1 / 50), (200.0, 1 / 200), (100.0, 0.0)])
 def test_the_budget_loss_pulls_towards_the_budget_from_both_sides(left, slope):
-    value = torch.tensor(left, dtype=torch.float64, requires_grad=True)
-    budget_loss(value, 100.0).backward()
+    value = torch.tensor([left], dtype=torch.float64, requires_grad=True)
+    budget_loss(value, TARGET).backward()
     assert value.grad is not None
     assert float(value.grad) == pytest.approx(slope)
 
@@ -37,7 +39,7 @@ def test_a_budget_loss_with_a_width_of_zero_is_the_loss_itself():
 
 
 def test_a_sample_that_keeps_nothing_has_a_finite_budget_loss():
-    assert math.isfinite(float(budget_loss(torch.zeros((), dtype=torch.float64), 100.0)))
+    assert math.isfinite(float(budget_loss(torch.zeros(1, dtype=torch.float64), TARGET)))
 
 
 def test_the_next_token_loss_scores_each_token_given_those_before():

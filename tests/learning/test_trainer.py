@@ -65,7 +65,7 @@ def test_every_variant_runs_and_meets_the_budget(decoder, estimator, hypernetwor
     found = run(decoder, Budget(0.3), chosen)
     assert abs(found.achieved - 0.3) <= 0.001
     assert [record.step for record in found.records] == [1, 2, 3]
-    assert found.logits.shape == (sum(site.size for site in decoder.sites),)
+    assert found.logits.shape == (1, sum(site.size for site in decoder.sites))
     shared = [kept for site, kept in zip(decoder.sites, found.kept, strict=True) if site.kind != "inner"]
     assert all(torch.equal(shared[0], other) for other in shared) == constrained
 
