@@ -5,7 +5,7 @@ saving a state that a killed run resumes from, and hardens the final logits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
@@ -196,14 +196,14 @@ def follow_run(task: LearningTask) -> None:
 
 
 def _identity(problem: Problem, task: LearningTask) -> Identity:
-    settings = settings_identity(problem.settings)
+    settings, knots = settings_identity(problem.settings), task.knots
     if task.start_from is not None:
         kept = torch.cat([indices.to("cpu", torch.int32) for indices in task.start_from])
         settings["start"] = f"plan ({sha256(kept.numpy().tobytes()).hexdigest()[:16]})"
     return {
         "decoder": task.fingerprint,
         "sites": [[site.name, site.size] for site in problem.sites],
-        "budget": task.budget.recorded.plain | ({} if task.knots is None else asdict(task.knots)),
+        "budget": task.budget.recorded.plain | ({} if knots is None else {"ratio": knots.range_text}),
         "settings": settings,
         "text": problem.text.digest,
         "device": problem.device.type,

@@ -36,6 +36,11 @@ class Knots:
         """Whether there is more than one ratio."""
         return len(self.ratios) > 1
 
+    @property
+    def range_text(self) -> str:
+        """The range as it is asked for."""
+        return f"{self.ratios[0]:g}:{self.ratios[-1]:g}"
+
     def drawn(self, samples: int, generator: torch.Generator) -> Tensor:
         """Return ratios, (S,) float32 on the generator's device: one from every S-th part of the range."""
         low, high = self.ratios[0], self.ratios[-1]

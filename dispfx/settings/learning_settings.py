@@ -58,6 +58,13 @@ DEMO: Mapping[str, Any] = {
     "schedule": "constant",
     "weight_decay": 0.05,
 }
+# Over a range of ratios the demo needs more steps, and gains from a falling learning rate.
+DEMO_RANGE: Mapping[str, Any] = {
+    **DEMO,
+    "steps": 600,
+    "schedule": "cosine",
+    "weight_decay": 1.0,
+}
 _USUAL, _BRIEF = RECIPES[DEFAULT_RECIPE], RECIPES_OF_FEW_STEPS[DEFAULT_RECIPE]
 # Settings that adapt to the decoder while they have their defaults.
 _ADAPTABLE = ("samples", "seq_len", "batch_size")
@@ -208,12 +215,15 @@ class LearnSettings(Section):
         return self.lr * 0.5 * (1.0 + math.cos(math.pi * step / self.steps))
 
 
-def learn_settings(model: object = None, *, recipe: str | None = None, **chosen: Any) -> LearnSettings:
+def learn_settings(
+    model: object = None, *, recipe: str | None = None, for_range: bool = False, **chosen: Any
+) -> LearnSettings:
     """Return the chosen settings, over those of the demo and of a recipe.
 
     Args:
         model: MODEL; `demo` has its own sizes.
         recipe: `informed`, the default, or `paper`.
+        for_range: whether masks are learned for a range of ratios.
         chosen: single settings by their names.
 
     Raises:
@@ -222,7 +232,8 @@ def learn_settings(model: object = None, *, recipe: str | None = None, **chosen:
     """
     refuse_unknown_names(tuple(chosen), tuple(LearnSettings.__dataclass_fields__))
     chosen = plain_values(LearnSettings, chosen)
-    changes = {**(DEMO if isinstance(model, str) and model == "demo" else {}), **chosen}
+    demo = DEMO_RANGE if for_range else DEMO
+    changes = {**(demo if isinstance(model, str) and model == "demo" else {}), **chosen}
     name = recipe or DEFAULT_RECIPE
     few = (changes.get("steps") or FEW_STEPS) < FEW_STEPS
     settings = {**choice(RECIPES, name, "recipe"), **(RECIPES_OF_FEW_STEPS.get(name, {}) if few else {})}

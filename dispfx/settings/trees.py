@@ -72,7 +72,10 @@ class RunSettings(Tree):
     def _section(cls, name: str, kind: type, flat: Mapping[str, Any]) -> Any:
         if kind is not LearnSettings:
             return super()._section(name, kind, flat)
-        return learn_settings(flat.get("model"), recipe=flat.get("recipe"), **_learning_of(flat))
+        for_range = ":" in str(flat.get("ratio"))
+        return learn_settings(
+            flat.get("model"), recipe=flat.get("recipe"), for_range=for_range, **_learning_of(flat)
+        )
 
     def changed(self, **flat: Any) -> Self:
         """Return the settings with other values; chosen sizes of learning are not adapted any more."""

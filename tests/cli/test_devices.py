@@ -37,6 +37,7 @@ WORDS = {
     "learn": ("no-such/model", "--ratio", "0.3", "--data", "no-such-text.txt"),
     "apply": ("no-such/model", "no-such-plan.safetensors", "--out", "out"),
     "inspect": ("no-such/model",),
+    "curve": ("no-such/model", "no-such-family.safetensors"),
     "eval": ("no-such/model", "--eval-data", "no-such-text.txt"),
     "bench": ("no-such-folder",),
     "costs": ("no-such/model", "--out", "costs.json"),

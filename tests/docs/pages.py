@@ -22,6 +22,7 @@ _SHORTER = {
     "compile": [*_LEARNING, "--eval-windows", "1"],
     "learn": _LEARNING,
     "apply": ["--eval-windows", "1"],
+    "curve": ["--points", "2", "--eval-windows", "1"],
     "eval": ["--eval-windows", "2"],
     "sample": ["--tokens", "4000", "--seq-len", "32", "--opening", "4", "--batch-size", "16"],
     "recover": ["--steps", "2", "--batch-size", "2", "--seq-len", "32", "--eval-windows", "1"],

@@ -10,6 +10,8 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from dispfx.demo.grammar import generate_text
 from dispfx.learning.records import MetricsLog
@@ -18,7 +20,7 @@ from tests.docs.listed import LISTED
 from tests.docs.pages import ROOT, blocks, commands, end, filled, lines, run, shortened, start
 from tests.learning.test_records import record
 
-OTHER_PAGES = ("data.md", "huggingface.md", "learning.md", "targets.md")
+OTHER_PAGES = ("data.md", "family.md", "huggingface.md", "learning.md", "targets.md")
 WIKITEXT = """---
 configs:
 - config_name: wikitext-2-raw-v1
@@ -86,6 +88,25 @@ def test_the_commands_and_the_python_of_the_page_on_transformers_run(checkpoint:
         if kind == "python":
             exec(compile(text, "huggingface.md", "exec"), known)
     assert known["tuned"].peft_config and Path("TUNED/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_commands_and_the_python_of_the_page_on_families_run(checkpoint: str):
+    learned, measured, applied = page_commands("family.md", checkpoint)
+    run(learned)
+    # Masks of two steps are far from the dense decoder.
+    assert "the smallest decoder within 20 nats" in run(filled(measured, {"0.2": "20"}))
+    run(applied)
+    report = load_report(Path("DIR/report.json"))
+    assert report.ratio.requested == 0.37 and report.verify and Path("curve.html").is_file()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    known: dict[str, Any] = {"model": model, "tokens": torch.arange(600) % 128}
+    (python,) = [text for kind, text in blocks(ROOT / "docs" / "family.md") if kind == "python"]
+    exec(compile(python, "family.md", "exec"), known)
+    kept = [
+        {name: set(own.tolist()) for name, own in known[size].kept.items()} for size in ("small", "large")
+    ]
+    assert all(few <= kept[1][name] for name, few in kept[0].items())
 
 
 @pytest.mark.slow

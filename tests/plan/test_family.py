@@ -15,7 +15,7 @@ from dispfx.ir.program import Program
 from dispfx.plan.budget import Budget, require_range
 from dispfx.plan.family import Family
 from dispfx.plan.groups import Groups
-from dispfx.plan.hardening import ParameterCount, harden, removal_order
+from dispfx.plan.hardening import ParameterCount, removal_order
 from dispfx.plan.knots import ONE_KNOT, Knots, mixed, unmixed
 from dispfx.plan.plan import Plan, is_family_file
 from tests.programs import program_of, relative_error, token_ids

@@ -31,10 +31,20 @@ from dispfx.deploy.onnx.files import check_external_data, takes_cache, takes_pad
 from dispfx.deploy.section import read_layout, read_section
 from dispfx.huggingface.model_loading import load_model
 from dispfx.learning.state import Position, load_state, save_state, saved_step
+from dispfx.plan.budget import Budget
+from dispfx.plan.family import Family
+from dispfx.plan.knots import Knots
 from dispfx.plan.latency_table import read_costs
 from dispfx.plan.plan import Plan
 from dispfx.report import load_report, to_json
-from dispfx.report.plans import plan_difference, plan_lines, plan_plain, plan_rows
+from dispfx.report.plans import (
+    family_lines,
+    family_plain,
+    plan_difference,
+    plan_lines,
+    plan_plain,
+    plan_rows,
+)
 from dispfx.report.run import read_run
 from dispfx.report.run_comparison import run_notes, run_rows, runs_plain
 from dispfx.run.folders import require_record
@@ -86,7 +96,8 @@ def kinds(folder: Path) -> list[Kind]:
     _compile(tiny_transformer("llama"), pruned, "none")
     _compile(build_decoder(), archive, "pt2")
     return [
-        _plans(pruned), _reports(pruned), _configs(pruned), _modules(pruned), _weights(pruned), _shards(),
+        _plans(pruned), _families(folder), _reports(pruned), _configs(pruned), _modules(pruned),
+        _weights(pruned), _shards(),
         *_texts(), _gguf(folder), *_programs(archive), *_onnx(), _costs(),
         *_states(folder),
     ]  # fmt: skip
@@ -140,6 +151,24 @@ def _plans(pruned: Path) -> Kind:
 
     cases = st.one_of(changed_metadata(raw), changed_metadata(raw), changed_header(raw))
     return Kind("plan", one("plan.safetensors", cases), read, {}, {"plan.safetensors": raw}, 3.0)
+
+
+def _families(folder: Path) -> Kind:
+    program = capture(tiny_transformer("llama"))
+    rows_KN = torch.randn(3, sum(site.size for site in program.sites))
+    Family.of(program, Budget(0.4), Knots.of_range(0.2, 0.4), rows_KN).save(folder / "family.safetensors")
+    raw = (folder / "family.safetensors").read_bytes()
+
+    def read(folder: Path) -> None:
+        family = Family.load(folder / "family.safetensors")
+        json.dumps([family_plain(family), family_lines(family)], allow_nan=False)
+        if 0.2 <= family.largest <= 0.4 and family.plan.fingerprint == program.fingerprint:
+            family.at(program, family.largest)
+        family.save(folder / "again.safetensors")
+        assert Family.load(folder / "again.safetensors").plan == family.plan
+
+    cases = st.one_of(changed_metadata(raw), changed_metadata(raw), changed_header(raw))
+    return Kind("family", one("family.safetensors", cases), read, {}, {"family.safetensors": raw}, 2.0)
 
 
 def _reports(pruned: Path) -> Kind:
