@@ -34,6 +34,7 @@ import numpy as np
 from torch import fx
 
 from dispfx.analysis.attention_heads import attentions, close_heads, why_none
+from dispfx.analysis.cached_values import cache_size
 from dispfx.analysis.coverage import unnamed
 from dispfx.analysis.flow import Flow
 from dispfx.analysis.label_map import Closure, LabelContext, Mismatch, Statistics, close, sums_over_several
@@ -93,7 +94,7 @@ class FindSites:
     ensures = "canonical"
 
     def run(self, program: Program) -> PassResult:
-        """Set `program.sites`, `program.branches` and `program.closures`; add refusals.
+        """Set `program.sites`, `branches`, `closures` and `cache`; add refusals.
 
         Raises:
             UnsupportedGraphError: if no site is left, a pattern of `skip` names no branch, or the stream
@@ -109,6 +110,7 @@ class FindSites:
                 search.leaf(leaf)
         program.sites, program.branches = tuple(search.sites), tuple(search.branches)
         program.closures = search.closures
+        program.cache = None if program.caches else cache_size(program)
         program.refused = tuple(dict.fromkeys((*program.refused, *search.refused)))
         if not program.sites:
             raise _nothing_left(program, self.skip)

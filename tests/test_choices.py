@@ -56,6 +56,7 @@ TAKES_ANY = {
             "compilation.py:run_settings",
             "recovery.py:recover",
             "sampling.py:sample",
+            "costing.py:costs",
             "tasks.py:score_tasks",
         )
     },

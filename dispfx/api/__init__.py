@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         run_compile,
         run_learn,
     )
+    from dispfx.api.costing import costs
     from dispfx.api.family_sizes import curve
     from dispfx.api.inspection import inspect, preview
     from dispfx.api.installation import doctor
@@ -51,6 +52,7 @@ _NAMES = {
     "dispfx.api.benching": "bench",
     "dispfx.api.commands": "agree evaluate export generate",
     "dispfx.api.compilation": "apply compile follow_compile learn_plan run_apply run_compile run_learn",
+    "dispfx.api.costing": "costs",
     "dispfx.api.family_sizes": "curve",
     "dispfx.api.inspection": "inspect preview",
     "dispfx.api.installation": "doctor",

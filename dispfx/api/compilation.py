@@ -54,7 +54,7 @@ from dispfx.words.option_names import option
 
 def compile(
     model: str | nn.Module,
-    ratio: float,
+    ratio: float | None = None,
     data: Any = None,
     out: str | Path | None = None,
     *,
@@ -66,7 +66,7 @@ def compile(
 
     Args:
         model: MODEL (see `dispfx.words.model_origin`), or a module.
-        ratio: share of the counted parameters to remove, in (0, 1).
+        ratio: share of the counted parameters to remove, in (0, 1).  With a `constraint` it may be left out.
         data: texts to learn from (see `dispfx.words.text_origin`), or token ids, (N,) integers; the demo
             brings its own.
         out: folder to write; it must not exist.
@@ -86,7 +86,7 @@ def compile(
 
 def learn_plan(
     model: str | nn.Module,
-    ratio: float | str,
+    ratio: float | str | None = None,
     data: Any = None,
     out: str | Path | None = None,
     *,

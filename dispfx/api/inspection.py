@@ -12,7 +12,9 @@ from dispfx.estimate.run_estimate import estimate
 from dispfx.ir.program import Program
 from dispfx.learning.state import saved_step
 from dispfx.plan.budget import Budget
+from dispfx.plan.decoder_count import count_of
 from dispfx.plan.hardening import Groups, ParameterCount, check_reachable, hard_masks, harden
+from dispfx.plan.plan import Plan
 from dispfx.report import Observer
 from dispfx.report.run_preview import Preview
 from dispfx.run.opening import open_model
@@ -77,7 +79,8 @@ def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
     state = state_folder(path, resume)
     ready = ready_to_learn(settings, Stages(observer))
     program = ready.program
-    reachable, left = _widths(program, ready.budget, ready.settings)
+    plan = _plan_of_widths(program, ready.budget, ready.settings)
+    total = ParameterCount.of_sites(program.sites, program.shapes, "total")
     needed = estimate(program, ready.settings, of=ready.budget.of)
     recovery = settings.recovery
     if recovery is not None:
@@ -88,11 +91,13 @@ def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
         program=program,
         settings=ready.settings,
         estimate=needed,
-        budget=ready.budget,
+        budget=plan.budget,
         recovery=recovery,
-        reachable=reachable,
+        reachable=plan.achieved,
+        cache=plan.cache,
+        met=plan.met,
         parameters=needed.parameters,
-        parameters_left=left,
+        parameters_left=total.count_kept(hard_masks(program.sites, plan.for_sites(program.sites))),
         tokens=sum(len(tokens) for tokens in ready.text.learn),
         tokens_measured=0 if measured is None else len(measured),
         cpu_seconds=needed.seconds(this_cpu(program.dtype)) if on_cpu else None,
@@ -102,12 +107,10 @@ def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
     )
 
 
-def _widths(program: Program, budget: Budget, settings: LearnSettings) -> tuple[float, int]:
-    """Return the ratio and the remaining parameters of widths that meet the budget with equal logits."""
-    sites = program.sites
-    count = ParameterCount.of_sites(sites, program.shapes, budget.of)
+def _plan_of_widths(program: Program, budget: Budget, settings: LearnSettings) -> Plan:
+    """Return the plan of widths that meet the budget with equal logits."""
+    sites, count = program.sites, count_of(budget, program)
     groups = Groups.of_run(sites, constrained=settings.constrained)
     check_reachable(sites, count, budget, groups=groups)
-    masks = hard_masks(sites, harden(torch.zeros(groups.features), sites, count, budget, groups=groups))
-    total = ParameterCount.of_sites(sites, program.shapes, "total")
-    return 1.0 - count.count_kept(masks) / count.dense, total.count_kept(masks)
+    kept = harden(torch.zeros(groups.features), sites, count, budget, groups=groups)
+    return Plan.of(program, budget, kept, settings.seed)

@@ -20,6 +20,7 @@ from dispfx.settings.trees import (
     ApplySettings,
     BenchSettings,
     CompareSettings,
+    CostsSettings,
     CurveSettings,
     EvalSettings,
     ExportSettings,
@@ -56,7 +57,8 @@ VERBS = (
         required=(),
         defaults={"model": None},
         docs={
-            "ratio": f"Share of the prunable weights to remove. Needed without {option('config')}.",
+            "ratio": "Share of the prunable weights to remove. Needed without "
+            f"{option('config')} or {option('constraint')}.",
             "out": "Folder to write; always needed. It must not exist.",
         },
         build=configured,
@@ -69,7 +71,7 @@ VERBS = (
             *_COMPUTE,
             *_TEXT,
             "bos",
-            *("ratio", "ratio_of", "align", "target", "costs"),
+            *("ratio", "kv_ratio", "constraint", "ratio_of", "align", "target", "costs"),
             *RunSettings.settings_of("output"),
             *_AFTERWARDS,
             "tokenizer",
@@ -79,7 +81,6 @@ VERBS = (
     Verb(
         making.learn,
         RunSettings,
-        required=("ratio",),
         without=("eval_data", "eval_windows", "export", "config", *_AFTERWARDS),
         defaults={"out": Path("plan.safetensors")},
         docs={"out": "Plan file to write. It must not exist."},
@@ -149,6 +150,7 @@ VERBS = (
         | {"eval_data": f"Text to compare both decoders on; needs {option('dense')}. May be repeated."},
         shown_defaults=_NO_DEFAULT,
     ),
+    Verb(evaluating.costs, CostsSettings, required=("out",), without=("tokenizer",)),
     Verb(
         making.recover,
         RecoverSettings,
@@ -178,6 +180,7 @@ _MEANT = {
     **dict.fromkeys(("info", "show", "analyze", "analyse", "ls"), "inspect"),
     **dict.fromkeys(("evaluate", "perplexity", "ppl", "measure"), "eval"),
     **dict.fromkeys(("benchmark", "speed", "time"), "bench"),
+    **dict.fromkeys(("cost", "latency", "profile"), "costs"),
     **dict.fromkeys(("tune", "train", "heal", "distill"), "recover"),
     **dict.fromkeys(("fine-tune", "lora"), "finetune"),
     **dict.fromkeys(("check", "test", "validate"), "verify"),

@@ -91,7 +91,8 @@ def _stored(path: Path) -> tuple[dict[str, dict[str, Any]], bool]:
 
 def _require_named(given: Mapping[str, Any], where: str, names: Iterable[str] = tuple(_NEEDED)) -> None:
     for name in names:
-        if given.get(name) is None:
+        # Constraints say how much to remove, too.
+        if given.get(name) is None and not (name == "ratio" and given.get("constraint")):
             raise UsageError(f"{_NEEDED[name]} is needed{where}", hint="dispfx compile --help")
 
 

@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING
 
 from dispfx.cli.screen import Screen
+from dispfx.deploy.folder import refuse_existing
 from dispfx.errors import DataError
-from dispfx.settings.trees import BenchSettings, CurveSettings, EvalSettings
+from dispfx.settings.trees import BenchSettings, CostsSettings, CurveSettings, EvalSettings
 from dispfx.words.model_origin import origin_of
 from dispfx.words.preconditions import check_files, check_folder, check_new_files, check_new_page
 from dispfx.words.text_origin import check_texts
@@ -100,6 +101,27 @@ def _show(screen: Screen, found: "Evaluation") -> None:
     print_rows([rows], screen.console, header)
     for line in task_notes(found.tasks):
         screen.print_text(line)
+
+
+def costs(settings: CostsSettings, screen: Screen) -> None:
+    """Measure a latency table: how long products and whole steps of a decoder take on a device."""
+    origin_of(settings.model.model)
+    path = refuse_existing(settings.measuring.path)
+    from dispfx import api
+    from dispfx.settings.tree import plain_section
+
+    with screen.observer() as observer:
+        table = api.costs(settings, observer=observer)
+    screen.print_json(plain_section(table))
+    for one in table.steps:
+        screen.print_text(
+            f"{one.text}, {one.mode}: dense {one.dense_seconds * 1e3:.3f} ms; pruned "
+            + ", ".join(
+                f"{parameters / one.dense_parameters:.0%} of the parameters {seconds * 1e3:.3f} ms"
+                for parameters, seconds in zip(one.parameters, one.seconds, strict=True)
+            )
+        )
+    screen.print_text(f"{path}: for `--costs`, on {table.device}")
 
 
 def bench(settings: BenchSettings, screen: Screen) -> None:

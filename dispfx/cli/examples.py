@@ -41,6 +41,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "dispfx bench out/demo --dense demo --batch 1 --prompt 128 --past 128 --out out/demo",
         "dispfx bench out/demo --dense demo --runtime onnx",
     ),
+    "costs": (
+        "dispfx costs demo --out costs.json",
+        'dispfx costs ORGANISATION/MODEL --device cuda --step "decode 1@1024" --out costs.json',
+    ),
     "recover": (
         "dispfx recover out/demo --dense demo --data text.txt --out out/recovered",
         "dispfx recover out/demo --dense demo --data text.txt --train scales --steps 200 --out out/scaled",

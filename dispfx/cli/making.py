@@ -48,7 +48,7 @@ def learn(settings: RunSettings, screen: Screen) -> None:
     from dispfx import api
     from dispfx.distributed.ranks import joined
     from dispfx.plan.plan import Plan
-    from dispfx.report.plans import family_lines, family_plain
+    from dispfx.report.plans import family_lines, family_plain, target_plain
 
     learns_on, settings = _placed(settings)
     if settings.output.dry_run:
@@ -69,7 +69,10 @@ def learn(settings: RunSettings, screen: Screen) -> None:
         for selection in plan.selections
     ]
     ratios = {"requested": plan.budget.ratio, "achieved": plan.achieved, "of": plan.budget.of}
-    screen.print_json({"plan": str(out), "fingerprint": plan.fingerprint, "ratio": ratios, "sites": sites})
+    screen.print_json(
+        {"plan": str(out), "fingerprint": plan.fingerprint, "ratio": ratios, "sites": sites}
+        | target_plain(plan.budget, plan.cache, plan.met)
+    )
     screen.print_text(f"{out}: removes {plan.achieved:.2%} of {plan.budget.of} ({len(sites)} sites)")
 
 

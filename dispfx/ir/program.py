@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from dispfx.ir import ops
+from dispfx.ir.cache_size import CacheSize
 from dispfx.ir.lengths import Lengths, hold_to
 from dispfx.ir.outline import Outline
 from dispfx.ir.shown_tables import program_html, program_text
@@ -78,6 +79,7 @@ class Program:
         lengths: the sequence lengths for which the graph holds; `hold_to` changes them.
         context: tokens that the decoder reads, where its config names them; its graph may hold for fewer.
         computes_on: device of the graph where the parameters are on another (`dispfx.ir.retype`).
+        cache: what each token takes in the KV cache, once sites are found in a graph without a cache.
     """
 
     graph_module: fx.GraphModule
@@ -101,6 +103,7 @@ class Program:
     lengths: Lengths = field(default_factory=Lengths)
     context: int | None = None
     computes_on: torch.device | None = None
+    cache: CacheSize | None = None
 
     def __repr__(self) -> str:
         return program_text(self)

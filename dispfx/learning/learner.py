@@ -6,6 +6,7 @@
     ∂loss/∂logits = Σ over S of ∂loss/∂mask · slope          then one backward pass of the hypernetwork
 
     R = mean over S of budget_loss(count(mask)),             or budget_loss(count(sigmoid(logits))); eased
+      + as much for the cache, if a share of it is asked for; with limits, count is the share of the tightest
 
 A run for one ratio has one knot.  A run for a range draws a ratio for every mask, and mixes the rows of the
 knots around it (`dispfx.plan.knots`).
@@ -31,7 +32,7 @@ from dispfx.ir.sites import Site
 from dispfx.learning.estimators import OwnEstimator, estimator
 from dispfx.learning.hypernetwork import build_hypernetwork
 from dispfx.learning.interrupt import uninterrupted
-from dispfx.learning.objective import NEXT_TOKEN, OBJECTIVES, Objective, loss_of_logits
+from dispfx.learning.objective import NEXT_TOKEN, OBJECTIVES, Objective, Term, loss_of_logits
 from dispfx.learning.state import Position, restore_run, run_tensors
 from dispfx.learning.text import Batches, Prefetcher
 from dispfx.learning.update import StepTensors, Surrogate, Update, fastest_update
@@ -45,6 +46,8 @@ _SAMPLE_TOLERANCE = 2e-3
 # Cosine of the gradients of one site from the same kernels: 1 up to rounding, far less after a sort.
 _SAMPLE_AGREEMENT = 0.8
 _NOTICED = 1e-3
+# What a share of 1 is in a budget loss, whose numbers are at least 1.
+_WHOLE = 1e6
 
 Gated = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
@@ -77,6 +80,8 @@ class Problem:
         device: of the decoder and all tensors.
         ranks: the processes that share every batch.
         scoring: told how many sequences were scored, and of how many.
+        cache_target: bytes of the cache per token that should remain; None without a share of its own.
+        floor: with limits, the ratio that was asked for, or 0.
     """
 
     gated: Gated
@@ -89,6 +94,29 @@ class Problem:
     device: torch.device
     ranks: Ranks = ALONE
     scoring: Callable[[int, int], None] = lambda done, total: None
+    cache_target: float | None = None
+    floor: float = 0.0
+
+    @property
+    def further_terms(self) -> list[Term]:
+        """The terms of the budget loss besides that of the parameters."""
+        cache, target = self.count.cache, self.cache_target
+        terms = [Term(self._tightest, _WHOLE)] if self.count.limits else []
+        if cache is not None and target is not None:
+            terms.append(Term(lambda masks: cache.count(self.groups.expand(masks)), target))
+        return terms
+
+    def remaining(self, masks: Tensor) -> Tensor:
+        """Return the remaining parameters under masks (G,) or (S, G) of all groups."""
+        return self.count.count(self.groups.expand(masks))
+
+    def _tightest(self, masks: Tensor) -> Tensor:
+        """Return the largest share of a limit, or of the ratio that was asked for, that is taken."""
+        shares = [limit.left(self.groups.expand(masks)) / limit.most for limit in self.count.limits]
+        if self.floor:
+            left = self.remaining(masks) / ((1.0 - self.floor) * self.count.dense)
+            shares.append(left.amax(-1) if left.dim() == masks.dim() else left)
+        return _WHOLE * torch.stack(shares).amax(0)
 
     @property
     def features(self) -> int:
@@ -181,10 +209,13 @@ class Learner:
         self._counts_masks = settings.budget_on == "masks"
         plain = Update(
             self._hypernetwork,
-            self._count,
+            problem.remaining,
             settings.lambda_,
             settings.budget_width,
             counts_masks=self._counts_masks,
+            # Limits decide how much remains.
+            of_ratio=not problem.count.limits,
+            further=problem.further_terms,
         )
         # A user's cost runs on the CPU, which no CUDA graph holds.
         own = problem.count.own is not None
@@ -270,9 +301,6 @@ class Learner:
         weights_SK = torch.ones(samples, knots, device=device)
         targets = self._targets(torch.zeros(samples, device=device))
         return StepTensors(torch.zeros((), device=device), of_masks, of_counted, weights_SK, targets)
-
-    def _count(self, masks: Tensor) -> Tensor:
-        return self.problem.count.count(self.problem.groups.expand(masks))
 
     def _optimize(self, numbers: Tensor) -> None:
         """Step the optimizer; nothing changes if one of the numbers is not finite."""

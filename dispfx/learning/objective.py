@@ -128,6 +128,25 @@ def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor, separator: int | None = 
     return total / (targets_BT != NO_TARGET).sum().clamp_min(1)
 
 
+@dataclass(frozen=True, eq=False)
+class Term:
+    """A further term of the budget loss, of the same form as that of the parameters.
+
+    Args:
+        count: masks (S, N) of all groups -> what is left, (S,).
+        target: what should be left.
+    """
+
+    count: Callable[[Tensor], Tensor]
+    target: float
+
+    def loss(self, masks: Tensor) -> Tensor:
+        """Return the budget loss of masks, (S,)."""
+        left = self.count(masks)
+        # Filled on the device: a CUDA graph cannot hold a copy from the host.
+        return budget_loss(left, left.new_full((1,), self.target))
+
+
 def budget_loss(left: Tensor, target: Tensor) -> Tensor:
     """Return R = log(max(T(s), keep · T) / min(T(s), keep · T)) (arXiv 2410.11988, section 3.3).
 

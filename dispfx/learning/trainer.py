@@ -5,7 +5,7 @@ saving a state that a killed run resumes from, and hardens the final logits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
@@ -72,6 +72,7 @@ class LearningTask:
         fingerprint: of the decoder; a state of another decoder is rejected.
         start_from: kept indices of the plan that learning starts from.
         dtype: of the decoder, where known; a state of another type is rejected.
+        count: of what the budget counts; by default the parameters that its ratio counts.
         knots: the range of ratios, or None for that of the budget alone.
     """
 
@@ -86,6 +87,7 @@ class LearningTask:
     fingerprint: str | None = None
     start_from: Sequence[Tensor] | None = None
     dtype: torch.dtype | None = None
+    count: ParameterCount | None = None
     knots: Knots | None = None
 
     def problem(self) -> Problem:
@@ -103,7 +105,7 @@ class LearningTask:
                 f"settings ask for {settings.batch_size} × {settings.seq_len}"
             )
         self.ranks.check(settings.batch_size, settings.samples)
-        count = ParameterCount.of_sites(self.sites, self.shapes, self.budget.of)
+        count = self.count or ParameterCount.of_sites(self.sites, self.shapes, self.budget.of)
         groups = Groups.of_run(self.sites, constrained=settings.constrained)
         knots = self.knots or Knots((self.budget.ratio,))
         for ratio in {knots.ratios[0], knots.ratios[-1]}:
@@ -118,6 +120,8 @@ class LearningTask:
             settings=settings,
             device=device,
             ranks=self.ranks,
+            cache_target=None if count.cache is None else self.budget.cache_left(count.cache.dense),
+            floor=self.budget.floor,
         )
 
 
@@ -199,7 +203,7 @@ def _identity(problem: Problem, task: LearningTask) -> Identity:
     return {
         "decoder": task.fingerprint,
         "sites": [[site.name, site.size] for site in problem.sites],
-        "budget": asdict(task.budget.recorded) | ({} if knots is None else {"ratio": knots.range_text}),
+        "budget": task.budget.recorded.plain | ({} if knots is None else {"ratio": knots.range_text}),
         "settings": settings,
         "text": problem.text.digest,
         "device": problem.device.type,

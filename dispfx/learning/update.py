@@ -1,7 +1,7 @@
 """The hypernetwork's part of a step: logits before the decoder runs, and gradients after it.
 
     logits = hypernetwork()                                  (K, N), one row for a single ratio
-    R = mean of eased(budget_loss(count(counted), target))
+    R = mean of eased(budget_loss(count(counted), target)), and as much for every further term
     ∂/∂logits = Σ over S of weights · (∂loss/∂masks · slope) + λ ∂R/∂counted · slope of counted,
     then back through the hypernetwork
 
@@ -15,7 +15,7 @@ a hundred small kernels that take longer to launch than to run.
 Legend: N features of all groups of sites, K knots, S samples of the masks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from dispfx.errors import first_line
 from dispfx.kernels.recording import recording, warm_up
 from dispfx.learning.hypernetwork import Hypernetwork, OuterProducts
-from dispfx.learning.objective import budget_loss, eased
+from dispfx.learning.objective import Term, budget_loss, eased
 from dispfx.plan.knots import unmixed
 
 Count = Callable[[Tensor], Tensor]
@@ -84,6 +84,8 @@ class Update:
         weight: λ, of the budget loss.
         width: of the quadratic part of the budget loss.
         counts_masks: whether the masks are counted, and not the probabilities of the knots.
+        of_ratio: whether the remaining parameters have a target, and not the further terms alone.
+        further: terms of the budget loss.
 
     Attributes:
         outer: gradients of the parameters that have them as outer products, of the last call of `gradients`.
@@ -97,10 +99,13 @@ class Update:
         width: float = 0.0,
         *,
         counts_masks: bool = True,
+        of_ratio: bool = True,
+        further: Sequence[Term] = (),
     ):
         self.hypernetwork = hypernetwork
         self.outer: OuterProducts = {}
         self._count, self._weight, self._width, self._counts_masks = count, weight, width, counts_masks
+        self._of_ratio, self._further = of_ratio, tuple(further)
         self._logits: Tensor | None = None
 
     def logits(self) -> Tensor:
@@ -113,7 +118,7 @@ class Update:
         """Set the gradients of the parameters, or `outer`, for the last returned logits.
 
         Returns:
-            (4,) float64: loss, budget loss, remaining parameters, norm of the gradients.
+            (4,) float64: loss, budget loss of all terms, remaining parameters, norm of the gradients.
         """
         assert self._logits is not None
         found = self._back(self._logits, given)
@@ -129,8 +134,9 @@ class Update:
     def _back(self, logits: Tensor, given: StepTensors) -> "_Gradients":
         leaf = given.counted.values.detach().requires_grad_()
         left = self._count(leaf)
-        over_budget = budget_loss(left, given.targets)
-        pull = self._weight * eased(over_budget, self._width).mean()
+        over = [budget_loss(left, given.targets)] if self._of_ratio else []
+        over += [term.loss(leaf) for term in self._further]
+        pull = self._weight * torch.stack([eased(one, self._width).mean() for one in over]).sum()
         (of_counted,) = torch.autograd.grad(pull, leaf)
         of_counted = of_counted * given.counted.surrogate
         of_logits_KN = unmixed(given.of_masks.values * given.of_masks.surrogate, given.weights_SK)
@@ -144,7 +150,8 @@ class Update:
         gradients = torch.autograd.grad(logits, others, of_logits) if others else ()
         # The norm of all is that of the norms of parts.
         norm = torch.nn.utils.get_total_norm([*gradients, *(product.norms() for product in outer.values())])
-        numbers = [value.detach().double() for value in (given.loss, over_budget.mean(), left.mean(), norm)]
+        over_budget = torch.stack([one.mean() for one in over]).sum()
+        numbers = [value.detach().double() for value in (given.loss, over_budget, left.mean(), norm)]
         return _Gradients(dict(zip(others, gradients, strict=True)), outer, torch.stack(numbers))
 
 
@@ -177,6 +184,8 @@ class ReplayedUpdate(Update):
             update._weight,
             update._width,
             counts_masks=update._counts_masks,
+            of_ratio=update._of_ratio,
+            further=update._further,
         )
         device = like.loss.device
         self._given = like.map(torch.ones_like)

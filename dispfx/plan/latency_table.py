@@ -21,6 +21,63 @@ from dispfx.ir.sites import UNTOUCHED, Site
 
 
 @dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step of one decoder, whole: dense, and pruned to several sizes.
+
+    Args:
+        batch: sequences.
+        tokens: new tokens of each; 1 for a decode step.
+        past: cached tokens of each.
+        mode: eager or compiled.
+        dense_parameters, dense_seconds: of the dense decoder, which selects nothing.
+        parameters: of the pruned decoders, rising.
+        seconds: of each, never falling.
+        cache_seconds: that removing all of the KV cache would save, beyond what its weights do.
+    """
+
+    batch: int
+    tokens: int
+    past: int
+    mode: str
+    dense_parameters: int
+    dense_seconds: float
+    parameters: tuple[int, ...]
+    seconds: tuple[float, ...]
+    cache_seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """The step as a constraint names it."""
+        if self.tokens == 1:
+            return f"decode {self.batch}@{self.past}"
+        return f"prefill {self.batch}x{self.tokens}"
+
+    @staticmethod
+    def of_plain(plain: Any) -> "StepTimes":
+        """Return the times from plain JSON data; KeyError, TypeError or ValueError if it is not that."""
+        times = StepTimes(
+            int(plain["batch"]),
+            int(plain["tokens"]),
+            int(plain["past"]),
+            str(plain["mode"]),
+            int(plain["dense_parameters"]),
+            float(plain["dense_seconds"]),
+            tuple(map(int, plain["parameters"])),
+            tuple(map(float, plain["seconds"])),
+            float(plain["cache_seconds"]),
+        )
+        numbers = np.array([*times.seconds, *times.parameters, times.dense_seconds, times.dense_parameters])
+        if not np.isfinite(numbers).all() or (numbers <= 0).any() or not 0 <= times.cache_seconds < np.inf:
+            raise ValueError("times and sizes of a step must be positive")
+        sizes, seconds = list(times.parameters), list(times.seconds)
+        if not len(sizes) == len(seconds) >= 2 or sizes != sorted(set(sizes)) or seconds != sorted(seconds):
+            raise ValueError("a step needs two or more times, which rise with the parameters")
+        if min(times.batch, times.tokens) < 1 or times.past < 0:
+            raise ValueError("a step needs sequences and tokens")
+        return times
+
+
+@dataclass(frozen=True)
 class LatencyTable:
     """Seconds of a product of activations with a weight (rows, columns), at one number of tokens.
 
@@ -31,6 +88,7 @@ class LatencyTable:
         rows, columns: measured sizes, increasing.
         seconds: for every number of rows, one value per number of columns.
         selection_seconds: of selecting the reads of a branch and placing its writes.
+        steps: of one decoder, for constraints of time.
     """
 
     device: str
@@ -40,6 +98,7 @@ class LatencyTable:
     columns: tuple[int, ...]
     seconds: tuple[tuple[float, ...], ...]
     selection_seconds: float = 0.0
+    steps: tuple[StepTimes, ...] = ()
 
     def product_seconds(self, rows: Any, columns: Any) -> Any:
         """Return the time of a product: linear between measured sizes, proportional outside.
@@ -65,8 +124,9 @@ class LatencyTable:
                 tuple(map(int, plain["columns"])),
                 tuple(tuple(map(float, row)) for row in plain["seconds"]),
                 float(plain["selection_seconds"]),
+                tuple(map(StepTimes.of_plain, plain.get("steps", ()))),
             )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise DataError(f"this is not a latency table: {error}", hint=_HINT) from error
         table.check()
         return table
@@ -109,7 +169,7 @@ def latency_table(costs: LatencyTable | str | Path | None) -> LatencyTable | Non
     return costs if costs is None or isinstance(costs, LatencyTable) else read_costs(costs)
 
 
-_HINT = "make one with tools/measure_costs.py on the device that the result is for"
+_HINT = "make one with `dispfx costs` on the device that the result is for"
 
 
 def _at(sizes: Sequence[int], values: Sequence[Any], size: Any) -> Any:

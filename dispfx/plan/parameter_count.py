@@ -36,6 +36,8 @@ from dispfx.ir.sites import Site
 from dispfx.plan.axes import AxisSize, Features, axis_sizes, expert_axes
 from dispfx.plan.budget import Counted
 from dispfx.plan.groups import Groups
+from dispfx.plan.limit import Limit
+from dispfx.plan.linear_count import LinearCount
 from dispfx.plan.own_cost import OwnCost
 from dispfx.settings.sections import RatioOf
 from dispfx.words.own_function import names_function, own_function, shown
@@ -53,6 +55,9 @@ class ParameterCount:
         features: N, the length of the flat mask vector.
         fixed: counted parameters that no site cuts.
         shapes: of the parameters that some site cuts.
+        own: a user's cost, in place of parameters.
+        cache: bytes of the KV cache per token, where the budget names a share of it.
+        limits: of the constraints of the budget.
     """
 
     dense: int
@@ -73,16 +78,22 @@ class ParameterCount:
     _product_axes_PJ: Tensor  # padded with X
     _product_weight_P: Tensor
     own: OwnCost | None = None
+    cache: LinearCount | None = None
+    limits: tuple[Limit, ...] = ()
 
     @staticmethod
     def of_sites(
-        sites: Sequence[Site], shapes: Mapping[str, tuple[int, ...]], budget_of: Counted = "blocks"
+        sites: Sequence[Site],
+        shapes: Mapping[str, tuple[int, ...]],
+        budget_of: Counted = "blocks",
+        item_bytes: Mapping[str, int] | None = None,
     ) -> "ParameterCount":
         """Return the count of a decoder.
 
         Args:
             sites: in the order of the flat mask vector.
             shapes: of every parameter by path; tied ones once.
+            item_bytes: of every parameter by path, to count bytes in place of parameters.
 
         Raises:
             BudgetError: if no site cuts a parameter, or a function of the user returns no cost.
@@ -98,11 +109,12 @@ class ParameterCount:
             )
         cut = {path for path, _ in sizes}
         counted = set(shapes) if budget_of == "total" else cut
-        dense = sum(prod(shapes[path]) for path in counted)
-        fixed = dense - sum(prod(shapes[path]) for path in cut)
+        each = dict.fromkeys(shapes, 1) if item_bytes is None else item_bytes
+        dense = sum(prod(shapes[path]) * each[path] for path in counted)
+        fixed = dense - sum(prod(shapes[path]) * each[path] for path in cut)
         rows = list(dict.fromkeys(sizes.values()))
         atoms = features.atoms(rows)
-        products = _products(sizes, shapes, rows, expert_axes(sites))
+        products = _products(sizes, shapes, rows, expert_axes(sites), each)
         own = None
         if budget_of not in get_args(RatioOf):
             if not names_function(budget_of):
@@ -136,7 +148,13 @@ class ParameterCount:
             for entry in fields(self)
             if isinstance(value := getattr(self, entry.name), Tensor)
         }
-        return replace(self, **tables)
+        cache = None if self.cache is None else self.cache.to(device)
+        limits = tuple(limit.to(device) for limit in self.limits)
+        return replace(self, cache=cache, limits=limits, **tables)
+
+    def with_targets(self, cache: LinearCount | None, limits: Sequence[Limit]) -> "ParameterCount":
+        """Return the same count with what a budget has as targets besides its ratio."""
+        return replace(self, cache=cache, limits=tuple(limits))
 
     def count(self, masks: Tensor) -> Tensor:
         """Return T(s) in float64, differentiable in the masks.
@@ -228,8 +246,13 @@ def _products(
     shapes: Mapping[str, tuple[int, ...]],
     rows: Sequence[AxisSize],
     counted: Mapping[str, int],
+    each: Mapping[str, int],
 ) -> tuple[Tensor, Tensor]:
-    """Return (P, J) axis sizes that are multiplied and (P,) weights, the product of all other axes."""
+    """Return (P, J) axis sizes that are multiplied and (P,) weights, the product of all other axes.
+
+    Args:
+        each: how much one number of a parameter counts.
+    """
     row_of = {row: index for index, row in enumerate(rows)}
     cut_axes: dict[str, dict[int, int]] = {}
     for (path, axis), size in sizes.items():
@@ -239,7 +262,7 @@ def _products(
         factors = {*cut, counted.get(path)}
         uncut = prod(size for axis, size in enumerate(shapes[path]) if axis not in factors)
         key = tuple(sorted(cut.values()))
-        merged[key] = merged.get(key, 0) + uncut
+        merged[key] = merged.get(key, 0) + uncut * each[path]
     longest = max(len(axes) for axes in merged)
     padded = [[*axes, *[len(rows)] * (longest - len(axes))] for axes in merged]
     return torch.tensor(padded), torch.tensor(list(merged.values()), dtype=torch.float64)

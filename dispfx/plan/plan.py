@@ -9,6 +9,7 @@ number of experts.  Plans without this entry have one selection for all experts,
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -29,9 +30,11 @@ from dispfx.ir.program import Program, require_program
 from dispfx.ir.shown_tables import plan_html, plan_text
 from dispfx.ir.sites import STREAM, Site
 from dispfx.plan.budget import Budget, Counted
+from dispfx.plan.decoder_count import count_of
 from dispfx.plan.hardening import ParameterCount, hard_masks, harden
 from dispfx.plan.latency_table import LatencyTable
 from dispfx.settings.sections import FurtherSites, Select
+from dispfx.words.constraint_text import parse_constraint
 from dispfx.words.given import path_given, require_given
 from dispfx.words.option_names import option
 from dispfx.words.own_function import names_function
@@ -101,6 +104,36 @@ def site_keys(site: Site) -> tuple[str, ...]:
     return tuple(sorted(f"{cut.parameter}:{cut.axis}" for cut in site.slices))
 
 
+@dataclass(frozen=True)
+class CacheLeft:
+    """Bytes of the KV cache per token, of the dense decoder and of the pruned one."""
+
+    dense: int
+    pruned: int
+
+    @property
+    def removed(self) -> float:
+        """Share that is removed."""
+        return 1.0 - self.pruned / self.dense
+
+
+@dataclass(frozen=True)
+class Met:
+    """How a constraint is met, in bytes or seconds.
+
+    Args:
+        text: of the constraint.
+        dense: what the dense decoder takes.
+        most: what was allowed.
+        left: what the pruned decoder takes.
+    """
+
+    text: str
+    dense: float
+    most: float
+    left: float
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """The kept features of every site, for one decoder.
@@ -117,6 +150,8 @@ class Plan:
         schema_version: of the file format.
         made_from: digests of the decoder, text and settings of the run that learned it, by name; empty for a
             plan made otherwise.
+        cache: of a budget with a share of the KV cache, what the selections leave of it.
+        met: how the selections meet the constraints of the budget.
     """
 
     fingerprint: str
@@ -129,6 +164,8 @@ class Plan:
     schema_version: int = SCHEMA_VERSION
     bos: tuple[int, ...] = ()
     made_from: Mapping[str, str] = field(default_factory=dict, compare=False)
+    cache: CacheLeft | None = None
+    met: tuple[Met, ...] = ()
 
     @property
     def select(self) -> Select:
@@ -259,17 +296,28 @@ class Plan:
         """Return the plan that keeps `kept[i]`, as in `from_masks`, at site i of `program`."""
         from dispfx.plan.plan_making import checked_indices
 
-        count = ParameterCount.of_sites(program.sites, program.shapes, budget.of)
+        count = count_of(budget, program)
         indices = [checked_indices(site, mask) for site, mask in zip(program.sites, kept, strict=True)]
-        left = count.count_kept(hard_masks(program.sites, indices))
+        masks = hard_masks(program.sites, indices)
+        left = count.count_kept(masks)
         selections = tuple(
             Selection(site.name, site.size, own, site_keys(site), site.experts, site.symbol)
             for site, own in zip(program.sites, indices, strict=True)
         )
         versions = {"torch": torch.__version__}
         achieved = 1.0 - left / count.dense
+        budget = budget.removing(achieved)
+        cache = count.cache
         return Plan(
-            program.fingerprint, budget.recorded, selections, achieved, seed, versions, program.lengths
+            program.fingerprint,
+            budget.recorded,
+            selections,
+            achieved,
+            seed,
+            versions,
+            program.lengths,
+            cache=None if cache is None else CacheLeft(cache.dense, cache.count_kept(masks)),
+            met=tuple(Met(one.text, one.dense, one.most, one.left_of(masks)) for one in count.limits),
         )
 
     def __repr__(self) -> str:
@@ -398,11 +446,13 @@ def write_plan_file(
     header = {
         "schema_version": plan.schema_version,
         "fingerprint": plan.fingerprint,
-        "budget": {name: value for name, value in asdict(plan.budget).items() if value is not None},
+        "budget": {name: value for name, value in plan.budget.plain.items() if value is not None},
         "achieved": plan.achieved,
         "seed": plan.seed,
         "versions": dict(plan.versions),
         **({"made_from": dict(plan.made_from)} if plan.made_from else {}),
+        **({} if plan.cache is None else {"cache": asdict(plan.cache)}),
+        **({"met": [asdict(one) for one in plan.met]} if plan.met else {}),
         # The line of the user's code at which they end is not part of a plan.
         **({} if plan.lengths is None else {"lengths": asdict(replace(plan.lengths, where=None))}),
         "sites": [
@@ -523,6 +573,8 @@ def _plan_of_header(header: dict[str, Any], tensors: dict[str, Tensor]) -> Plan:
         lengths,
         bos=bos,
         made_from=made_from,
+        cache=_checked_cache(header.get("cache")),
+        met=tuple(_checked_met(entry) for entry in header.get("met", ())),
     )
 
 
@@ -540,12 +592,37 @@ def _checked_lengths(entry: dict[str, Any] | None) -> Lengths | None:
     return lengths
 
 
+def _checked_cache(entry: dict[str, Any] | None) -> CacheLeft | None:
+    if entry is None:
+        return None
+    cache = CacheLeft(int(entry["dense"]), int(entry["pruned"]))
+    if not 0 <= cache.pruned <= cache.dense or cache.dense < 1:
+        raise ValueError(f"it leaves {cache.pruned} of {cache.dense} bytes of the cache")
+    return cache
+
+
+def _checked_met(entry: dict[str, Any]) -> Met:
+    text = parse_constraint(entry["text"]).text
+    numbers = [entry[name] for name in ("dense", "most", "left")]
+    if not all(isinstance(one, int | float) and 0.0 < one < math.inf for one in numbers):
+        raise ValueError(f"a constraint is met in an impossible way: {numbers}")
+    return Met(text, *numbers)
+
+
 def _checked_budget(entry: dict[str, Any]) -> Budget:
     costs = LatencyTable.of_plain(entry["costs"]) if entry.get("costs") is not None else None
     if names_function(entry["of"]):
         raise ValueError(f"its budget names a function to run: {entry['of']}")
     try:
-        return Budget(float(entry["ratio"]), entry["of"], int(entry["align"]), costs)
+        return Budget(
+            float(entry["ratio"]),
+            entry["of"],
+            int(entry["align"]),
+            costs,
+            entry.get("kv_ratio"),
+            tuple(entry.get("constraints", ())),
+            float(entry.get("floor", 0.0)),
+        )
     except DispfxError as error:
         raise ValueError(f"its budget is impossible: {error.problem}") from error
 

@@ -45,7 +45,8 @@ class WidthSearch:
         groups: of sites.
         count: the number of remaining parameters, or one cost of the user.
         target: number of parameters that should remain.
-        held_G: groups that keep all of their features; none by default.
+        held_G: groups that do not move; none by default.
+        kept_G: widths of the groups that do not move; all of their features by default.
     """
 
     ranking: Ranking
@@ -54,6 +55,7 @@ class WidthSearch:
     count: ParameterCount
     target: float
     held_G: Tensor | None = None
+    kept_G: Tensor | None = None
 
     def error(self, widths_G: Tensor) -> float:
         """Return the excess of the count over the target."""
@@ -101,12 +103,27 @@ class WidthSearch:
         every_G = torch.ones(len(self.widths.sizes), dtype=torch.bool)
         return every_G if self.held_G is None else ~self.held_G
 
+    @property
+    def held_widths(self) -> Tensor:
+        """The width of each group if it does not move, (G,)."""
+        return self.widths.full if self.kept_G is None else self.kept_G
+
+    @property
+    def least(self) -> Tensor:
+        """The smallest widths that the search can find."""
+        return torch.where(self.free, self.widths.smallest, self.held_widths)
+
+    @property
+    def most(self) -> Tensor:
+        """The largest widths that the search can find."""
+        return torch.where(self.free, self.widths.full, self.held_widths)
+
     def _at(self, kept: int) -> Tensor:
         widths_G = self.ranking.widths(kept)
         together_G = self._summed(torch.ones_like(widths_G))
         mean_G = (2 * self._summed(widths_G) + together_G) // (2 * together_G)
         nearest_G = self.widths.nearest(mean_G)
-        return torch.where(self.free, nearest_G, self.widths.full)
+        return torch.where(self.free, nearest_G, self.held_widths)
 
     def _is_close(self, widths_G: Tensor) -> bool:
         return abs(self.error(widths_G)) <= CLOSE * self.count.dense

@@ -80,8 +80,19 @@ def _summary(report: Report, base_model: str) -> str:
         f"{name} without {report.ratio.achieved:.1%} of {report.ratio.counted}, "
         "compiled by dispfx: every attention and MLP branch reads, uses and writes its own subset of "
         "features, and the residual stream keeps its full width (the method of arXiv 2410.11988). "
-        "Attention heads are not pruned, so the KV cache keeps its size."
+        f"{_cache(report)}"
     )
+
+
+def _cache(report: Report) -> str:
+    heads = [site for site in report.sites if site.kind == "heads"]
+    if not heads:
+        return "Attention heads are not pruned, so the KV cache keeps its size."
+    kept, size = sum(site.kept for site in heads), sum(site.size for site in heads)
+    left = ""
+    if report.cache is not None:
+        left = f", and the KV cache {report.cache.pruned:,} of {report.cache.dense:,} bytes per token"
+    return f"Attention keeps {kept:,} of {size:,} key/value heads{left}."
 
 
 def _figures(report: Report) -> str:

@@ -31,6 +31,8 @@ _OPTIONAL = (
     "onnx_without_cache",
     "lengths",
     "cache",
+    "kv_ratio",
+    "constraints",
     "quantized",
 )
 Shape = typing.TypeVar("Shape")

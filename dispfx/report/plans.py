@@ -5,13 +5,15 @@ random selections of the same widths, which have on average |A|·|B| / size feat
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dispfx.errors import PlanMismatchError
+from dispfx.plan.budget import Budget
 from dispfx.plan.family import Family
-from dispfx.plan.plan import Plan, Selection
+from dispfx.plan.plan import CacheLeft, Met, Plan, Selection
 from dispfx.report.layers import layers_of, mask_F
+from dispfx.words.constraint_text import in_unit
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,32 @@ def plan_lines(plan: Plan) -> list[str]:
     return [
         f"{plan.achieved:.2%} of {budget.of} removed, {budget.ratio:.2%} requested; widths are multiples of "
         f"{budget.align}",
+        *target_lines(plan.budget, plan.cache, plan.met),
         f"seed {plan.seed}, made with {versions or 'unknown versions'}, decoder {plan.fingerprint[:16]}",
         *(begins if plan.bos else []),
     ]
+
+
+def target_lines(budget: Budget, cache: CacheLeft | None, met: Sequence[Met]) -> list[str]:
+    """Return a line for each target besides the ratio: what was asked for, and what is left."""
+    lines = []
+    if budget.kv_ratio is not None and cache is not None:
+        lines.append(
+            f"KV cache: {cache.removed:.2%} removed, {budget.kv_ratio:.2%} requested; {cache.dense:,} → "
+            f"{cache.pruned:,} bytes per token"
+        )
+    return lines + [
+        f"{one.text}: {in_unit(one.text, one.dense)} → {in_unit(one.text, one.left)}" for one in met
+    ]
+
+
+def target_plain(budget: Budget, cache: CacheLeft | None, met: Sequence[Met]) -> dict[str, Any]:
+    """Return the same, ready for JSON; empty where a budget has only a ratio."""
+    plain: dict[str, Any] = {}
+    if budget.kv_ratio is not None and cache is not None:
+        plain["kv_ratio"] = {"requested": budget.kv_ratio, "achieved": cache.removed}
+        plain["cache_bytes_per_token"] = {"dense": cache.dense, "pruned": cache.pruned}
+    return plain | ({"constraints": [asdict(one) for one in met]} if met else {})
 
 
 def family_lines(family: Family) -> list[str]:
@@ -151,6 +176,7 @@ def plan_plain(plan: Plan) -> dict[str, Any]:
             "achieved": plan.achieved,
             "of": plan.budget.of,
         },
+        **target_plain(plan.budget, plan.cache, plan.met),
         "align": plan.budget.align,
         "select": plan.select,
         "seed": plan.seed,

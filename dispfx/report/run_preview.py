@@ -7,7 +7,9 @@ from typing import Any
 from dispfx.estimate.run_estimate import Estimate
 from dispfx.ir.program import Program
 from dispfx.plan.budget import Budget
+from dispfx.plan.plan import CacheLeft, Met
 from dispfx.report.estimate import duration, estimate_lines, estimate_plain
+from dispfx.report.plans import target_lines, target_plain
 from dispfx.settings.learning_settings import LearnSettings
 from dispfx.settings.recovery_settings import RecoverySettings
 from dispfx.words.own_function import shown
@@ -25,6 +27,8 @@ class Preview:
         recovery: training of the pruned decoder, if it follows.
         reachable: ratio of the widths that meet the budget if all features matter equally; a learned plan
             meets the budget as closely.
+        cache: what these widths leave of the KV cache, if the budget names a share of it.
+        met: how these widths meet the constraints of the budget.
         parameters: of the decoder.
         parameters_left: of the decoder at those widths.
         tokens: number of tokens to learn from.
@@ -41,6 +45,8 @@ class Preview:
     budget: Budget
     recovery: RecoverySettings | None
     reachable: float
+    cache: CacheLeft | None
+    met: tuple[Met, ...]
     parameters: int
     parameters_left: int
     tokens: int
@@ -63,6 +69,7 @@ def preview_lines(found: Preview, written: str) -> list[str]:
     lines = [
         f"ratio: {budget.ratio:.2%} of {shown(budget.of)} requested, {found.reachable:.2%} possible with "
         f"widths that are multiples of {budget.align}",
+        *target_lines(budget, found.cache, found.met),
         f"parameters: {found.parameters:,} → about {found.parameters_left:,} ({missed:+.1%})",
         f"text: {found.tokens:,} tokens to learn from, {found.tokens_measured:,} to measure on",
         f"learning: {settings.steps:,} steps of {settings.batch_size} × {settings.seq_len} tokens, "
@@ -92,6 +99,7 @@ def preview_plain(found: Preview) -> dict[str, Any]:
             "reachable": found.reachable,
             "of": found.budget.recorded.of,
         },
+        **target_plain(found.budget, found.cache, found.met),
         "align": found.budget.align,
         "parameters": {"dense": found.parameters, "pruned": found.parameters_left},
         "tokens": {"learn": found.tokens, "measure": found.tokens_measured},

@@ -78,6 +78,31 @@ class CacheBytes:
 
 
 @dataclass(frozen=True)
+class CacheRatio:
+    """Share of the KV cache that was to be removed, and that the kept heads remove."""
+
+    requested: float
+    achieved: float
+
+
+@dataclass(frozen=True)
+class MetConstraint:
+    """How a plan meets a constraint, in bytes or seconds.
+
+    Args:
+        text: of the constraint.
+        dense: what the dense decoder takes.
+        most: what was allowed.
+        left: what the pruned decoder takes, as counted before it was written.
+    """
+
+    text: str
+    dense: float
+    most: float
+    left: float
+
+
+@dataclass(frozen=True)
 class Protocol:
     """How perplexity was measured; the fields are those of `dispfx.quality.perplexity.Perplexity`."""
 
@@ -284,6 +309,8 @@ class Report:
             later.  Empty in older reports.
         onnx_without_cache: why the ONNX model written with the folder has no KV cache, if it has none.
         cache: of a plan that prunes heads, for a decoder of transformers.
+        kv_ratio: of a budget that names a share of the KV cache; not written when None.
+        constraints: of the budget; not written when empty.
         lengths: sequence lengths for which the decoder's graph holds; None in older reports.
         settings: every setting of the run by section (`dispfx.settings.RunSettings`); None if a plan was
             applied.
@@ -311,6 +338,8 @@ class Report:
     ungated: tuple[UngatedWeights, ...] = ()
     lengths: Lengths | None = None
     cache: CacheBytes | None = None
+    kv_ratio: CacheRatio | None = None
+    constraints: tuple[MetConstraint, ...] = ()
     quantized: tuple[Quantized, ...] = ()
 
     @property

@@ -14,6 +14,7 @@ from dispfx.ir.shown_tables import html_table
 from dispfx.report.numbers import shown_perplexity
 from dispfx.report.quantized import quantized_rows
 from dispfx.verification.equivalence import Verification
+from dispfx.words.constraint_text import in_unit
 
 Row = tuple[str, str, str, str]
 _HEADER: Row = ("", "before", "after", "change")
@@ -127,12 +128,12 @@ def _size_rows(report: Any) -> list[Row]:
             _change(size.dense, size.pruned),
         ),
         ("ratio removed", f"{ratio.requested:.2%} requested", f"{ratio.achieved:.2%} achieved", note),
-        *_head_rows(report),
+        *_target_rows(report),
     ]
 
 
-def _head_rows(report: Any) -> list[Row]:
-    """Return rows for key/value heads and the KV cache, of a plan that prunes heads."""
+def _target_rows(report: Any) -> list[Row]:
+    """Return rows for key/value heads, the KV cache and constraints, where there are any."""
     heads = [site for site in report.sites if site.kind == "heads"]
     rows: list[Row] = []
     if heads:
@@ -141,6 +142,15 @@ def _head_rows(report: Any) -> list[Row]:
     if report.cache is not None:
         dense, kept = report.cache.dense, report.cache.pruned
         rows.append(("KV cache per token", f"{dense:,} bytes", f"{kept:,} bytes", _change(dense, kept)))
+    if report.kv_ratio is not None:
+        asked, removed = report.kv_ratio.requested, report.kv_ratio.achieved
+        rows.append(
+            ("KV cache removed", f"{asked:.2%} requested", f"{removed:.2%} achieved", "in whole heads")
+        )
+    rows += [
+        (one.text, in_unit(one.text, one.dense), in_unit(one.text, one.left), _change(one.dense, one.left))
+        for one in report.constraints
+    ]
     return rows
 
 

@@ -80,7 +80,14 @@ def complete_plan(settings: RunSettings, stages: Stages, ranks: Ranks = ALONE) -
     else:
         found = plan = Plan.load(path)
         ratios = (plan.budget.ratio, plan.budget.ratio)
-    _require_same(path, {"ratio": list(ratios)}, {"ratio": list(settings.budget.ratios)})
+    asked, made = settings.budget, plan.budget
+    # With constraints the ratio is what they needed.
+    _require_same(
+        path,
+        {"kv_ratio": made.kv_ratio, "constraint": [*made.constraints]}
+        | ({} if made.constraints else {"ratio": list(ratios)}),
+        {"ratio": list(asked.ratios), "kv_ratio": asked.kv_ratio, "constraint": [*asked.constraint]},
+    )
     ready = ready_to_learn(settings, stages, ranks=ranks)
     require_made_from(path, plan.made_from, made_by(settings, ready))
     _say(path, stages.observer)

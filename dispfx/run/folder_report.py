@@ -3,6 +3,7 @@
 import platform
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from dispfx.report import (
     Behaviour,
     Bytes,
     CacheBytes,
+    CacheRatio,
     FolderContents,
+    MetConstraint,
     Parameters,
     PerplexityChange,
     Protocol,
@@ -34,6 +37,7 @@ from dispfx.report import (
     save_report,
 )
 from dispfx.report.page import write_page
+from dispfx.run.cached_bytes import cached_bytes
 from dispfx.run.decoder_files import Task
 from dispfx.run.length_checks import window_of
 from dispfx.run.timed_stages import Stages
@@ -44,8 +48,6 @@ from dispfx.verification.equivalence import Verification
 from dispfx.version import __version__
 
 PROBE_SEED, PROBE_SAMPLES = 7, 100
-# To find out how much a decoder caches for each.
-_CACHED_TOKENS = 2
 _NAMED_VERSIONS = ("torch", "transformers", "safetensors", "onnx", "onnxruntime-gpu", "onnxruntime")
 
 
@@ -63,6 +65,8 @@ def report_of(
     parameters, size = stored_size(folder)
     return Report(
         ratio=Ratio(task.plan.budget.ratio, task.plan.achieved, str(task.plan.budget.of)),
+        kv_ratio=_cache_ratio(task.plan),
+        constraints=tuple(MetConstraint(**asdict(one)) for one in task.plan.met),
         parameters=Parameters(
             dense=task.program.size,
             pruned=parameters,
@@ -98,35 +102,22 @@ def report_of(
     )
 
 
+def _cache_ratio(plan: Plan) -> CacheRatio | None:
+    asked, cache = plan.budget.kv_ratio, plan.cache
+    return None if asked is None or cache is None else CacheRatio(asked, cache.removed)
+
+
 def cache_change(task: Task, reloaded: nn.Module) -> CacheBytes | None:
     """Return the bytes of both KV caches for each token, if the plan prunes heads."""
     if not task.plan.sites:
         return None
-    dense, pruned = _cache_bytes(task.source.model), _cache_bytes(reloaded)
+    dense, pruned = cached_bytes(task.source.model), cached_bytes(reloaded)
     return None if dense is None or pruned is None else CacheBytes(dense, pruned)
-
-
-def _cache_bytes(model: nn.Module) -> int | None:
-    """Return the bytes of keys and values that a decoder of transformers caches for each token, or None."""
-    if getattr(model, "config", None) is None:
-        return None
-    ids = torch.zeros(1, _CACHED_TOKENS, dtype=torch.long, device=next(model.parameters()).device)
-    with torch.no_grad():
-        answer = model(ids, use_cache=True)
-    # transformers is renaming it.
-    cache = getattr(answer, "cache", None) or getattr(answer, "past_key_values", None)
-    layers = [
-        (getattr(one, "keys", None), getattr(one, "values", None)) for one in getattr(cache, "layers", ())
-    ]
-    held = [
-        tensor for pair in layers for tensor in pair if isinstance(tensor, torch.Tensor) and tensor.numel()
-    ]
-    return sum(tensor.nbytes for tensor in held) // _CACHED_TOKENS if held else None
 
 
 def left_dense(plan: Plan, sites: Sequence[Site]) -> list[Refused]:
     """Return the branches that a latency table kept dense."""
-    costs = plan.budget.costs
+    costs = plan.budget.costs_of_branches
     if costs is None:
         return []
     reason = f"left dense: it would be slower when cut, on {costs.device} at {costs.tokens} tokens"

@@ -51,7 +51,7 @@ def made_by(settings: RunSettings, ready: Ready) -> dict[str, str]:
     # What is fitted to the device depends on where a run works.
     fitted = settings.learning.adaptable
     chosen = {name: one for name, one in settings_identity(ready.settings).items() if name not in fitted}
-    budget = {**asdict(ready.budget.recorded), "align": settings.budget.align}
+    budget = {**ready.budget.recorded.plain, "align": settings.budget.align}
     sites = [[site.name, site.size] for site in ready.learned_on.sites]
     if ready.knots is not None:
         budget |= asdict(ready.knots)

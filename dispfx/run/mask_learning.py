@@ -24,7 +24,9 @@ from dispfx.learning.text import Batches, TokenBatches, token_vector
 from dispfx.learning.trainer import Learned, LearningTask, Watch, follow_run
 from dispfx.learning.trainer import learn as learn_masks
 from dispfx.plan.budget import Budget, require_range
+from dispfx.plan.decoder_count import count_of
 from dispfx.plan.family import Family
+from dispfx.plan.hardening import fitting_budget
 from dispfx.plan.knots import Knots
 from dispfx.plan.plan import Plan, require_same_decoder
 from dispfx.run.fitting import fitted_settings, settings_for
@@ -35,7 +37,7 @@ from dispfx.words.chosen_device import require_default_device
 from dispfx.words.option_names import option
 from dispfx.words.own_function import is_identity, names_function, shown
 
-_OF_BUDGET = ("ratio_of", "align", "costs")
+_OF_BUDGET = ("ratio_of", "align", "costs", "kv_ratio", "constraint")
 
 
 Data = Tensor | np.ndarray | Sequence[int] | Batches
@@ -46,7 +48,7 @@ Data = Tensor | np.ndarray | Sequence[int] | Batches
 def learn(
     program: Program,
     data: Data,
-    ratio: float,
+    ratio: float | None = None,
     *,
     settings: LearnSettings | None = None,
     compute: ComputeSettings | None = None,
@@ -62,13 +64,14 @@ def learn(
         program: of the decoder, on the device to learn on.
         data: token ids, (N,) integers, as a tensor, numpy array or list, whose last tenth is held out; or
             batches that are already cut as the settings say.
-        ratio: share of the counted parameters to remove, in (0, 1).
+        ratio: share of the counted parameters to remove, in (0, 1).  With a `constraint` it may be left out.
         settings: of the learning; those of the `informed` recipe by default.
         compute: how the decoder is run: compiled, with checkpoints, sharded; the default suits the device.
         watch: where the state is kept, and the observer.
         ranks: the processes of the run, led by this one; all other processes call `follow`.
         changes: single settings of learning and budget, as in `steps=100, align=16, ratio_of="total"`; widths
-            are not aligned by default.  `start` may be a plan to start from.
+            are not aligned by default.  `kv_ratio` needs a program that was captured with `sites="heads"`.
+            `start` may be a plan to start from.
 
     If memory runs out in the first step, learning starts once more with layers computed again in the backward
     pass, unless `compute` says otherwise.  The masks are the same.
@@ -76,7 +79,7 @@ def learn(
     Raises:
         UnknownSettingError: if one of `changes` is no setting.
         PlanMismatchError: if the plan to start from was made for another decoder.
-        BudgetError: if the ratio is no number, or the sites cannot meet it.
+        BudgetError: if a ratio is no number, or the sites cannot meet it.
         SourceError: if the weights have no values.
         DataError: if the data is not a vector of token ids, has ids that the decoder does not know, or is
             shorter than one sequence.
@@ -117,7 +120,7 @@ def learn_family(
     """
     watch = watch or Watch()
     low, high = require_range(ratios)
-    job = _job(program, data, high, settings, changes, watch.note)
+    job = _job(program, data, f"{low!r}:{high!r}", settings, changes, watch.note)
     knots = Knots.of_range(low, high)
     return learn_family_within(replace(job, compute=compute or ComputeSettings(), knots=knots), watch)
 
@@ -125,7 +128,7 @@ def learn_family(
 def _job(
     program: Program,
     data: Data,
-    ratio: float,
+    ratio: float | str | None,
     settings: LearnSettings | None,
     changes: dict[str, Any],
     note: Callable[[str], None],
@@ -151,7 +154,7 @@ def _job(
     return LearningJob(
         program=program,
         text=text,
-        budget=Budget.of_settings(asked, UNALIGNED),
+        budget=fitting_budget(Budget.of_settings(asked, UNALIGNED), program, constrained=chosen.constrained),
         settings=chosen,
         compute=ComputeSettings(),
         start_from=start_from,
@@ -341,6 +344,7 @@ def task_of(
         budget=budget,
         settings=settings,
         device=program.device,
+        count=count_of(budget, program),
     )
 
 

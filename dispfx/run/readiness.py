@@ -18,9 +18,11 @@ from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.ir.program import Program
 from dispfx.learning.text import Batches
 from dispfx.plan.budget import Budget
+from dispfx.plan.hardening import fitting_budget
 from dispfx.plan.knots import Knots
 from dispfx.plan.latency_table import latency_table
 from dispfx.plan.plan import Plan
+from dispfx.run.cached_bytes import confirmed_cache
 from dispfx.run.decoder_files import require_writable
 from dispfx.run.fitting import fitted_settings
 from dispfx.run.learning_setup import device_of_learning
@@ -102,9 +104,12 @@ def ready_to_learn(
         text.batches(learning)  # Otherwise the decoder's graph says how long its sequences may be.
     text.require_measurable()
     program = analysed(source, stages, asked, skip=asked.skip, longest=learning.seq_len)
+    if asked.needs_cache:
+        program.cache = confirmed_cache(program, source.model)
     # Widths suit the device that the result will run on.
     target = asked.target or device_of_learning(program, settings.compute).type
     budget = Budget.of_settings(asked, ALIGNMENT[target])
+    budget = fitting_budget(budget, program, constrained=settings.learning.constrained)
     if export == "onnx":
         require_onnx_lengths(program.lengths, program.context)
     if asked.select == "before-norm" and export == "dense":
@@ -123,6 +128,7 @@ def ready_to_learn(
                 sites=asked.sites,
                 longest=learning.seq_len,
             )
+        learned_on.cache = program.cache
     hold_to_readable(source, learned_on, learning.seq_len)
     learning = fitted(program=learned_on, note=stages.observer.note)
     require_readable(learned_on, learning.seq_len)

@@ -14,6 +14,7 @@ from dispfx.settings.field import Section, field_of, required, same_as, section_
 from dispfx.settings.learning_settings import RECIPES
 from dispfx.settings.tree import is_of_a_program
 from dispfx.words.chosen_device import check_device
+from dispfx.words.constraint_text import parse_constraint
 from dispfx.words.given import path_given, shown
 from dispfx.words.option_names import option
 from dispfx.words.text_origin import LINE_BREAK, TEXT_BYTES, TEXT_FIELD, Bos
@@ -154,11 +155,30 @@ def _require_texts(name: str, given: Any) -> None:
 class BudgetSettings(Section):
     """How much to remove, and from where."""
 
-    ratio: float | str = required(
+    ratio: float | str | None = setting(
+        None,
         "Share of the prunable weights to remove. `learn` also takes a range, as in 0.1:0.6.",
+        default="with a constraint, the smallest that meets it",
         above=0.0,
         below=1.0,
         common=True,
+        error=BudgetError,
+    )
+    constraint: tuple[str, ...] = setting(
+        (),
+        "Upper limit that the result must meet: 'size: 6 GB' or 'size: 60%' (weights), 'memory 8x4096: "
+        "12 GB' (weights and KV cache of 8 sequences of 4096 tokens), or with a latency table "
+        "'decode 1@1024: 1.5x' or 'prefill 1x2048: 80 ms'. May be repeated.",
+        metavar="TEXT",
+        repeats=str,
+    )
+    kv_ratio: float | None = setting(
+        None,
+        "Share of the KV cache to remove, in bytes per token, by removing key/value heads (as "
+        f"{option('sites', 'heads')}).",
+        default="none by itself",
+        above=0.0,
+        below=1.0,
         error=BudgetError,
     )
     ratio_of: RatioOf = setting(
@@ -173,7 +193,7 @@ class BudgetSettings(Section):
     target: Target | None = setting(None, "Device that the result will run on.", default="that of this run")
     costs: Any = setting(
         None,
-        "Latency table of the target (tools/measure_costs.py). Branches that would become slower stay dense.",
+        "Latency table of the target (`dispfx costs`). Branches that would become slower stay dense.",
         metavar="FILE",
         takes=Path,
     )
@@ -195,9 +215,35 @@ class BudgetSettings(Section):
         super().__post_init__()
         if isinstance(self.ratio, str):
             object.__setattr__(self, "ratio", _range_of(self.ratio))
-        for name in ("skip", "sites"):
+        for name in ("skip", "sites", "constraint"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
+        timed = [text for text in self.constraint if parse_constraint(text).is_time]
+        if timed and self.costs is None:
+            raise BudgetError(
+                f"{option('constraint', timed[0])} needs a latency table with the times of that step",
+                hint=f"measure one with `dispfx costs MODEL`, and name it with {option('costs')}",
+            )
+        if self.ratio is None and not self.constraint:
+            raise BudgetError(
+                f"{option('ratio')} is needed, or {option('constraint')}",
+                hint="name the share of the weights to remove, or what the result must fit into",
+            )
+        if self.is_range and (self.constraint or self.kv_ratio is not None):
+            other = "constraint" if self.constraint else "kv_ratio"
+            raise BudgetError(
+                f"{option(other)} is a target of one plan, and a range of ratios was given: {self.ratio}",
+                hint=f"name one ratio, or leave out {option(other)}",
+            )
+        if self.kv_ratio is not None and "heads" not in self.sites:
+            # Nothing else makes the cache smaller.
+            object.__setattr__(self, "sites", (*self.sites, "heads"))
+
+    @property
+    def needs_cache(self) -> bool:
+        """Whether the size of the KV cache matters."""
+        memory = any(parse_constraint(text).kind == "memory" for text in self.constraint)
+        return memory or self.kv_ratio is not None
 
     @property
     def is_range(self) -> bool:
@@ -206,7 +252,9 @@ class BudgetSettings(Section):
 
     @property
     def ratios(self) -> tuple[float, float]:
-        """The smallest and the largest ratio; equal unless a range was given."""
+        """The smallest and the largest ratio; equal unless a range was given, and 0 if none was."""
+        if self.ratio is None:
+            return 0.0, 0.0
         low, _, high = str(self.ratio).partition(":")
         return float(low), float(high or low)
 

@@ -32,6 +32,7 @@ from dispfx.settings.verb_settings import (
     FormSettings,
     GenerationSettings,
     InspectionSettings,
+    MeasuringSettings,
     PathsSettings,
     PlanSettings,
     RecoveredSettings,
@@ -179,6 +180,14 @@ class BenchSettings(Tree):
 
 
 @dataclass(frozen=True, eq=False)
+class CostsSettings(Tree):
+    """`costs`: a latency table of a decoder on a device."""
+
+    model: ModelSettings
+    measuring: MeasuringSettings
+
+
+@dataclass(frozen=True, eq=False)
 class ExportSettings(Tree):
     """`export`: other forms of a folder's decoder."""
 
@@ -239,6 +248,7 @@ TREES: tuple[type[Tree], ...] = (
     EvalSettings,
     RecoverSettings,
     BenchSettings,
+    CostsSettings,
     ExportSettings,
     GenerateSettings,
     SampleSettings,

@@ -1,4 +1,4 @@
-"""Sections of single verbs: evaluation, recovery, timing, export, generation and sampling."""
+"""Sections of single verbs: evaluation, recovery, timing, costs, export, generation and sampling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,15 @@ from typing import Any, Literal
 from dispfx.errors import BudgetError, DispfxError, OutputError, UnsupportedGraphError
 from dispfx.settings.field import Section, required, same_as, setting
 from dispfx.settings.learning_settings import LearnSettings
-from dispfx.settings.sections import ComputeSettings, ModelSettings, OutputSettings, WritingSection
+from dispfx.settings.sections import (
+    BudgetSettings,
+    ComputeSettings,
+    FurtherSites,
+    ModelSettings,
+    OutputSettings,
+    WritingSection,
+)
+from dispfx.words.constraint_text import parse_step
 from dispfx.words.option_names import option
 
 Runtime = Literal["torch", "onnx"]
@@ -114,6 +122,39 @@ class TimingSettings(Section):
         least=1,
     )
     out: Path | None = setting(None, "Folder for speed.md and speed.json, written after every row.")
+
+
+@dataclass(frozen=True)
+class MeasuringSettings(WritingSection):
+    """What a latency table holds."""
+
+    out: Path | None = setting(
+        None, f"JSON file to write, for {option('costs')}. It must not exist.", common=True
+    )
+    step: tuple[str, ...] = setting(
+        (),
+        "Step to time, for a constraint: 'decode 1@1024' (batch, cached tokens) or 'prefill 1x2048' (batch, "
+        "tokens). May be repeated.",
+        default="decode 1@512 and prefill 1x512; CPU: 64 tokens",
+        metavar="TEXT",
+        repeats=str,
+        common=True,
+    )
+    mode: Literal["eager", "compiled"] | None = setting(
+        None, "How steps run.", default="compiled on a GPU, eager on a CPU"
+    )
+    align: int | None = same_as(BudgetSettings, "align")
+    sites: tuple[FurtherSites, ...] = setting(
+        (), "Also measure what removing key/value heads saves.", repeats=FurtherSites
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("step", "sites"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
+        for text in self.step:
+            parse_step(text)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ WORDS = {
     "curve": ("no-such/model", "no-such-family.safetensors"),
     "eval": ("no-such/model", "--eval-data", "no-such-text.txt"),
     "bench": ("no-such-folder",),
+    "costs": ("no-such/model", "--out", "costs.json"),
     "export": ("no-such-folder", "--quantize", "int8"),
     "sample": ("no-such/model", "--out", "no-such-folder/own.safetensors"),
     **dict.fromkeys(

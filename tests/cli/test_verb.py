@@ -117,11 +117,15 @@ def test_a_value_that_begins_with_a_dash_is_told_with_the_way_to_give_it(dispfx)
     assert "for a value that begins with a dash, write --out=-x.safetensors" in result.stderr
 
 
+def test_a_run_needs_a_ratio_or_a_constraint(dispfx):
+    result = dispfx("learn", "demo")
+    assert result.exit_code == 2 and "--ratio is needed, or --constraint" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (("compile", "demo", "--ratios", "1"), "Unknown option: --ratios. Did you mean --ratio?"),
-        (("learn", "demo"), "--ratio is missing"),
         (("compile", "demo", "--out"), "--out is missing, or has no value"),
         (("compile", "demo", "--out", "--quiet"), "dispfx compile --help"),
         (("inspect",), "MODEL is missing"),

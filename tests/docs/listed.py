@@ -19,6 +19,10 @@ _GGUF = "tests/tools/test_gguf_file.py::test_transformers_reads_the_file_as_the_
 _ROUNDED = "tests/api/test_quantized_checkpoint.py::test_what_cannot_be_done_is_refused_and_leaves_nothing"
 _WHEEL = "tests/test_installed.py::wheel"
 
+_COSTS = "tests/measure/test_costs.py::test_the_verb_writes_a_table_that_a_run_takes"
+
+_TARGETS = "tests/measure/test_costs.py::test_the_tool_prints_what_was_asked_expected_and_measured"
+
 # Command → the test that runs it, or the same with other names or fewer steps.
 ELSEWHERE = {
     "pip install .": _WHEEL,
@@ -44,6 +48,12 @@ ELSEWHERE = {
     "--shard --out plan.safetensors": _LOST,
     "dispfx learn demo --launch 2 --shard": _LOST,
     "dispfx apply MODEL plan.safetensors": _GUIDE,
+    # What is reached depends on the machine.
+    'dispfx costs demo --step "prefill 4x256" --sites heads --out costs.json': _COSTS,
+    'dispfx compile demo --constraint "prefill 4x256: 1.05x" --costs costs.json --sites heads --export none '
+    "--out out/fast": _COSTS,
+    "dispfx bench out/fast --batch 4 --prompt 256": _GUIDE,
+    "tools/bench_targets.py --shape tiny --align 8": _TARGETS,
     # A checkpoint of 4 bits needs widths of 32, which the decoder of the page's test has not.
     "dispfx export DIR --quantize int4 --data text.txt": _ROUNDED,
     "tensorboard --logdir DIR.state/tensorboard": _TENSORBOARD,

@@ -26,6 +26,7 @@ _SHORTER = {
     "eval": ["--eval-windows", "2"],
     "sample": ["--tokens", "4000", "--seq-len", "32", "--opening", "4", "--batch-size", "16"],
     "recover": ["--steps", "2", "--batch-size", "2", "--seq-len", "32", "--eval-windows", "1"],
+    "costs": ["--step", "prefill 1x16"],
     "bench": ["--batch", "1", "--prompt", "16", "--past", "16", "--mode", "eager"],
 }
 

@@ -20,7 +20,7 @@ from tests.docs.listed import LISTED
 from tests.docs.pages import ROOT, blocks, commands, end, filled, lines, run, shortened, start
 from tests.learning.test_records import record
 
-OTHER_PAGES = ("data.md", "family.md", "huggingface.md", "learning.md")
+OTHER_PAGES = ("data.md", "family.md", "huggingface.md", "learning.md", "targets.md")
 WIKITEXT = """---
 configs:
 - config_name: wikitext-2-raw-v1
@@ -138,6 +138,12 @@ def test_the_commands_of_the_page_on_learning_run(checkpoint: str):
         end(second)
     run(filled(applied, {"DIR": "of-the-hosts"}))
     assert load_report(Path("of-the-hosts/report.json")).verify
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_on_targets_run(checkpoint: str):
+    outputs = [run(words) for words in page_commands("targets.md", checkpoint)]
+    assert "KV cache: 50.00% removed, 50.00% requested" in outputs[1]
 
 
 @pytest.mark.slow

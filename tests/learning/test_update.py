@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.learning.hypernetwork import ElementwiseLogits, Hypernetwork
-from dispfx.learning.objective import budget_loss
+from dispfx.learning.objective import Term, budget_loss
 from dispfx.learning.update import StepTensors, Surrogate, Update, fastest_update
 from dispfx.plan.hardening import ParameterCount
 from dispfx.plan.knots import ONE_KNOT, Knots
@@ -67,6 +67,23 @@ def test_the_budget_of_masks_reaches_the_logits_by_the_slopes_of_the_masks(sampl
     torch.testing.assert_close(gradient, expected)
     left = COUNT.count(masks).mean()
     assert found.tolist() == pytest.approx([2.5, over.item(), left.item(), expected.norm().item()])
+
+
+@pytest.mark.parametrize("of_ratio", [True, False])
+def test_a_further_term_adds_its_own_budget_loss(of_ratio: bool):
+    """Or it is the only one, if the ratio has no target."""
+    masks, slopes = numbers(SAMPLES, FEATURES).round(), numbers(SAMPLES, FEATURES)
+    bytes_N, nothing = numbers(FEATURES).double(), torch.zeros(SAMPLES, FEATURES)
+    term = Term(lambda masks: masks.double() @ bytes_N + 7.0, 9.0)
+    leaf = masks.clone().requires_grad_()
+    over = budget_loss(term.count(leaf), torch.tensor([9.0])).mean()
+    over = over + (budget_loss(COUNT.count(leaf), TARGET).mean() if of_ratio else 0.0)
+    (expected,) = torch.autograd.grad(WEIGHT * over, leaf)
+    both = Update(ElementwiseLogits(SIZES, 0.3), COUNT.count, WEIGHT, of_ratio=of_ratio, further=[term])
+    gradient, found = gradient_of(both, step(Surrogate(nothing, nothing), Surrogate(masks, slopes)))
+    torch.testing.assert_close(gradient[0], (expected * slopes).sum(0))
+    assert found[1].item() == pytest.approx(over.item())
+    assert found[2].item() == pytest.approx(COUNT.count(masks).mean().item())
 
 
 def test_masks_of_a_range_reach_the_knots_that_they_were_drawn_from_each_with_its_own_target():

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from dispfx.report import FolderContents, Report, model_card
+from dispfx.report import CacheBytes, FolderContents, Report, SiteWidth, model_card
 
 
 def test_the_card_tells_the_whole_story(report: Report):
@@ -68,3 +68,13 @@ def test_a_card_imports_the_code_that_registers_the_class_and_names_no_command_w
     assert "dispfx verify" not in card and "dispfx generate" not in card
     graph = model_card(report, FolderContents("out", code="mine", as_modules=False), base_model="mine:build")
     assert "import mine" not in graph and "dispfx verify out" in graph
+
+
+def test_a_card_of_pruned_heads_says_what_they_leave_of_the_cache(report: Report):
+    assert "the KV cache keeps its size" in model_card(report, FolderContents("out"), base_model="demo")
+    heads = dataclasses.replace(report, sites=(*report.sites, SiteWidth("layers.0.heads", "heads", 8, 5)))
+    card = model_card(heads, FolderContents("out"), base_model="demo")
+    assert "Attention keeps 5 of 8 key/value heads." in card and "keeps its size" not in card
+    measured = dataclasses.replace(heads, cache=CacheBytes(2048, 1280))
+    card = model_card(measured, FolderContents("out"), base_model="demo")
+    assert "5 of 8 key/value heads, and the KV cache 1,280 of 2,048 bytes per token." in card

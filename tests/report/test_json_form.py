@@ -122,7 +122,7 @@ def test_a_whole_number_is_a_float_and_a_truth_value_is_no_number(report: Report
         (lambda plain: plain.update(sites=[3]), r"sites\[0\] must be an object"),
         (
             lambda plain: plain["settings"].pop("budget"),
-            "the sections model, text, budget, ",
+            r"settings\.budget: `ratio` is needed, or `constraint`",
         ),
         (
             lambda plain: plain["settings"]["learning"].update(steps=0),

@@ -6,8 +6,17 @@ import pytest
 import torch
 
 from dispfx.errors import PlanMismatchError
-from dispfx.plan.plan import Selection
-from dispfx.report.plans import SiteOverlap, difference_lines, difference_rows, plan_difference, plan_rows
+from dispfx.plan.budget import Budget
+from dispfx.plan.plan import CacheLeft, Selection
+from dispfx.report.plans import (
+    SiteOverlap,
+    difference_lines,
+    difference_rows,
+    plan_difference,
+    plan_lines,
+    plan_plain,
+    plan_rows,
+)
 from tests.report.runs import plan_of
 
 
@@ -17,6 +26,15 @@ def of_selections(*selections: Selection):
 
 def selection(name: str, size: int, *kept: int) -> Selection:
     return Selection(name, size, torch.tensor(kept, dtype=torch.int32), (f"{name}:0",))
+
+
+def test_a_plan_says_what_it_leaves_of_the_cache():
+    plan = replace(plan_of(), cache=CacheLeft(2048, 1024), budget=Budget(0.3, kv_ratio=0.4))
+    assert plan_lines(plan)[1] == "KV cache: 50.00% removed, 40.00% requested; 2,048 → 1,024 bytes per token"
+    assert plan_plain(plan)["kv_ratio"] == {"requested": 0.4, "achieved": 0.5}
+    assert not any("cache" in line for line in plan_lines(plan_of())) and "kv_ratio" not in plan_plain(
+        plan_of()
+    )
 
 
 def test_a_plan_differs_from_itself_in_nothing():

@@ -6,7 +6,7 @@ import math
 
 from rich.console import Console
 
-from dispfx.report import Report
+from dispfx.report import CacheRatio, MetConstraint, Report
 from dispfx.report.table import print_report, print_verifications
 from dispfx.verification.equivalence import Verification
 
@@ -72,3 +72,12 @@ def test_verifications_alone_are_one_line_each(report: Report):
     lines = stream.getvalue().splitlines()
     assert len(lines) == 1 + len(report.verify)
     assert "2 × 9" in lines[1] and "1 × 17" in lines[2]
+
+
+def test_targets_are_shown_as_asked_and_as_achieved(report: Report):
+    asked = dataclasses.replace(report, kv_ratio=CacheRatio(0.4, 0.5))
+    assert "KV cache removed" not in shown(report, terminal=False)
+    fits = dataclasses.replace(report, constraints=(MetConstraint("size: 2 MB", 4_000_000, 2e6, 1_999_000),))
+    assert "size: 2 MB 4 MB 1.999 MB -50.0%" in " ".join(shown(fits, terminal=False).split())
+    (line,) = [one for one in shown(asked, terminal=False).splitlines() if "KV cache removed" in one]
+    assert "40.00% requested" in line and "50.00% achieved" in line

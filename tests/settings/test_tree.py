@@ -50,7 +50,7 @@ RUN = RunSettings.of(model="demo", ratio=0.3, data=["a.txt"], out=Path("out"), s
         ),
         *(({name: ""}, f"`{name}` must not be empty") for name in ("out", "config", "costs")),
         ({"data": ["text.txt", ""]}, "`data` must not be empty"),
-        ({"ratio": None}, "`ratio` must be a number, and None was given"),
+        ({"ratio": None}, "`ratio` is needed, or `constraint`"),
         ({"seq_len": None}, "`seq_len` must be a whole number, and None was given"),
         ({"ratio": "0.3"}, "`ratio` must be a share between 0 and 1, or a range, and '0.3' was given"),
         ({"steps": np.float64(2)}, "`steps` must be a whole number, and 2.0 was given"),
@@ -234,6 +234,9 @@ def test_a_section_that_an_earlier_file_lacks_has_its_defaults():
     del plain["afterwards"]
     assert stored_sections(plain, strict=True)["afterwards"] == {"recover": "none", "recover_steps": None}
     del plain["budget"]
+    with pytest.raises(ValueError, match=r"settings\.budget: `ratio` is needed, or `constraint`"):
+        stored_sections(plain, strict=True)
+    del plain["model"]
     with pytest.raises(ValueError, match="settings must have the sections model, text, budget"):
         stored_sections(plain, strict=True)
 

@@ -1,48 +1,25 @@
-#!/usr/bin/env python3
-"""Measure how long products take on this device, for `dispfx compile --costs FILE`.
-
-    python tools/measure_costs.py --out h100.json --device cuda --dtype bfloat16 --tokens 64
-    python tools/measure_costs.py --out cpu.json --tokens 128 --sizes 64,128,256,512
-
---tokens is the batch times the new tokens of the steps that the pruned decoder is for: 1 for generating one
-text, 2048 for reading long prompts.  The plan keeps the table, so it is measured once.
+"""How long products of activations with weights take on a device, for `--costs`.
 
 Consecutive products read different copies of the weight, as in a decoder, so that weights are never cached.
 Selecting and placing is one gather of each kind over the widest stream.
 """
 
-import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dispfx.benchmark.timing import compare_times, device_name, recorded
-from dispfx.files.disk import replacing
 from dispfx.plan.latency_table import LatencyTable
-
-SIZES = "256,512,1024,1536,2048,2560,3072,4096,5120,6144,8192,11008,13824"
 
 # More than the last cache of any processor that is meant.
 _COLD_BYTES = {"cuda": 200_000_000, "cpu": 64_000_000}
 _PRODUCTS = 8
 
 
-def main() -> None:
-    args = parse_arguments()
-    sizes = sorted({int(size) for size in args.sizes.split(",")})
-    table = measure_costs(torch.device(args.device), getattr(torch, args.dtype), args.tokens, sizes)
-    with replacing(Path(args.out)) as partial:
-        partial.write_text(json.dumps(asdict(table), indent=1) + "\n", encoding="utf-8")
-    print(f"{len(sizes)} × {len(sizes)} products on {table.device}: {args.out}")
-
-
-def measure_costs(
+def product_times(
     device: torch.device, dtype: torch.dtype, tokens: int, sizes: Sequence[int], *, rounds: int = 5
 ) -> LatencyTable:
     """Return the times of products of `tokens` rows of activations with weights of all pairs of sizes.
@@ -98,19 +75,3 @@ def _selection_seconds(
         [recorded(call, device) for call in calls], device, rounds=rounds, round_seconds=0.01
     )
     return sum(timing.least_seconds for timing in timings)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", required=True, help="JSON file to write")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--tokens", type=int, default=1, help="rows of activations")
-    parser.add_argument("--sizes", default=SIZES, help="rows and columns of weights, comma-separated")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()
