@@ -11,7 +11,7 @@ import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -82,6 +82,32 @@ def compile(
     return run_compile(
         run_settings(settings, model=model, ratio=ratio, data=data, out=out, **changes), observer
     )
+
+
+@overload
+def learn_plan(
+    model: str | nn.Module,
+    ratio: float | None = None,
+    data: Any = None,
+    out: str | Path | None = None,
+    *,
+    settings: RunSettings | None = None,
+    observer: Observer | None = None,
+    **changes: Any,
+) -> Plan: ...
+
+
+@overload
+def learn_plan(
+    model: str | nn.Module,
+    ratio: str,
+    data: Any = None,
+    out: str | Path | None = None,
+    *,
+    settings: RunSettings | None = None,
+    observer: Observer | None = None,
+    **changes: Any,
+) -> Family: ...
 
 
 def learn_plan(
