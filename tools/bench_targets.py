@@ -5,8 +5,8 @@
     python tools/bench_targets.py --shape tiny --step "prefill 2x64" --constraint "prefill 2x64: 1.2x"
 
 First the times of the steps are measured, as `dispfx costs` does.  Then for every constraint random logits
-are hardened under it, and the plan's decoder and the dense one are timed in turn, as `dispfx bench` does.  The
-table has what was asked for, what the model of the step expected, and what was measured.
+are hardened under it, and the plan's decoder and the dense one are timed in turn, as `dispfx bench` does.
+The table has what was asked for, what the model of the step expected, and what was measured.
 """
 
 import argparse
