@@ -188,7 +188,7 @@ class _Planner:
         thin = self._thin(norms, attentions) if unseen != "nothing" else self._whole()
         for site in self.sites:
             # A module gathers or scatters the same features of every token, whatever its expert.
-            if site.experts > 1 and site.name not in thin and not self.internal(site):
+            if site.is_stacked and site.name not in thin and not self.internal(site):
                 return Mismatch(f"{site.name}: its experts keep other features, and other modules see them")
         indices: dict[str, Tensor] = {}
         layouts: dict[str, ModuleLayout] = {}
@@ -315,7 +315,8 @@ class _Planner:
                 if owner_of(piece.parameter) == path and path in self.owners(site):
                     side = self._side(site, path, piece.parameter)
                     mask = self.masks[site.name]
-                    labels = np.arange(site.per_expert) if piece.labels is None else np.asarray(piece.labels)
+                    features = site.per_expert if piece.by_expert else site.size
+                    labels = np.arange(features) if piece.labels is None else np.asarray(piece.labels)
                     stays = kept_positions(labels, mask)
                     cuts.append(Cut((piece.parameter, piece.axis), side, site.name, stays, labels))
         sites = {side: {cut.site for cut in cuts if cut.side == side} for side in ("in", "out")}
