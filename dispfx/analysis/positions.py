@@ -3,7 +3,7 @@
 Shapes: N features of a site, E experts with features of their own, P positions of an axis, K that stay.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -44,6 +44,15 @@ def kept_positions(labels: np.ndarray | tuple[int, ...] | None, mask: np.ndarray
         return mask
     follows = np.asarray(labels)
     return (follows == UNTOUCHED) | mask[..., np.maximum(follows, 0)]
+
+
+def kept_by_all(cuts: Iterable[tuple[np.ndarray | tuple[int, ...] | None, np.ndarray]]) -> np.ndarray:
+    """Return for each position of an axis whether it stays, (P,), if several sites cut it.
+
+    Args:
+        cuts: labels and mask of each site, as for `kept_positions`, one at least.
+    """
+    return np.logical_and.reduce([kept_positions(labels, mask) for labels, mask in cuts])
 
 
 def places(stays: np.ndarray) -> np.ndarray:
