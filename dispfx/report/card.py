@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from dispfx.ir.sites import FURTHER_KINDS
 from dispfx.report.numbers import shown_perplexity
 from dispfx.report.schema import Behaviour, Report
 from dispfx.report.settings_table import settings_rows
@@ -76,12 +77,14 @@ def _summary(report: Report, base_model: str) -> str:
     name = f"`{PurePath(base_model).name}`"
     if report.tuned is not None:
         name = f"{name} with tuned weights: a decoder"
-    return (
+    summary = (
         f"{name} without {report.ratio.achieved:.1%} of {report.ratio.counted}, "
         "compiled by dispfx: every attention and MLP branch reads, uses and writes its own subset of "
-        "features, and the residual stream keeps its full width (the method of arXiv 2410.11988). "
-        "Attention heads are not pruned, so the KV cache keeps its size."
+        "features, and the residual stream keeps its full width (the method of arXiv 2410.11988)."
     )
+    if any(site.kind in FURTHER_KINDS.values() for site in report.sites):
+        return summary
+    return f"{summary} Attention heads are not pruned, so the KV cache keeps its size."
 
 
 def _figures(report: Report) -> str:

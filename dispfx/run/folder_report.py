@@ -98,12 +98,18 @@ def report_of(
     )
 
 
-def cache_change(task: Task, reloaded: nn.Module) -> CacheBytes | None:
-    """Return the bytes of both KV caches for each token, if the plan prunes heads."""
+def cache_change(task: Task, reloaded: nn.Module, of_onnx: int | None = None) -> CacheBytes | None:
+    """Return the bytes of the KV caches for each token, if the plan prunes heads or values.
+
+    Args:
+        of_onnx: of the ONNX model that was written, if any.
+    """
     if not task.plan.sites:
         return None
     dense, pruned = _cache_bytes(task.source.model), _cache_bytes(reloaded)
-    return None if dense is None or pruned is None else CacheBytes(dense, pruned)
+    if dense is None or pruned is None:
+        return None
+    return CacheBytes(dense, pruned, None if of_onnx == pruned else of_onnx)
 
 
 def _cache_bytes(model: nn.Module) -> int | None:
