@@ -94,6 +94,13 @@ def _figures(report: Report) -> str:
         f"| parameters | {report.parameters.dense:,} | {report.parameters.pruned:,} |",
         f"| bytes | {report.bytes.dense:,} | {report.bytes.pruned:,} |",
     ]
+    if report.cache is not None:
+        for of, kept in (("", report.cache.pruned), (", ONNX", report.cache.onnx)):
+            lines += (
+                []
+                if kept is None
+                else [f"| KV cache, bytes per token{of} | {report.cache.dense:,} | {kept:,} |"]
+            )
     measured = report.perplexity
     lines += [_of_text(one) for one in report.behaviour[:1]]
     lines += [_of_text(one, f", {one.text}") for one in report.behaviour[1:]]
