@@ -53,6 +53,44 @@ class FeaturesFirst(Projections):
         return self.out(y.permute(0, 2, 3, 1).flatten(2))
 
 
+class ByHead(nn.Module):
+    """Weights of three dimensions: value and output projection keep heads apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(WIDTH, HEADS * SIZE), nn.Linear(WIDTH, 3 * SIZE)
+        self.value = nn.Parameter(torch.randn(WIDTH, 3, SIZE))
+        self.out = nn.Parameter(torch.randn(HEADS, SIZE, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (part(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in (self.query, self.key))
+        v = torch.einsum("btm,mhd->bhtd", x, self.value)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return torch.einsum("bhtd,hdm->btm", y, self.out)
+
+
+def turned_round(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The last head is the first one that the output projection reads."""
+    return fast(part, q, k, v).flip(1)
+
+
+def with_mirror(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Head i meets head H - 1 - i, so both have the same features."""
+    y = fast(part, q, k, v)
+    return y + y.flip(1)
+
+
+def with_mean(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    y = fast(part, q, k, v)
+    return y + y.mean(1, keepdim=True)
+
+
+def first_half_doubled(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Heads would keep unlike numbers of features in the first half."""
+    y = fast(part, q, k, v)
+    return torch.cat([y[..., : SIZE // 2] * 2, y[..., SIZE // 2 :]], -1)
+
+
 def mixed_results(part: Projections, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A feature of the result is that of all heads."""
     y = fast(part, q, k, v)
@@ -112,6 +150,11 @@ PATTERNS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "heads one by one": (lambda: Projections(heads.one_by_one, HEADS), 1),
     "heads as sequences": (lambda: Projections(heads.as_sequences, HEADS), 1),
     "features before heads": (FeaturesFirst, 1),
+    "weights by head": (ByHead, 1),
+    "heads turned round": (lambda: Projections(turned_round, HEADS), HEADS),
+    "heads and their mirror": (lambda: Projections(with_mirror, HEADS), HEADS // 2),
+    "heads and their mean": (lambda: Projections(with_mean, HEADS), 1),
+    "half of the features doubled": (lambda: Projections(first_half_doubled, HEADS), 1),
     "results mixed over heads": (lambda: Projections(mixed_results, HEADS), 1),
     "halves of features swapped": (lambda: Projections(halves_swapped, HEADS), 1),
     "means of values": (lambda: Projections(normed_by_hand, HEADS), 1),

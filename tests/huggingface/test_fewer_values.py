@@ -1,5 +1,6 @@
 """Folders of decoders with fewer features of values: the cache of an ONNX model is smaller."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import dispfx
+from dispfx.api.commands import export
 from dispfx.api.compilation import apply
+from dispfx.api.recovery import recover
 from dispfx.compiler.cached_programs import capture_cached
 from dispfx.compiler.programs import lower_program
 from dispfx.ir.cached_inputs import CachedDecoder, cache_tensors
@@ -124,6 +127,54 @@ def test_the_onnx_model_caches_smaller_values(fewer: Folder) -> None:
     assert report.cache is not None and report.cache.onnx is not None
     assert report.cache.onnx == sum(4 * cache.heads * cache.size for cache in caches)
     assert report.cache.onnx < report.cache.pruned <= report.cache.dense
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_quantized_onnx_model_caches_smaller_values(fewer: Folder, kind: Any, tmp_path: Path) -> None:
+    """One token at a time gives what the whole text at once gives; rounding is the quantizer's."""
+    from dispfx.deploy.onnx.session import CachedSession
+
+    folder = Path(shutil.copytree(fewer.path, tmp_path / "out"))
+    shutil.rmtree(folder / "onnx")
+    export(folder, onnx=True, quantize=kind, data=torch.arange(VOCABULARY).repeat(4))
+    session = CachedSession(folder / f"onnx-{kind}" / "model.onnx")
+    assert [cache.size for cache in session.caches] == [8, 6, 8, 6]
+    decoder = session.decoder()
+    decoder.reset()
+    steps = torch.cat([decoder(IDS[:, t : t + 1]) for t in range(IDS.shape[1])], 1)
+    decoder.reset()
+    assert relative_error(steps, decoder(IDS)) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fewer_values_in_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The differences are those of rounding."""
+    dense: Any = tiny_transformer("llama").to(dtype)
+    program = dispfx.capture(dense, sites=KINDS["heads and values"])
+    plan = fewer_values(program)
+    report = apply(dense, plan, out=tmp_path / "out", export="onnx")
+    assert all(line.holds for line in report.verify)
+    assert report.cache is not None and report.cache.onnx is not None
+    assert report.cache.onnx < report.cache.pruned < report.cache.dense
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    dense.load_state_dict(zeroed_tensors(program, plan), strict=False)
+    assert model.dtype == dtype
+    with torch.no_grad():
+        assert relative_error(model(IDS).logits, dense(IDS).logits) < 0.03
+
+
+def test_weights_are_recovered_where_values_are_fewer(fewer: Folder, tmp_path: Path) -> None:
+    """The lowered graph is trained, and its weights go back into the folder's modules."""
+    data, out = torch.arange(VOCABULARY).repeat(8), tmp_path / "again"
+    recover(
+        fewer.path, dense=tiny_transformer("llama"), data=data, steps=4, seq_len=16, batch_size=2, out=out
+    )
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (fewer.path, out))
+    shapes = [{name: one.shape for name, one in model.named_parameters()} for model in (before, after)]
+    assert shapes[0] == shapes[1]
+    values = [model.model.layers[0].self_attn.v_proj.weight for model in (before, after)]
+    assert not torch.equal(*values)
+    assert all(line.holds for line in load_report(out / "report.json").verify)
 
 
 def test_a_graph_with_a_cache_computes_what_the_whole_text_gives(fewer: Folder, masked: Any) -> None:
