@@ -31,11 +31,12 @@ from dispfx.passes.insert_scales import InsertScales
 from dispfx.passes.last_logits import LastLogits
 from dispfx.passes.lower_gates import LowerGates
 from dispfx.passes.outline_layers import OutlineLayers
+from dispfx.passes.part_projections import PartProjections
 from dispfx.passes.static_cache import StaticCache
 from dispfx.words.choices import choice
 
 PIPELINES: Mapping[str, tuple[Any, ...]] = {
-    "analyse": (Canonicalize, FoldStatistics, FindResidualStream, FindBranches, FindSites),
+    "analyse": (Canonicalize, PartProjections, FoldStatistics, FindResidualStream, FindBranches, FindSites),
     "gate": (InsertGates,),
     "learn": (DropCausalMasks, GroupHeads, OutlineLayers),
     "recover": (DropCausalMasks, GroupHeads),
