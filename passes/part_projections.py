@@ -13,6 +13,7 @@ The same numbers stand at the same places, so no bit changes.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,9 +119,9 @@ def _is_split(node: fx.Node) -> bool:
     return is_last and isinstance(sizes, list | tuple) and len(sizes) > 1
 
 
-def _call(graph: fx.Graph, like: fx.Node, target: torch._ops.OpOverload, *args: object) -> fx.Node:
+def _call(graph: fx.Graph, like: fx.Node, target: torch._ops.OpOverload, *args: Any) -> fx.Node:
     """Return a node from the line of another one."""
-    node = graph.call_function(target, args)  # type: ignore[arg-type]
+    node = graph.call_function(target, args)
     values = map_arg(args, lambda source: source.meta["val"])
     node.meta = {**like.meta, "val": target(*values)}
     return node
