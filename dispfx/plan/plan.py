@@ -416,7 +416,8 @@ def require_plan(plan: Any) -> None:
 
 
 def _features(features: Site | Selection) -> str:
-    many = f" of {features.experts} experts" if features.experts > 1 else ""
+    owners = "heads" if features.kind == "values" else "experts"
+    many = f" of {features.experts} {owners}" if features.experts > 1 else ""
     return f"{features.size} features{many}"
 
 

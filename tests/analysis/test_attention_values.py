@@ -340,7 +340,7 @@ def test_heads_that_keep_other_numbers_are_no_plan():
     _, program = found(lambda: Projections(fast, HEADS))
     kept = {site.name: list(range(site.size)) for site in program.sites}
     kept[values_of(program)[0].name] = [0, *range(SIZE, HEADS * SIZE)]
-    with pytest.raises(dispfx.DispfxError, match="equally many"):
+    with pytest.raises(dispfx.DispfxError, match="every head keeps equally many"):
         Plan.from_masks(program, kept)
 
 
