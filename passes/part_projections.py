@@ -77,7 +77,8 @@ def _positions(user: fx.Node, dim: int) -> np.ndarray | None:
     if argument(user, 1, "dim", 0) % ops.rank(value) != dim:  # type: ignore[operator]
         return None
     if packet(user) is aten.slice:
-        return slice_positions(user)
+        fixed = all(not isinstance(bound, fx.Node) for bound in (*user.args[2:], *user.kwargs.values()))
+        return slice_positions(user) if fixed else None
     at, size = argument(user, 2, "index"), ops.shape_of(value)[dim]
     return np.array([at % size]) if isinstance(at, int) else None
 

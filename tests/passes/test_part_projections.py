@@ -73,6 +73,12 @@ def scaled(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return parts[..., 0, :], parts[..., 1, :], parts[..., 2, :]
 
 
+def by_length(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As many heads as there are sequences, which is no fixed number."""
+    parts = x.unflatten(-1, (HEADS + 2, SIZE))
+    return parts[..., :HEADS, :], parts[..., : x.shape[0], :][..., :1, :], parts[..., 5:6, :]
+
+
 def unbound(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = x.unflatten(-1, (HEADS, 3, SIZE)).unbind(-2)
     return q, k, v
@@ -87,6 +93,7 @@ CASES: dict[str, tuple[int, Parts, int]] = {
 LEFT: dict[str, tuple[int, Parts]] = {
     "no neighbours": (HEADS + 2, turned),
     "another user": (3 * HEADS, scaled),
+    "a number that changes": (HEADS + 2, by_length),
     "unbind": (3 * HEADS, unbound),
 }
 
