@@ -24,6 +24,9 @@ Rules (each closure follows `dispfx.analysis.label_map`):
 8. With `sites=("heads",)` the key/value heads of each attention are a site too (S7), with everything that
    `dispfx.analysis.attention_heads` finds to be cut with them.  A branch whose products combine tokens, and
    whose heads cannot go, is refused with the operation that is in the way.
+9. With `sites=("attention-values",)` the features of each attention's values are a site too (S6), as
+   `dispfx.analysis.attention_values` finds them; every head has its own where that fits.  Heads and values
+   cut the same positions: what stays is kept by both.
 """
 
 import fnmatch
@@ -34,6 +37,7 @@ import numpy as np
 from torch import fx
 
 from dispfx.analysis.attention_heads import attentions, close_heads, why_none
+from dispfx.analysis.attention_values import by_head, close_values
 from dispfx.analysis.cached_values import cache_size
 from dispfx.analysis.coverage import unnamed
 from dispfx.analysis.flow import Flow
@@ -47,6 +51,7 @@ from dispfx.ir import ops
 from dispfx.ir.pipeline import PassResult
 from dispfx.ir.program import Leaf, Program
 from dispfx.ir.sites import (
+    FURTHER_KINDS,
     STREAM,
     UNTOUCHED,
     Branch,
@@ -102,7 +107,7 @@ class FindSites:
         """
         _require_named(program, self.skip)
         before = (program.sites, program.branches, program.refused)
-        search = _Search(program, heads="heads" in self.sites)
+        search = _Search(program, tuple(FURTHER_KINDS[word] for word in self.sites))
         if self.select == "before-norm":
             search.stream()
         for leaf in program.leaves:
@@ -139,7 +144,7 @@ class _Search:
     """The sites found so far, and the owner of every parameter axis."""
 
     program: Program
-    heads: bool = False
+    further: tuple[SiteKind, ...] = ()
     sites: list[Site] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
@@ -150,7 +155,9 @@ class _Search:
         self.nodes = self.program.nodes
         self.flow = Flow.of(self.program.graph)
         self.around = LabelContext.of(self.program, self.flow)
+        # Values cut positions of heads as well, so they have owners apart.
         self.owner: dict[Dimension, np.ndarray] = {}
+        self.owner_of_values: dict[Dimension, np.ndarray] = {}
         self.whole_stream = False
         # Buffers that products take as weights.
         read = {
@@ -193,16 +200,18 @@ class _Search:
         self.whole_stream = True
 
     def leaf(self, leaf: Leaf) -> None:
-        """Find the read, inner, head and write sites of one leaf."""
+        """Find the sites of one leaf."""
         products = list(self._weight_products(leaf))
         readers = [product for product in products if product.first or self._sums_over_stream(product)]
         reads = (STREAM,) if self.whole_stream else self._reads(leaf, readers)
         inner = self._inner(leaf, [product for product in products if product not in readers])
-        heads = self._heads(leaf) if self.heads and leaf.kind != "mlp" else ()
+        mixes = leaf.kind != "mlp"
+        heads = self._of_attentions(leaf, "heads") if mixes and "heads" in self.further else ()
+        values = self._of_attentions(leaf, "values") if mixes and "values" in self.further else ()
         self._name_unfit(leaf)
         writes = (STREAM,) if self.whole_stream else self._writes(leaf)
-        if reads or inner or heads or writes:
-            branch = Branch(leaf.branch, leaf.kind, reads, inner, writes, heads)  # type: ignore[arg-type]
+        if reads or inner or heads or values or writes:
+            branch = Branch(leaf.branch, leaf.kind, reads, inner, writes, heads, values)  # type: ignore[arg-type]
             self.branches.append(branch)
 
     def _weight_products(self, leaf: Leaf) -> Iterator[_WeightProduct]:
@@ -247,26 +256,32 @@ class _Search:
             names += self._site(leaf, "inner", [product.activation], product.size, owned=product.weight)
         return tuple(dict.fromkeys(names))
 
-    def _heads(self, leaf: Leaf) -> tuple[str, ...]:
-        """Return the sites of key/value heads (rule 8); several attentions may share one."""
+    def _of_attentions(self, leaf: Leaf, kind: SiteKind) -> tuple[str, ...]:
+        """Return the sites of heads or of values (rules 8 and 9); several attentions may share one."""
         names = []
         nodes = [self.nodes[name] for name in leaf.nodes]
         known = list(attentions(nodes, self.flow))
         missing = None if known else why_none(nodes, self.flow)
         if missing is not None and missing.node is not None:
-            self._refuse(leaf, "heads", missing, (missing.node, 0))
+            self._refuse(leaf, kind, missing, (missing.node, 0))
         for attention in known:
-            seed, closure = close_heads(attention, self.flow, self.around)
-            owner = self._owner_of(seed)
+            find = close_heads if kind == "heads" else close_values
+            seed, closure = find(attention, self.flow, self.around)
+            owner = self._owner_of(seed, kind)
             if owner is not None:
                 names.append(owner)
                 continue
             if isinstance(closure, Closure):
-                closure = not_zero(closure) or self._conflict(closure) or self._beside(closure) or closure
+                problem = not_zero(closure) or self._conflict(closure, kind) or self._beside(closure, kind)
+                closure = problem or closure
             if isinstance(closure, Mismatch):
-                self._refuse(leaf, "heads", closure, seed)
+                self._refuse(leaf, kind, closure, seed)
             elif _cuts_elements(closure):
-                names.append(self._add(leaf, "heads", closure))
+                of_each = by_head(seed, closure, self.flow, self.around) if kind == "values" else None
+                if of_each is None:
+                    names.append(self._add(leaf, kind, closure))
+                else:
+                    names.append(self._add(leaf, kind, of_each.closure, heads=of_each.heads))
         return tuple(dict.fromkeys(names))
 
     def _writes(self, leaf: Leaf) -> tuple[str, ...]:
@@ -278,7 +293,7 @@ class _Search:
         self, leaf: Leaf, kind: SiteKind, seeds: list[Dimension], size: int, owned: Dimension | None = None
     ) -> list[str]:
         """Make a site of the seeds; return its name, or the names of those that own the seeds."""
-        owners = [self._owner_of(seed if owned is None else owned) for seed in seeds]
+        owners = [self._owner_of(seed if owned is None else owned, kind) for seed in seeds]
         free = [seed for seed, owner in zip(seeds, owners, strict=True) if owner is None]
         names = [owner for owner in owners if owner is not None]
         if not free:
@@ -294,7 +309,7 @@ class _Search:
         if isinstance(found, Closure) and kind == "inner":
             found = self._with_producers(found)
         if isinstance(found, Closure):
-            found = not_zero(found) or self._conflict(found) or self._of_buffer(found, kind) or found
+            found = not_zero(found) or self._conflict(found, kind) or self._of_buffer(found, kind) or found
         if isinstance(found, Mismatch):
             self._refuse(leaf, kind, found, free[0])
             return names
@@ -311,33 +326,51 @@ class _Search:
             if (value, dim) not in closure.labels:
                 seeds = [*closure.labels.items(), ((value, dim), labels)]
                 wider = close(seeds, self.around, statistics=self.statistics)
-                if isinstance(wider, Closure) and self._conflict(wider) is None:
+                if isinstance(wider, Closure) and self._conflict(wider, "inner") is None:
                     closure = wider
         return closure
 
-    def _owner_of(self, dimension: Dimension) -> str | None:
-        owner = self.owner.get(dimension)
+    def _owner_of(self, dimension: Dimension, kind: SiteKind) -> str | None:
+        owner = self._owners(kind).get(dimension)
         return self.sites[int(owner.max())].name if owner is not None else None
 
-    def _conflict(self, closure: Closure) -> Mismatch | None:
-        """Two sites may share a dimension only at different positions."""
+    def _owners(self, kind: SiteKind) -> dict[Dimension, np.ndarray]:
+        return self.owner_of_values if kind == "values" else self.owner
+
+    def _conflict(self, closure: Closure, kind: SiteKind) -> Mismatch | None:
+        """Two sites may share a dimension only at different positions; but heads and values may (rule 9)."""
         gated = {(value, dim): labels for (value, dim, _), labels in closure.gates.items()}
         for dimension, labels in {**gated, **closure.labels}.items():
-            owner = self.owner.get(dimension)
-            if owner is not None and np.any((owner != UNTOUCHED) & (labels != UNTOUCHED)):
-                other = self.sites[int(owner.max())].name
-                if dimension in closure.labels or dimension in self._labelled_by(other):
-                    return Mismatch(f"the features already belong to {other}", dimension[0])
+            for owner in (owners.get(dimension) for owners in (self.owner, self.owner_of_values)):
+                if owner is None or not np.any((owner != UNTOUCHED) & (labels != UNTOUCHED)):
+                    continue
+                other = self.sites[int(owner.max())]
+                if {kind, other.kind} == {"heads", "values"}:
+                    continue
+                if dimension in closure.labels or dimension in self._labelled_by(other.name):
+                    return Mismatch(f"the features already belong to {other.name}", dimension[0])
         return None
 
-    def _beside(self, closure: Closure) -> Mismatch | None:
+    def _beside(self, closure: Closure, kind: SiteKind) -> Mismatch | None:
         """Other positions may be another site's, but plans know sites by axes, and an edge has one gate."""
         axes = {(str(node.target), dim) for node, dim in closure.labels if ops.is_parameter(node)}
-        gated = {(value.name, dim) for value, dim, _ in closure.gates}
+        users: dict[tuple[str, int], set[str]] = {}
+        for value, dim, user in closure.gates:
+            users.setdefault((value.name, dim), set()).add(user.name)
         for site in self.sites:
+            gated = [
+                users[at] - set(point.users)
+                for point in site.gates
+                if (at := (point.value, point.dim)) in users
+            ]
+            if {kind, site.kind} == {"heads", "values"}:  # one gate after the other, for the same users
+                if any(gated):
+                    return Mismatch(f"some users of a value are gated by {site.name}, and others are not")
+                continue
             same = {(cut.parameter, cut.axis) for cut in site.slices} == axes
-            if same or gated & {(point.value, point.dim) for point in site.gates}:
-                return Mismatch(f"other heads of the same projection already belong to {site.name}")
+            if same or gated:
+                what = "heads" if kind == "heads" else "values"
+                return Mismatch(f"other {what} of the same projection already belong to {site.name}")
         return None
 
     def _of_buffer(self, closure: Closure, kind: SiteKind) -> Mismatch | None:
@@ -356,22 +389,26 @@ class _Search:
     def _labelled_by(self, site: str) -> set[Dimension]:
         return {(self.nodes[name], dim) for name, dim in self.closures[site]}
 
-    def _add(self, leaf: Leaf, kind: SiteKind, closure: Closure) -> str:
+    def _add(self, leaf: Leaf, kind: SiteKind, closure: Closure, heads: int = 1) -> str:
         size = closure.features
         taken = sum(site.branch == leaf.branch and site.kind == kind for site in self.sites)
         name = f"{leaf.branch}.{kind}" if taken == 0 else f"{leaf.branch}.{kind}_{taken + 1}"
         own = self._own_by_expert(closure) if kind == "inner" else None
         experts = 1 if own is None else own.experts
         slices, gates = self._slices(closure, size, own), self._gates(closure, size, own)
-        site = Site(name, leaf.branch, leaf.kind, kind, size * experts, slices, gates, experts)  # type: ignore[arg-type]
+        of = (name, leaf.branch, leaf.kind, kind, size * experts)
+        site = Site(*of, slices, gates, max(experts, heads))  # type: ignore[arg-type]
         self._own(site, closure)
         return name
 
     def _own(self, site: Site, closure: Closure) -> None:
         """Add a site, and remember it as the owner of what it cuts."""
         for dimension, labels in closure.labels.items():
-            owner = self.owner.setdefault(dimension, np.full(len(labels), UNTOUCHED, dtype=np.int32))
-            owner[labels != UNTOUCHED] = len(self.sites)
+            cut = (labels != UNTOUCHED).reshape(-1, labels.shape[-1]).any(0)
+            owner = self._owners(site.kind).setdefault(
+                dimension, np.full(len(cut), UNTOUCHED, dtype=np.int32)
+            )
+            owner[cut] = len(self.sites)
         self.sites.append(site)
         self.closures[site.name] = {
             (node.name, dim): labels for (node, dim), labels in closure.labels.items()

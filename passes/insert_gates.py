@@ -5,7 +5,8 @@
 
 Rules:
 1. Site i gets the input `mask_i`, shape (size,), in the order of `program.sites`, after the existing inputs.
-2. At each gate point the named users take the gated value; every other user keeps the plain one.
+2. At each gate point the named users take the gated value; every other user keeps the plain one.  If another
+   site gates the same value for a user, as heads and values do, it takes the product of both.
 3. If positions do not follow features one to one, the mask is first gathered by their labels;
    positions that follow none are multiplied by one.
 4. Where experts have features of their own, the gate also takes the expert of each position of dimension 0,
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from dispfx.ir import ops
 from dispfx.ir.gate import GATE
 from dispfx.ir.kept_statistics import gate_statistics
 from dispfx.ir.ops import aten
@@ -67,17 +69,28 @@ def _insert(
     if point.statistics:
         gate_statistics(graph, value, nodes[point.users[0]], mask, point.dim, name)
         return
-    with graph.inserting_after(value):
-        gate = graph.create_node("call_function", GATE, (value, mask, point.dim), name=name)
+    given = _given(value, nodes[point.users[0]])
+    with graph.inserting_after(given):
+        gate = graph.create_node("call_function", GATE, (given, mask, point.dim), name=name)
     gate.meta["val"] = value.meta["val"]
     for user in point.users:
-        nodes[user].replace_input_with(value, gate)
+        nodes[user].replace_input_with(given, gate)
     with graph.inserting_before(gate):
         if point.labels is not None:
-            labels = _of_all(point.labels, experts, mask.meta["val"].shape[0] // experts)
+            labels = point.labels
+            if point.rows is not None:
+                labels = _of_all(labels, experts, mask.meta["val"].shape[0] // experts)
             gate.update_arg(1, _by_label(graph, labels, mask, name, tensors))
         if point.rows is not None:
             gate.args = (*gate.args, _experts(graph, nodes, point.rows, value))
+
+
+def _given(value: fx.Node, user: fx.Node) -> fx.Node:
+    """Return what a user takes of a value: the value, or its product with another site's mask (rule 2)."""
+    given = value
+    while given not in user.all_input_nodes:
+        given = next(node for node in given.users if ops.is_gate(node) and node.args[0] is given)
+    return given
 
 
 def _of_all(labels: tuple[int, ...], experts: int, each: int) -> tuple[int, ...]:

@@ -9,10 +9,10 @@ Rules:
 2. They multiply where the site's gates were: what a read or an inner site gives to its products, and what a
    write gives to the residual stream, before it is put at its places.
 3. Where positions do not follow features one to one, each has the number of its feature; positions that
-   follow none have one.
-4. Left alone are sites of the whole stream, sites whose experts have features of their own, and sites of
-   which a gate cannot be found in the lowered graph any more.  Means and norms over a site's features are no
-   place for a number: what they see stays as it is.
+   follow none have one.  Positions that another site cuts, as values cut those of heads, are left out.
+4. Left alone are sites of the whole stream, sites whose stacked experts have features of their own, and sites
+   of which a gate cannot be found in the lowered graph any more, such as values behind the numbers of heads.
+   Means and norms over a site's features are no place for a number: what they see stays as it is.
 5. The product is taken in float32 and rounded once.
 `dispfx.compiler.scales` folds the numbers into the weights.
 """
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from dispfx.analysis.positions import kept_features, kept_positions
+from dispfx.analysis.positions import kept_by_all, kept_features
 from dispfx.ir import ops
 from dispfx.ir.ops import aten, packet
 from dispfx.ir.pipeline import PassResult
@@ -56,19 +56,23 @@ class InsertScales:
         """Rewrite the graph in place; it owns the scales."""
         tensors = dict(program.tensors())
         nodes, device = program.nodes, program.device
+        masks = {site.name: kept_features(site, self.kept[site.name]) for site in program.sites}
         scaled = 0
         for site in program.sites:
             edges = _edges(nodes, site)
             if not edges:
                 continue
             path = f"{SCALE_PREFIX}.{site.name}"
-            mask = kept_features(site, self.kept[site.name])
+            mask = masks[site.name]
             tensors[path] = nn.Parameter(torch.ones(int(mask.sum()), device=device))
             scale = _read(program.graph, path, tensors[path])
             for point, found in edges:
                 spread = scale
-                if point.labels is not None:
-                    spread = _by_label(program.graph, scale, point, mask, tensors, device)
+                labels = _labels_left(program, point, masks, mask)
+                if labels is not None:
+                    spread = _by_label(
+                        program.graph, scale, f"{path}_at_{point.value}", labels, mask, tensors
+                    )
                 for value, user in found:
                     _multiply(program.graph, value, user, spread, point.dim)
             scaled += 1
@@ -79,7 +83,7 @@ class InsertScales:
 
 def _edges(nodes: Mapping[str, fx.Node], site: Site) -> list[tuple[GatePoint, list[Edge]]]:
     """Return for each gate of a site where its value is taken, or nothing for a site left alone (rule 4)."""
-    if site.kind == STREAM or site.experts > 1:
+    if site.kind == STREAM or site.is_stacked:
         return []
     found = []
     for point in site.gates:
@@ -135,20 +139,29 @@ def _read(graph: fx.Graph, path: str, tensor: Tensor) -> fx.Node:
     return node
 
 
+def _labels_left(
+    program: Program, point: GatePoint, masks: Mapping[str, np.ndarray], mask: np.ndarray
+) -> np.ndarray | None:
+    """Return the features of the positions that are left; None where these are the kept ones in order."""
+    at = (point.value, point.dim)
+    others = [(of[at], masks[name]) for name, of in program.closures.items() if at in of and name in masks]
+    stays = kept_by_all([(point.labels, mask), *others])
+    if point.labels is None:
+        return None if np.array_equal(stays, mask) else np.flatnonzero(stays)
+    return np.asarray(point.labels)[stays]
+
+
 def _by_label(
     graph: fx.Graph,
     scale: fx.Node,
-    point: GatePoint,
+    path: str,
+    labels: np.ndarray,
     mask: np.ndarray,
     tensors: dict[str, Tensor],
-    device: torch.device,
 ) -> fx.Node:
-    """Return the number of each position that stays: that of its feature, or one (rule 3)."""
-    assert point.labels is not None
-    labels = np.asarray(point.labels)[kept_positions(point.labels, mask)]
+    """Return the number of each position that is left: that of its feature, or one (rule 3)."""
     places = np.where(labels == UNTOUCHED, int(mask.sum()), np.cumsum(mask)[np.maximum(labels, 0)] - 1)
-    path = f"{scale.target}_at_{point.value}"
-    tensors[path] = torch.from_numpy(places.astype(np.int32)).to(device)
+    tensors[path] = torch.from_numpy(places.astype(np.int32)).to(tensors[str(scale.target)].device)
     index = _read(graph, path, tensors[path])
     with graph.inserting_after(index if scale < index else scale):
         padded = graph.call_function(aten.constant_pad_nd.default, (scale, [0, 1], 1.0))

@@ -13,14 +13,15 @@ from dispfx.passes.find_residual_stream import FindResidualStream
 from dispfx.passes.find_sites import FindSites
 from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan
+from dispfx.settings.sections import FurtherSites
 from tests.plain_decoders import FORMS, VOCABULARY, build
 
 _ANALYSIS: list[Pass] = [Canonicalize(), FindResidualStream(), FindBranches(), FindSites()]
 
 
-def program_of(form: str, *, layers: int = 2) -> Program:
+def program_of(form: str, *, layers: int = 2, sites: tuple[FurtherSites, ...] = ()) -> Program:
     """Return the analysed program of a plain decoder."""
-    return capture(build(FORMS[form], layers=layers))
+    return capture(build(FORMS[form], layers=layers), sites=sites)
 
 
 def program_before(step: type, model: nn.Module | None = None) -> Program:

@@ -112,14 +112,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--experts", help="experts_implementation of mixtures, as transformers names it")
     parser.add_argument("--cached", action="store_true", help="capture with a key-value cache")
     parser.add_argument("--heads", action="store_true", help="prune key/value heads, too")
+    parser.add_argument("--values", action="store_true", help="prune features of values, too")
     parser.add_argument("--section", help="title of the rows in OUT; by dtype and cache by default")
     parser.add_argument("--resume", action="store_true", help="leave out what OUT already has")
     parser.add_argument("--debug", action="store_true", help="print tracebacks of the compiler's own faults")
     args = parser.parse_args()
     args.tolerance = args.tolerance or TOLERANCES[args.dtype]
     args.section = args.section or args.dtype + (" with a key-value cache" if args.cached else "")
-    args.section += ", heads too" if args.heads else ""
-    args.sites = ("heads",) if args.heads else ()
+    asked = {"heads": args.heads, "attention-values": args.values}
+    args.sites = tuple(word for word, given in asked.items() if given)
+    args.section += f", {' and '.join(args.sites)} too" if args.sites else ""
     return args
 
 
@@ -290,8 +292,8 @@ def compile_tiny(model: Any, row: Row, tolerance: float, sites: tuple[str, ...])
     row.analysis_seconds = round(time.perf_counter() - start, 3)
     row.branches = dict(Counter(branch.kind for branch in program.branches))
     row.sites = len(program.sites)
-    row.heads = sum(site.kind == "heads" for site in program.sites)
-    row.own_experts = sum(site.experts > 1 for site in program.sites)
+    row.heads, row.values = (sum(site.kind == kind for site in program.sites) for kind in ("heads", "values"))
+    row.own_experts = sum(site.is_stacked for site in program.sites)
     row.refused = [[refusal.name, refusal.reason] for refusal in program.refused]
     reached = coverage(program)
     row.share = round(reached.share, 4)

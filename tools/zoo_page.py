@@ -65,6 +65,7 @@ class Row:
     branches: dict[str, int] = field(default_factory=dict)
     sites: int = 0
     heads: int = 0
+    values: int = 0
     share: float = 0.0
     not_gated: dict[str, float] = field(default_factory=dict)
     refused: list[list[str]] = field(default_factory=list)

@@ -64,9 +64,8 @@ def close_heads(
     dim = max(shared)
     heads = ops.shape_of(attention)[dim]
     refused = None
-    for features in (number for number in range(heads, 1, -1) if heads % number == 0):
-        labels = (np.arange(heads) // (heads // features)).astype(np.int32)
-        found = close([((attention, dim), labels)], context, joins_features=True, of_heads=True)
+    for labels in neighbours_together(heads):
+        found = close([((attention, dim), labels)], context, joins_features=True, apart="heads")
         if isinstance(found, Closure):
             whole = _cuts_every_operand(attention, found, flow)
             return (attention, dim), found if whole else _one_key(attention)
@@ -74,6 +73,12 @@ def close_heads(
             refused = found
     assert refused is not None, "a dimension of one head is never linked"
     return (attention, dim), refused
+
+
+def neighbours_together(heads: int) -> Iterator[np.ndarray]:
+    """Yield labels of heads in which neighbours are one, from each by itself to two features (rule 2)."""
+    for features in (number for number in range(heads, 1, -1) if heads % number == 0):
+        yield (np.arange(heads) // (heads // features)).astype(np.int32)
 
 
 def _one_key(attention: fx.Node) -> Mismatch:

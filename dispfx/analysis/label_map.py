@@ -20,7 +20,7 @@ Rules:
    activations, or the residual stream itself refuse the site; so do two labels for one position otherwise.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -45,6 +45,8 @@ from dispfx.ir.sites import UNTOUCHED
 
 Edge = tuple[fx.Node, int, fx.Node]
 Statistics = Literal["full", "kept", "none"]
+# Features that a product of two activations may keep apart.
+Apart = Literal["heads", "values"]
 
 # One walk finds all joins of one value; more walks mean that there are no such features.
 _MOST_JOINS = 4
@@ -140,7 +142,8 @@ def close(
     *,
     crosses_products: bool = True,
     joins_features: bool = False,
-    of_heads: bool = False,
+    apart: Apart | None = None,
+    within: Collection[fx.Node] | None = None,
     statistics: Statistics = "full",
 ) -> Closure | Mismatch:
     """Spread labels from the seeds until nothing changes.
@@ -149,13 +152,15 @@ def close(
         seeds: dimensions and their labels.
         context: what the labels may not cross.
         crosses_products: whether a product may consume a labelled activation; not for writes.
-        of_heads: whether the features are heads, which a product of two activations may keep apart.
+        apart: what the features are, if a product of two activations may keep them apart.
+        within: nodes that labels may reach; they stop at all others.
         joins_features: whether features that share a position become one, as long as two are left; at
             most `_MOST_JOINS` times, so that a site costs no more than a few walks.
         statistics: whether means are taken over all features (norms then refuse the site), means and norms
             over kept features, or both refuse the site.
     """
-    found = _spread(seeds, context, crosses_products, of_heads, statistics)
+    rules = _Rules(context, crosses_products, apart, within, statistics)
+    found = _spread(seeds, rules)
     for _ in range(_MOST_JOINS if joins_features else 0):
         if isinstance(found, Closure) or found.same is None:
             break
@@ -163,18 +168,23 @@ def close(
         if not fewer.any():
             break
         seeds = [(dimension, fewer[labels]) for dimension, labels in seeds]
-        found = _spread(seeds, context, crosses_products, of_heads, statistics)
+        found = _spread(seeds, rules)
     return found
 
 
-def _spread(
-    seeds: list[tuple[Dimension, np.ndarray]],
-    context: LabelContext,
-    crosses_products: bool,
-    of_heads: bool,
-    statistics: Statistics,
-) -> Closure | Mismatch:
-    walk = _Walk(context, crosses_products, of_heads, statistics)
+@dataclass(frozen=True)
+class _Rules:
+    """The arguments of `close` that say where labels go."""
+
+    context: LabelContext
+    crosses_products: bool
+    apart: Apart | None
+    within: Collection[fx.Node] | None
+    statistics: Statistics
+
+
+def _spread(seeds: list[tuple[Dimension, np.ndarray]], rules: _Rules) -> Closure | Mismatch:
+    walk = _Walk(rules)
     try:
         for dimension, labels in seeds:
             walk.join(dimension, labels)
@@ -200,23 +210,23 @@ def _joined(features: int, same: np.ndarray) -> np.ndarray:
 class _Walk:
     """The state of one closure."""
 
-    def __init__(self, context: LabelContext, crosses_products: bool, of_heads: bool, statistics: Statistics):
+    def __init__(self, rules: _Rules):
         self.closure = Closure()
-        self._statistics = statistics
-        self._context = context
+        self._rules = rules
+        self._context = rules.context
         self._cuts: set[tuple[fx.Node, fx.Node]] = set()
-        self._crosses_products = crosses_products
-        self._of_heads = of_heads
         self._pending: list[Dimension] = []
 
     def join(self, dimension: Dimension, labels: np.ndarray) -> None:
         """Add labels to a dimension; refuse if they disagree with existing ones."""
         node, dim = dimension
+        if self._rules.within is not None and node not in self._rules.within:
+            return
         if node in self._context.stream:
             raise _Refused(Mismatch("the features reach the residual stream itself", node, stream=True))
         if ops.is_dynamic(node, dim):
             reason = "the features reach a dimension whose size changes between runs"
-            if self._of_heads:
+            if self._rules.apart == "heads":
                 reason = f"dimension {dim} of {ops.operation(node)} holds heads and sequences together"
             raise _Refused(Mismatch(reason, node))
         if not len(labels):
@@ -259,7 +269,7 @@ class _Walk:
         if connections is None:
             raise _Refused(Mismatch(f"no rule is known for {ops.operation(place)}", place))
         between = ops.contracts(place) and len(ops.activations(place, self._context.dependent)) > 1
-        if between and not self._of_heads:
+        if between and self._rules.apart is None:
             reason = "the features enter a product of two activations"
             raise _Refused(Mismatch(reason, place, grouped=True))
         for connection in connections:
@@ -320,8 +330,8 @@ class _Walk:
         labels = self.closure.labels[labelled]
         if self._is_activation(labelled[0]):
             if self._is_activation(other[0]):
-                raise _Refused(Mismatch("a product of two activations sums over the heads", product))
-            if not self._crosses_products:
+                raise _Refused(Mismatch(self._summed(product), product))
+            if not self._rules.crosses_products:
                 raise _Refused(Mismatch("a written value also feeds a product", product))
             self._gate(labelled, product)
             self.join(other, labels)
@@ -331,11 +341,16 @@ class _Walk:
         else:
             raise _Refused(Mismatch("two weights are multiplied along the features", product))
 
+    def _summed(self, product: fx.Node) -> str:
+        if self._rules.apart == "values":
+            return f"{ops.operation(product)} sums over the features of the values and another activation"
+        return "a product of two activations sums over the heads"
+
     def _is_activation(self, node: fx.Node) -> bool:
         return node in self._context.dependent and ops.weight_of(node) is None
 
     def _mix(self, dimension: Dimension, place: fx.Node, average: bool) -> None:
-        if self._statistics == "kept" and ops.packet(place) in ops.STATISTICS:
+        if self._rules.statistics == "kept" and ops.packet(place) in ops.STATISTICS:
             problem = problem_of(place, *dimension)
             if problem is not None:
                 raise _Refused(Mismatch(problem, place))
@@ -344,7 +359,7 @@ class _Walk:
             self.closure.gates[edge] = self.closure.labels[dimension]
             self.closure.statistics.add(edge)
             return
-        if not average or (self._statistics == "none" and ops.packet(place) in ops.STATISTICS):
+        if not average or (self._rules.statistics == "none" and ops.packet(place) in ops.STATISTICS):
             reason = f"{ops.operation(place)} combines all features"
             raise _Refused(Mismatch(reason, place, grouped=ops.packet(place) in ops.VIEWS))
         self._gate(dimension, place)

@@ -3,7 +3,7 @@
 Shapes: N features of a site, E experts with features of their own, P positions of an axis, K that stay.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -14,10 +14,10 @@ from dispfx.ir.sites import UNTOUCHED, Site
 
 
 def kept_features(site: Site, kept: Tensor) -> np.ndarray:
-    """Return for every feature whether it is kept: (N,), or (E, N / E) where experts have their own.
+    """Return for every feature whether it is kept: (N,), or (E, N / E) where stacked experts have their own.
 
     Raises:
-        PassError: if experts keep unlike numbers, so that no stack could hold what is left.
+        PassError: if experts, or heads, keep unlike numbers, so that no tensor could hold what is left.
     """
     mask = np.zeros(site.size, dtype=bool)
     mask[kept.numpy()] = True
@@ -29,7 +29,7 @@ def kept_features(site: Site, kept: Tensor) -> np.ndarray:
         raise PassError(
             f"experts must keep equally many features, and keep {numbers.tolist()}", where=site.name
         )
-    return mask_EI
+    return mask_EI if site.is_stacked else mask
 
 
 def kept_positions(labels: np.ndarray | tuple[int, ...] | None, mask: np.ndarray) -> np.ndarray:
@@ -37,12 +37,22 @@ def kept_positions(labels: np.ndarray | tuple[int, ...] | None, mask: np.ndarray
 
     Args:
         labels: (P,), the feature that each follows, or `UNTOUCHED`; None where position i follows feature i.
-        mask: (N,), or (E, N / E); the result is (P,), or (E, P).
+            (H, P) where heads, which have a dimension of their own, have other features.
+        mask: (N,), or (E, N / E); the result is (P,), (H, P) or (E, P).
     """
     if labels is None:
         return mask
     follows = np.asarray(labels)
     return (follows == UNTOUCHED) | mask[..., np.maximum(follows, 0)]
+
+
+def kept_by_all(cuts: Iterable[tuple[np.ndarray | tuple[int, ...] | None, np.ndarray]]) -> np.ndarray:
+    """Return for each position of an axis whether it stays, (P,), if several sites cut it.
+
+    Args:
+        cuts: labels and mask of each site, as for `kept_positions`, one at least.
+    """
+    return np.logical_and.reduce([kept_positions(labels, mask) for labels, mask in cuts])
 
 
 def places(stays: np.ndarray) -> np.ndarray:

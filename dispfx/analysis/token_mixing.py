@@ -51,6 +51,11 @@ def behind_softmax(product: fx.Node, flow: Flow, within: Collection[fx.Node] | N
     Args:
         within: nodes to consider; all by default.
     """
+    return weighing(product, flow, within) is not None
+
+
+def weighing(product: fx.Node, flow: Flow, within: Collection[fx.Node] | None = None) -> fx.Node | None:
+    """Return the operand that is such a softmax, or None.  The arguments are those of `behind_softmax`."""
 
     def stops(node: fx.Node) -> bool:
         return ops.is_product(node) or (within is not None and node not in within)
@@ -59,8 +64,8 @@ def behind_softmax(product: fx.Node, flow: Flow, within: Collection[fx.Node] | N
         inside, met = flow.cone(operand, stop=stops)
         sources = met if within is None else met & set(within)
         if any(map(ops.is_product, sources)) and any(_is_softmax(node, flow) for node in inside):
-            return True
-    return False
+            return operand
+    return None
 
 
 def _is_softmax(node: fx.Node, flow: Flow) -> bool:

@@ -20,7 +20,7 @@ from torch import fx
 from dispfx.estimate.graph_sizes import Sizes
 from dispfx.estimate.step_work import operations_of
 from dispfx.ir import ops
-from dispfx.ir.cached_inputs import CachedShape, cache_tensors
+from dispfx.ir.cached_inputs import CachedShape, bytes_per_token
 from dispfx.ir.ops import aten, packet
 from dispfx.ir.program import Program
 
@@ -89,7 +89,7 @@ def step_cost(program: Program, shape: CachedShape, *, last_logits: bool = True)
         elif ops.is_product(node):
             layers += operations_of(node, sizes)
     tokens = shape.past + shape.tokens
-    cached = sum(cache.heads * cache.size * cache.dtype.itemsize for cache in cache_tensors(program.graph))
+    cached = bytes_per_token(program.graph)
     tables, weights, last = _weight_bytes(program, head, shape, sizes)
     return StepCost(layers, head_operations, attention, weights, last, tables, shape.batch * tokens * cached)
 

@@ -31,11 +31,13 @@ from dispfx.passes.insert_scales import InsertScales
 from dispfx.passes.last_logits import LastLogits
 from dispfx.passes.lower_gates import LowerGates
 from dispfx.passes.outline_layers import OutlineLayers
+from dispfx.passes.pad_values import PadValues
+from dispfx.passes.part_projections import PartProjections
 from dispfx.passes.static_cache import StaticCache
 from dispfx.words.choices import choice
 
 PIPELINES: Mapping[str, tuple[Any, ...]] = {
-    "analyse": (Canonicalize, FoldStatistics, FindResidualStream, FindBranches, FindSites),
+    "analyse": (Canonicalize, PartProjections, FoldStatistics, FindResidualStream, FindBranches, FindSites),
     "gate": (InsertGates,),
     "learn": (DropCausalMasks, GroupHeads, OutlineLayers),
     "recover": (DropCausalMasks, GroupHeads),
@@ -43,7 +45,7 @@ PIPELINES: Mapping[str, tuple[Any, ...]] = {
     "scale": (InsertScales,),
     "gather": (GatherAdd,),
     "fuse": (FuseProjections, GroupHeads),
-    "prefill": (LastLogits, StaticCache),
+    "prefill": (LastLogits, StaticCache, PadValues),
     "decode": (StaticCache,),
     "outline": (OutlineLayers,),
 }
@@ -132,7 +134,7 @@ def static_programs(program: Program, length: int, *, padded: bool = False) -> S
 
         lowered program with a cache
             → fuse projections → group heads                               for dense and pruned decoders alike
-            → last logits → static cache, reading new keys      (prefill)
+            → last logits → static cache, reading new keys → pad values     (prefill)
             → static cache, reading the places in use           (decode)
 
     Args:

@@ -49,7 +49,7 @@ def capture(
         skip: patterns of branch names to leave dense; one, or several.
         select: `after-norm`, with separate selections for the reads and writes of every branch; or
             `before-norm`, one selection for the whole residual stream, including embedding, norms and head.
-        sites: what to prune besides the paper's selections, one or several: `heads`.
+        sites: what to prune besides the paper's selections, one or several: `heads`, `attention-values`.
         vocabulary_size: token ids that check the capture are below it; by default that of the input
             embedding.
         experts: how a mixture of experts is computed if the decoder has a choice: `grouped`, which is fast

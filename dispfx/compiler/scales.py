@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dispfx.analysis.positions import kept_features, kept_positions
+from dispfx.analysis.positions import kept_by_all, kept_features
 from dispfx.compiler.pipelines import run_pipeline
 from dispfx.ir import ops
 from dispfx.ir.logit_errors import logit_errors
@@ -167,21 +167,25 @@ def _folded(
     """Return the parameters that take scales, multiplied in float32 and rounded once."""
     own = lowered.parameters if named is None else named
     found: dict[str, Tensor] = {}
-    sites = {site.name: site for site in lowered.sites}
+    masks = {site.name: kept_features(site, kept[site.name]) for site in lowered.sites}
+    cuts: dict[tuple[str, int], list[tuple[tuple[int, ...] | None, np.ndarray]]] = {}
+    for site in lowered.sites:
+        for cut in site.slices:
+            cuts.setdefault((cut.parameter, cut.axis), []).append((cut.labels, masks[site.name]))
     for fold in folds:
         scale = scales[f"{SCALE_PREFIX}.{fold.site}"].float()
-        mask = kept_features(sites[fold.site], kept[fold.site])
+        mask = masks[fold.site]
         for cut in fold.slices:
             tensor = found.get(cut.parameter, own[cut.parameter].detach().float())
-            spread = scale if cut.labels is None else _of_positions(cut.labels, mask, scale)
+            labels = np.arange(len(mask)) if cut.labels is None else np.asarray(cut.labels)
+            spread = _of_positions(labels[kept_by_all(cuts[cut.parameter, cut.axis])], mask, scale)
             shape = [-1] + [1] * (tensor.dim() - 1 - cut.axis)
             found[cut.parameter] = (tensor + fold.shift) * spread.view(shape) - fold.shift
     return {path: tensor.to(own[path].dtype) for path, tensor in found.items()}
 
 
-def _of_positions(labels: tuple[int, ...], mask: np.ndarray, scale: Tensor) -> Tensor:
-    """Return the scale of each position of an axis that stays, one where it follows no feature."""
-    stays = np.asarray(labels)[kept_positions(labels, mask)]
+def _of_positions(stays: np.ndarray, mask: np.ndarray, scale: Tensor) -> Tensor:
+    """Return the scale of each position that stays, by its feature; one where it follows none."""
     places = np.where(stays == UNTOUCHED, len(scale), np.cumsum(mask)[np.maximum(stays, 0)] - 1)
     padded = torch.cat([scale, scale.new_ones(1)])
     return padded[torch.from_numpy(places).to(scale.device)]

@@ -6,6 +6,8 @@
               its consumers read, and everything between keeps its width
     heads     smaller projections in an attention that counts fewer heads, where its code takes any number;
               else as inner features, and its cache keeps its size
+    values    the value projection is smaller and scatters among zeros, and the output projection reads: the
+              code of attention keeps one size for queries, keys and values, and its cache keeps its size
     write     the producer scatters among zeros
     stream    every module that owns a weight of it is smaller, embedding, norms and head too
 
@@ -145,6 +147,7 @@ class _Planner:
         masks = {site.name: kept_features(site, kept[site.name]) for site in program.sites}
         self.sites = [site for site in program.sites if not masks[site.name].all()]
         self.masks = {site.name: masks[site.name] for site in self.sites}
+        self.values = {site.name for site in self.sites if site.kind == "values"}
         self.consumers: dict[str, set[str]] = {}
         self.producers: dict[str, set[str]] = {}
         self.taken = {site.name: self.facts.consumed(site) for site in self.sites}
@@ -188,7 +191,7 @@ class _Planner:
         thin = self._thin(norms, attentions) if unseen != "nothing" else self._whole()
         for site in self.sites:
             # A module gathers or scatters the same features of every token, whatever its expert.
-            if site.experts > 1 and site.name not in thin and not self.internal(site):
+            if site.is_stacked and site.name not in thin and not self.internal(site):
                 return Mismatch(f"{site.name}: its experts keep other features, and other modules see them")
         indices: dict[str, Tensor] = {}
         layouts: dict[str, ModuleLayout] = {}
@@ -271,7 +274,12 @@ class _Planner:
         thin = set(norms) | {site.name for site in attentions} | self._whole() | passing
         while True:
             # An axis where other features keep their places keeps all of them.
-            mixed = [sites & thin for sites in self._interfaces() if not sites <= thin and sites & thin]
+            # Values may: they are features of the heads that are left.
+            mixed = [
+                sites & thin
+                for sites in self._interfaces()
+                if sites & thin and not sites - self.values <= thin
+            ]
             if not mixed:
                 return thin
             thin -= set().union(*mixed)
@@ -315,9 +323,11 @@ class _Planner:
                 if owner_of(piece.parameter) == path and path in self.owners(site):
                     side = self._side(site, path, piece.parameter)
                     mask = self.masks[site.name]
-                    labels = np.arange(site.per_expert) if piece.labels is None else np.asarray(piece.labels)
+                    features = site.per_expert if piece.by_expert else site.size
+                    labels = np.arange(features) if piece.labels is None else np.asarray(piece.labels)
                     stays = kept_positions(labels, mask)
-                    cuts.append(Cut((piece.parameter, piece.axis), side, site.name, stays, labels))
+                    absent = site.name in thin
+                    cuts.append(Cut((piece.parameter, piece.axis), side, site.name, stays, labels, absent))
         sites = {side: {cut.site for cut in cuts if cut.side == side} for side in ("in", "out")}
         return Widths(
             path,

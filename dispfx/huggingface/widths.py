@@ -38,6 +38,7 @@ class Cut:
         site: whose features they are.
         stays: for each position whether it stays, (P,), or (E, P) where that differs by expert.
         labels: for each position the site's feature that it follows, or -1.
+        absent: whether the pruned features are absent between modules, so that nothing gathers them.
     """
 
     axis: Axis
@@ -45,6 +46,7 @@ class Cut:
     site: str
     stays: np.ndarray
     labels: np.ndarray
+    absent: bool
 
 
 @dataclass(eq=False)
@@ -97,9 +99,9 @@ class Widths:
         return ModuleLayout(
             {name: tuple(shape) for name, shape in sorted(shapes.items())},
             self._sizes(),
-            read=None if read is None else (len(self._stays[read]), len(self.kept[read])),
+            read=None if read is None else (int(self._present(read).sum()), len(self.kept[read])),
             padded=read in self.zeroed,
-            write=None if write is None else (len(self._stays[write]), len(self.kept[write])),
+            write=None if write is None else (int(self._present(write).sum()), len(self.kept[write])),
         )
 
     def indices(self) -> dict[str, Tensor]:
@@ -109,17 +111,26 @@ class Widths:
             if not gathers:
                 continue
             axis = self._axis(side)
-            stays, kept = self._stays[axis], self.kept[axis]
+            stays, kept, present = self._stays[axis], self.kept[axis], self._present(axis)
             if side == "in":
-                index = np.where(stays[kept], kept, len(stays))
+                index = np.where(stays[kept], (present.cumsum() - 1)[kept], int(present.sum()))
             else:
                 index = np.full(len(stays), len(kept))
                 index[kept] = np.where(stays[kept], np.arange(len(kept)), len(kept))
+                index = index[present]
             found[READ if side == "in" else WRITE] = torch.from_numpy(index.astype(np.int32))
         return found
 
     def _gathers(self) -> tuple[tuple[str, bool], tuple[str, bool]]:
         return ("in", self.reads), ("out", self.writes)
+
+    def _present(self, axis: Axis) -> np.ndarray:
+        """Return which positions of an axis exist between modules: those that not every module leaves out."""
+        present = np.ones(len(self._stays[axis]), dtype=bool)
+        for cut in self.cuts:
+            if cut.axis == axis and cut.absent:
+                present &= cut.stays
+        return present
 
     def _axis(self, side: str) -> Axis:
         """Return the axis of a product weight on a side."""

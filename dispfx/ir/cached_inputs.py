@@ -69,6 +69,11 @@ def cache_tensors(graph: fx.Graph) -> tuple[CacheTensor, ...]:
     return tuple(found)
 
 
+def bytes_per_token(graph: fx.Graph) -> int:
+    """Return the bytes that all caches of a graph hold for each token."""
+    return sum(cache.heads * cache.size * cache.dtype.itemsize for cache in cache_tensors(graph))
+
+
 def positions_of(attention_mask: Tensor, tokens: int) -> Tensor:
     """Return the position of each new token among those that are no padding, (B, T) int64.
 

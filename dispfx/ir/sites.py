@@ -5,7 +5,10 @@ The paper's five selections per decoder layer (arXiv 2410.11988, section 3) are 
     S1  attention read     S2  attention write
     S3  MLP read           S4  MLP inner          S5  MLP write
 
-On request a plan also chooses among the key/value heads of each attention (S7 here).  A head is cut with the
+On request a plan also chooses among the features of each key/value head's values (S6 here): rows of the value
+projection, columns of the output projection, and their part of the cache.  Every head keeps equally many.
+
+On request it also chooses among the key/value heads of each attention (S7 here).  A head is cut with the
 queries that read it, its rows of the output projection's input, and its part of the cache.
 
 With one selection for the whole stream (S1 = S2 = S3 = S5, before the norms) one site named "stream" takes
@@ -15,11 +18,12 @@ All types are frozen and hold names (of graph values) and paths (of parameters),
 they can be saved, compared and carried from one capture of a decoder to another.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 BranchKind = Literal["attention", "mlp", "mixer"]
-SiteKind = Literal["read", "inner", "write", "stream", "heads"]
+SiteKind = Literal["read", "inner", "write", "stream", "heads", "values"]
 RowsKind = Literal["ids", "ends", "positions"]
 
 # Kinds of sites whose features are gathered from, or scattered into, values of full width.
@@ -35,8 +39,11 @@ _SYMBOLS = {
     ("mlp", "read"): "S3",
     ("mlp", "inner"): "S4",
     ("mlp", "write"): "S5",
+    ("attention", "values"): "S6",
     ("attention", "heads"): "S7",
 }
+# Kinds of sites that are found on request, by the word that asks for them.
+FURTHER_KINDS: Mapping[str, SiteKind] = {"heads": "heads", "attention-values": "values"}
 
 
 @dataclass(frozen=True)
@@ -100,16 +107,17 @@ class Site:
 
     If experts are stacked, a site may have separate features for each of them: feature `e · each + i` is
     feature i of expert e.  Every expert then keeps equally many, so that the stack stays one tensor.
+    The heads of an attention's values are such experts, too, side by side along an axis and in no stack.
 
     Args:
         name: unique in a decoder and the same in every capture of it.
         branch: name of the branch it belongs to; "stream" for the site of the whole stream.
         branch_kind: kind of that branch.
-        kind: read, inner, write, stream, or heads.
+        kind: read, inner, write, stream, heads or values.
         size: number of features, of all experts together; all are kept in the dense decoder.
         slices: the parameter axes that follow the selection.
         gates: where the mask multiplies activations.
-        experts: how many experts have features of their own here; 1 for any other site.
+        experts: how many experts, or heads, have features of their own here; 1 for any other site.
     """
 
     name: str
@@ -127,19 +135,29 @@ class Site:
         return self.size // self.experts
 
     @property
+    def per_axis(self) -> int:
+        """Number of features that an axis follows: those of one expert of a stack, or all of them."""
+        return self.per_expert if self.is_stacked else self.size
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether its experts are matrices of a stack, which one axis of it keeps apart."""
+        return self.experts > 1 and any(cut.by_expert for cut in self.slices)
+
+    @property
     def is_gathered(self) -> bool:
         """Whether values of full width are gathered or scattered, so that a folder holds the selection."""
         return self.kind in GATHERED
 
     @property
     def symbol(self) -> str:
-        """The paper's name of this selection, S1 … S5; S7 for heads, and "" where there is no such name."""
+        """The paper's name of this selection, S1 … S5; S6 for values, S7 for heads, "" for others."""
         return _SYMBOLS.get((self.branch_kind, self.kind), "")
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One attention, MLP or other residual branch; `reads`, `inner`, `heads` and `writes` name its sites."""
+    """One attention, MLP or other residual branch; its tuples name its sites."""
 
     name: str
     kind: BranchKind
@@ -147,11 +165,12 @@ class Branch:
     inner: tuple[str, ...]
     writes: tuple[str, ...]
     heads: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
 
     @property
     def sites(self) -> tuple[str, ...]:
         """Names of all sites, reads first."""
-        return self.reads + self.inner + self.heads + self.writes
+        return self.reads + self.inner + self.heads + self.values + self.writes
 
 
 @dataclass(frozen=True)

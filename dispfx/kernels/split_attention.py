@@ -10,7 +10,8 @@ places in use are split into parts (Flash-Decoding, arXiv 2311.01282 section 3):
 Query heads that share a key head are rows of one product, so keys and values are read once for all of them.
 How many places are in use is read from memory, so a captured CUDA graph holds for every position.
 
-Shape legend: B batch, H query heads, G key heads, R = H / G heads a group, S places, D head size, P parts.
+Shape legend: B batch, H query heads, G key heads, R = H / G heads a group, S places, D head size, E size
+of values, P parts.
 """
 
 # Kernels are written in Triton's own types, which a type checker takes for tuples where it finds them.
@@ -24,7 +25,7 @@ from torch import Tensor
 
 _LARGEST_HEAD = 256
 _MOST_PARTS = 32
-# A tile of keys is BLOCK × D; tensor cores need 16 rows of queries.
+# A tile of keys is BLOCK × D; tensor cores need 16 rows of queries, and 16 columns of values.
 _BLOCK = 64
 _LEAST_ROWS = 16
 # Programs a processor should have for its memory requests to overlap.
@@ -36,7 +37,7 @@ def can_split(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Return whether the kernels take these operands: one token, half precision, rows without gaps."""
     same = query.dtype == keys.dtype == values.dtype and query.dtype in _HALF
     rows = query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
-    sizes = query.shape[-1] == keys.shape[-1] == values.shape[-1] <= _LARGEST_HEAD
+    sizes = query.shape[-1] == keys.shape[-1] <= _LARGEST_HEAD and values.shape[-1] <= _LARGEST_HEAD
     return query.shape[2] == 1 and same and rows and sizes
 
 
@@ -49,11 +50,12 @@ def split_attention(
     *,
     parts: int | None = None,
 ) -> Tensor:
-    """Return the attention of one new token over the places 0 … start, (B, H, 1, D).
+    """Return the attention of one new token over the places 0 … start, (B, H, 1, E).
 
     Args:
         query: (B, H, 1, D).
-        keys, values: (B, G, S, D).
+        keys: (B, G, S, D).
+        values: (B, G, S, E).
         start: () int64.
         scale: of the products; 1 / √D by default.
         parts: P, into how many parts the places are split; by default enough to fill the GPU.
@@ -61,11 +63,12 @@ def split_attention(
     batch, heads, _, size = query.shape
     groups, places = keys.shape[1], keys.shape[2]
     parts = parts or parts_for(batch * groups, places, processors(query.device))
-    out = query.new_empty((batch, 1, heads, size))
-    partial = query.new_empty((batch * heads, parts, size), dtype=torch.float32)
+    mixed = values.shape[-1]
+    out = query.new_empty((batch, 1, heads, mixed))
+    partial = query.new_empty((batch * heads, parts, mixed), dtype=torch.float32)
     weights = query.new_empty((batch * heads, parts, 2), dtype=torch.float32)
     first, second = _kernels()
-    block_size = _power_of_two(size)
+    of_values = {"VALUES": mixed, "BLOCK_VALUES": max(_LEAST_ROWS, _power_of_two(mixed))}
     with torch.cuda.device_of(query):
         first[(batch * groups, parts)](
             query, keys, values, start, partial, weights, out, scale or size**-0.5,
@@ -73,14 +76,14 @@ def split_attention(
             keys.stride(0), keys.stride(1), keys.stride(2),
             values.stride(0), values.stride(1), values.stride(2),
             groups, heads, parts,
-            SIZE=size, BLOCK_SIZE=block_size, ROWS=heads // groups,
+            SIZE=size, BLOCK_SIZE=_power_of_two(size), **of_values, ROWS=heads // groups,
             BLOCK_ROWS=max(_LEAST_ROWS, _power_of_two(heads // groups)),
             BLOCK=_BLOCK, ALONE=parts == 1, num_warps=4,
         )  # fmt: skip
         if parts > 1:
             second[(batch * heads,)](
                 partial, weights, out, parts,
-                SIZE=size, BLOCK_SIZE=block_size, BLOCK_PARTS=_power_of_two(parts), num_warps=2,
+                **of_values, BLOCK_PARTS=_power_of_two(parts), num_warps=2,
             )  # fmt: skip
     return out.transpose(1, 2)
 
@@ -113,8 +116,8 @@ def _kernels() -> tuple[Any, Any]:
         keys_batch, keys_head, keys_place,
         values_batch, values_head, values_place,
         groups, heads, parts,
-        SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-        BLOCK: tl.constexpr, ALONE: tl.constexpr,
+        SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, VALUES: tl.constexpr, BLOCK_VALUES: tl.constexpr,
+        ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr,
     ):  # fmt: skip
         sequence = (tl.program_id(0) // groups).to(tl.int64)
         group = tl.program_id(0) % groups
@@ -128,6 +131,8 @@ def _kernels() -> tuple[Any, Any]:
         features = tl.arange(0, BLOCK_SIZE)
         is_row = rows < ROWS
         is_feature = features < SIZE
+        mixes = tl.arange(0, BLOCK_VALUES)
+        is_mixed = mixes < VALUES
         head = group * ROWS + rows
         at = query + sequence * query_batch + head[:, None] * query_head + features[None, :]
         q = tl.load(at, mask=is_row[:, None] & is_feature[None, :], other=0.0)
@@ -136,7 +141,7 @@ def _kernels() -> tuple[Any, Any]:
         factor = scale * 1.4426950408889634
         highest = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_ROWS,), tl.float32)
-        mixed = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), tl.float32)
+        mixed = tl.zeros((BLOCK_ROWS, BLOCK_VALUES), tl.float32)
         keys += sequence * keys_batch + group * keys_head
         values += sequence * values_batch + group * values_head
         for first in range(begin, end, BLOCK):
@@ -148,8 +153,8 @@ def _kernels() -> tuple[Any, Any]:
                 other=0.0,
             )
             v = tl.load(
-                values + places[:, None].to(tl.int64) * values_place + features[None, :],
-                mask=is_used[:, None] & is_feature[None, :],
+                values + places[:, None].to(tl.int64) * values_place + mixes[None, :],
+                mask=is_used[:, None] & is_mixed[None, :],
                 other=0.0,
             )
             scores = tl.dot(q, k) * factor
@@ -163,38 +168,38 @@ def _kernels() -> tuple[Any, Any]:
 
         # A part after the last used place has seen nothing: its weight is zero.
         mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-        is_value = is_row[:, None] & is_feature[None, :]
+        is_value = is_row[:, None] & is_mixed[None, :]
         row = sequence * heads + head
         if ALONE:
             tl.store(
-                out + row[:, None] * SIZE + features[None, :], mixed.to(out.dtype.element_ty), mask=is_value
+                out + row[:, None] * VALUES + mixes[None, :], mixed.to(out.dtype.element_ty), mask=is_value
             )
         else:
             slot = row * parts + part
-            tl.store(partial + slot[:, None] * SIZE + features[None, :], mixed, mask=is_value)
+            tl.store(partial + slot[:, None] * VALUES + mixes[None, :], mixed, mask=is_value)
             tl.store(weights + slot * 2, highest, mask=is_row)
             tl.store(weights + slot * 2 + 1, total, mask=is_row)
 
     @triton.jit
     def combine(
         partial, weights, out, parts,
-        SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+        VALUES: tl.constexpr, BLOCK_VALUES: tl.constexpr, BLOCK_PARTS: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         part = tl.arange(0, BLOCK_PARTS)
-        features = tl.arange(0, BLOCK_SIZE)
+        mixes = tl.arange(0, BLOCK_VALUES)
         is_part = part < parts
-        is_feature = features < SIZE
+        is_mixed = mixes < VALUES
         slot = row * parts + part
         highest = tl.load(weights + slot * 2, mask=is_part, other=float("-inf"))
         total = tl.load(weights + slot * 2 + 1, mask=is_part, other=0.0)
         weight = total * tl.exp2(highest - tl.max(highest, 0))
         mixed = tl.load(
-            partial + slot[:, None] * SIZE + features[None, :],
-            mask=is_part[:, None] & is_feature[None, :],
+            partial + slot[:, None] * VALUES + mixes[None, :],
+            mask=is_part[:, None] & is_mixed[None, :],
             other=0.0,
         )
         result = tl.sum(weight[:, None] * mixed, 0) / tl.sum(weight, 0)
-        tl.store(out + row * SIZE + features, result.to(out.dtype.element_ty), mask=is_feature)
+        tl.store(out + row * VALUES + mixes, result.to(out.dtype.element_ty), mask=is_mixed)
 
     return read_part, combine

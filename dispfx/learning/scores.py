@@ -300,7 +300,7 @@ class _Recorder(fx.Interpreter):
     def __init__(self, graph_module: fx.GraphModule, sites: Sequence[Site]):
         super().__init__(graph_module)
         self.moments = [_Moments(0, *torch.zeros(3, site.size, dtype=torch.float64)) for site in sites]
-        self._each = [site.per_expert for site in sites]
+        self._each = [site.per_axis for site in sites]
         self._points = {
             f"gate_{index}_{at}": (index, point)
             for index, site in enumerate(sites)
@@ -378,7 +378,7 @@ def _readers(gate: fx.Node) -> set[str]:
         for user in ops.consumers(values.pop()):
             if ops.contracts(user):
                 found.update(ops.tensors_read(user))
-            elif ops.packet(user) in ops.CASTS | ops.COPIES | ops.SHAPE_OPS:
+            elif ops.is_gate(user) or ops.packet(user) in ops.CASTS | ops.COPIES | ops.SHAPE_OPS:
                 values.append(user)
     return found
 

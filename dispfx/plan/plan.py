@@ -28,7 +28,7 @@ from dispfx.files.unreadable import NOT_FETCHED, fetching, is_pointer
 from dispfx.ir.lengths import End, Lengths
 from dispfx.ir.program import Program, require_program
 from dispfx.ir.shown_tables import plan_html, plan_text
-from dispfx.ir.sites import STREAM, Site
+from dispfx.ir.sites import FURTHER_KINDS, STREAM, Site
 from dispfx.plan.budget import Budget, Counted
 from dispfx.plan.decoder_count import count_of
 from dispfx.plan.hardening import ParameterCount, hard_masks, harden
@@ -100,8 +100,9 @@ class Selection:
 
 
 def site_keys(site: Site) -> tuple[str, ...]:
-    """Name the parameter axes that a site cuts, sorted."""
-    return tuple(sorted(f"{cut.parameter}:{cut.axis}" for cut in site.slices))
+    """Name the parameter axes that a site cuts, sorted; heads and values may cut the same ones."""
+    kind = ":values" if site.kind == "values" else ""
+    return tuple(sorted(f"{cut.parameter}:{cut.axis}{kind}" for cut in site.slices))
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class Plan:
     def sites(self) -> tuple[FurtherSites, ...]:
         """What the plan prunes besides the paper's selections."""
         kinds = {selection.kind for selection in self.selections}
-        return tuple(kind for kind in get_args(FurtherSites) if kind in kinds)
+        return tuple(word for word in get_args(FurtherSites) if FURTHER_KINDS[word] in kinds)
 
     @property
     def kept(self) -> dict[str, Tensor]:
@@ -378,10 +379,13 @@ class Plan:
     def _remedy(self, sites: Sequence[Site]) -> str:
         """Say how sites of this plan are found: kinds that are pruned on request must be asked for."""
         found = {site.kind for site in sites}
-        if "heads" in self.sites and "heads" not in found:
-            return f"capture the decoder with {option('sites', 'heads')}, as for the plan"
-        if "heads" in found and "heads" not in self.sites:
-            return f"capture the decoder without {option('sites')}, as for the plan"
+        missing = [word for word in self.sites if FURTHER_KINDS[word] not in found]
+        if missing:
+            return f"capture the decoder with {option('sites', missing[0])}, as for the plan"
+        extra = [word for word, kind in FURTHER_KINDS.items() if kind in found and word not in self.sites]
+        if extra:
+            given = option("sites", extra[0]) if self.sites else option("sites")
+            return f"capture the decoder without {given}, as for the plan"
         return "apply the plan to the decoder it was learned on"
 
     def _require_possible(self) -> None:
@@ -538,7 +542,8 @@ def require_plan(plan: Any) -> None:
 
 
 def _features(features: Site | Selection) -> str:
-    many = f" of {features.experts} experts" if features.experts > 1 else ""
+    owners = "heads" if features.kind == "values" else "experts"
+    many = f" of {features.experts} {owners}" if features.experts > 1 else ""
     return f"{features.size} features{many}"
 
 

@@ -226,7 +226,8 @@ def _check_range(site: Site, kept: Tensor) -> None:
 def _check_experts(site: Site, kept: Tensor) -> None:
     counts = torch.bincount(kept // site.per_expert, minlength=site.experts)
     if bool((counts != counts[0]).any()):
-        raise _misfit(site, f"every expert keeps equally many features, found {counts.tolist()}")
+        each = "head" if site.kind == "values" else "expert"
+        raise _misfit(site, f"every {each} keeps equally many features, found {counts.tolist()}")
 
 
 def _misfit(site: Site, problem: str, *, hint: str | None = None) -> PlanMismatchError:

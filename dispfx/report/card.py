@@ -80,19 +80,24 @@ def _summary(report: Report, base_model: str) -> str:
         f"{name} without {report.ratio.achieved:.1%} of {report.ratio.counted}, "
         "compiled by dispfx: every attention and MLP branch reads, uses and writes its own subset of "
         "features, and the residual stream keeps its full width (the method of arXiv 2410.11988). "
-        f"{_cache(report)}"
+        f"{_attention(report)}"
     )
 
 
-def _cache(report: Report) -> str:
-    heads = [site for site in report.sites if site.kind == "heads"]
-    if not heads:
+def _attention(report: Report) -> str:
+    """Say what attention keeps, and what becomes of the KV cache."""
+    told = []
+    for kind, name in (("heads", "key/value heads"), ("values", "features of values")):
+        sites = [site for site in report.sites if site.kind == kind]
+        if sites:
+            kept, size = sum(site.kept for site in sites), sum(site.size for site in sites)
+            told.append(f"{kept:,} of {size:,} {name}")
+    if not told:
         return "Attention heads are not pruned, so the KV cache keeps its size."
-    kept, size = sum(site.kept for site in heads), sum(site.size for site in heads)
     left = ""
     if report.cache is not None:
         left = f", and the KV cache {report.cache.pruned:,} of {report.cache.dense:,} bytes per token"
-    return f"Attention keeps {kept:,} of {size:,} key/value heads{left}."
+    return f"Attention keeps {' and '.join(told)}{left}."
 
 
 def _figures(report: Report) -> str:
@@ -102,6 +107,13 @@ def _figures(report: Report) -> str:
         f"| parameters | {report.parameters.dense:,} | {report.parameters.pruned:,} |",
         f"| bytes | {report.bytes.dense:,} | {report.bytes.pruned:,} |",
     ]
+    if report.cache is not None:
+        for of, kept in (("", report.cache.pruned), (", ONNX", report.cache.onnx)):
+            lines += (
+                []
+                if kept is None
+                else [f"| KV cache, bytes per token{of} | {report.cache.dense:,} | {kept:,} |"]
+            )
     measured = report.perplexity
     lines += [_of_text(one) for one in report.behaviour[:1]]
     lines += [_of_text(one, f", {one.text}") for one in report.behaviour[1:]]

@@ -1,6 +1,6 @@
 """A plan as layers × features: which features each selection of each layer keeps.
 
-Selections of one kind form a series: S1 … S5 or S7 if the plan names them, otherwise the site's name without
+Selections of one kind form a series: S1 … S7 if the plan names them, otherwise the site's name without
 its number, as in `layers.#.latent.inner`.
 
 Shape legend: L layers, F features.
@@ -25,6 +25,7 @@ _MEANINGS = {
     "S3": "MLP read",
     "S4": "MLP inner",
     "S5": "MLP write",
+    "S6": "attention values",
     "S7": "key/value heads",
 }
 
@@ -34,8 +35,8 @@ class Series:
     """The selections of one kind, over the layers.
 
     Args:
-        name: S1 … S5, or the sites' common name.
-        kind: read, inner, write or stream.
+        name: S1 … S7, or the sites' common name.
+        kind: read, inner, heads, values, write or stream.
         sites: by row of the decoder's layers; a layer may have none, or several.
     """
 
@@ -68,7 +69,7 @@ class Layers:
 
     Args:
         names: of the layers, in order, as rows of every picture.
-        series: in the order S1 … S5, then others.
+        series: in the order S1 … S7, then others.
         width: of the residual stream.
     """
 
@@ -125,7 +126,9 @@ def layers_of(plan: Plan, sites: Sequence[SiteWidth] = ()) -> Layers:
 
 
 def _stream_sites(series: Series) -> list[Selection]:
-    return [] if series.kind in ("inner", "heads") else [site for row in series.sites for site in row]
+    return (
+        [] if series.kind in ("inner", "heads", "values") else [site for row in series.sites for site in row]
+    )
 
 
 def _stream_width(series: Sequence[Series]) -> int:

@@ -71,10 +71,17 @@ class Bytes:
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes of the KV cache for each token, of the dense decoder and of the written checkpoint."""
+    """Bytes of the KV cache for each token.
+
+    Args:
+        dense: of the dense decoder.
+        pruned: of the written checkpoint, in transformers.
+        onnx: of an ONNX model that was written with it, where it differs: its values may be smaller.
+    """
 
     dense: int
     pruned: int
+    onnx: int | None = None
 
 
 @dataclass(frozen=True)
@@ -308,7 +315,7 @@ class Report:
         files: SHA-256 of each file of the decoder by its path in the folder, without files that `export` adds
             later.  Empty in older reports.
         onnx_without_cache: why the ONNX model written with the folder has no KV cache, if it has none.
-        cache: of a plan that prunes heads, for a decoder of transformers.
+        cache: of a plan that prunes heads or values, for a decoder of transformers.
         kv_ratio: of a budget that names a share of the KV cache; not written when None.
         constraints: of the budget; not written when empty.
         lengths: sequence lengths for which the decoder's graph holds; None in older reports.

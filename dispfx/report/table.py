@@ -133,15 +133,19 @@ def _size_rows(report: Any) -> list[Row]:
 
 
 def _target_rows(report: Any) -> list[Row]:
-    """Return rows for key/value heads, the KV cache and constraints, where there are any."""
-    heads = [site for site in report.sites if site.kind == "heads"]
+    """Return rows for key/value heads, values, the KV cache and constraints, where there are any."""
     rows: list[Row] = []
-    if heads:
-        dense, kept = sum(site.size for site in heads), sum(site.kept for site in heads)
-        rows.append(("key/value heads", f"{dense:,}", f"{kept:,}", _change(dense, kept)))
+    for kind, name in (("heads", "key/value heads"), ("values", "features of values")):
+        sites = [site for site in report.sites if site.kind == kind]
+        if sites:
+            dense, kept = sum(site.size for site in sites), sum(site.kept for site in sites)
+            rows.append((name, f"{dense:,}", f"{kept:,}", _change(dense, kept)))
     if report.cache is not None:
-        dense, kept = report.cache.dense, report.cache.pruned
-        rows.append(("KV cache per token", f"{dense:,} bytes", f"{kept:,} bytes", _change(dense, kept)))
+        dense = report.cache.dense
+        for of, kept in (("", report.cache.pruned), (", ONNX", report.cache.onnx)):
+            if kept is not None:
+                cells = (f"{dense:,} bytes", f"{kept:,} bytes", _change(dense, kept))
+                rows.append((f"KV cache per token{of}", *cells))
     if report.kv_ratio is not None:
         asked, removed = report.kv_ratio.requested, report.kv_ratio.achieved
         rows.append(

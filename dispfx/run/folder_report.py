@@ -107,12 +107,18 @@ def _cache_ratio(plan: Plan) -> CacheRatio | None:
     return None if asked is None or cache is None else CacheRatio(asked, cache.removed)
 
 
-def cache_change(task: Task, reloaded: nn.Module) -> CacheBytes | None:
-    """Return the bytes of both KV caches for each token, if the plan prunes heads."""
+def cache_change(task: Task, reloaded: nn.Module, of_onnx: int | None = None) -> CacheBytes | None:
+    """Return the bytes of the KV caches for each token, if the plan prunes heads or values.
+
+    Args:
+        of_onnx: of the ONNX model that was written, if any.
+    """
     if not task.plan.sites:
         return None
     dense, pruned = cached_bytes(task.source.model), cached_bytes(reloaded)
-    return None if dense is None or pruned is None else CacheBytes(dense, pruned)
+    if dense is None or pruned is None:
+        return None
+    return CacheBytes(dense, pruned, None if of_onnx == pruned else of_onnx)
 
 
 def left_dense(plan: Plan, sites: Sequence[Site]) -> list[Refused]:

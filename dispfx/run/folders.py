@@ -233,10 +233,17 @@ class _Captured:
 
 @dataclass(frozen=True)
 class Written:
-    """Another form of a folder's decoder: its comparisons, and why an ONNX model has no KV cache."""
+    """Another form of a folder's decoder.
+
+    Args:
+        lines: its comparisons.
+        no_cache: why an ONNX model has no KV cache.
+        cache_bytes: of an ONNX model's KV cache for each token.
+    """
 
     lines: list[Verification]
     no_cache: str | None = None
+    cache_bytes: int | None = None
 
     @property
     def notes(self) -> list[str]:

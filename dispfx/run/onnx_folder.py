@@ -27,7 +27,7 @@ from dispfx.errors import (
     first_line,
     memory_shortage,
 )
-from dispfx.ir.cached_inputs import CachedDecoder, cache_tensors
+from dispfx.ir.cached_inputs import CachedDecoder, bytes_per_token, cache_tensors
 from dispfx.ir.lengths import held_to
 from dispfx.ir.program import Program, main_dtype
 from dispfx.run.folders import Opened, Written
@@ -88,17 +88,18 @@ def write_onnx(
         return full_sequence_model(lowered, sample, opset=forms.opset)
 
     with new_folder(opened.path / FOLDER) as partial:
+        of_cache = None if cached is None else bytes_per_token(cached.graph)
         if cached is not None:
             _write_configs(opened, cached, partial)
         elif opened.config is not None:
             _write_own_files(opened, partial)
         try:
-            return Written(_write_model(partial, model, flavor, answers), reason)
+            return Written(_write_model(partial, model, flavor, answers), reason, of_cache)
         except VerificationError:
             if not flavor.ort_fusions:
                 raise
         lines = _write_model(partial, model, replace(flavor, ort_fusions=False), answers)
-    return Written(lines, reason)
+    return Written(lines, reason, of_cache)
 
 
 def _write_model(
@@ -192,10 +193,11 @@ def _write_configs(opened: Opened, cached: Program, folder: Path) -> None:
     """Write the decoder's own config without the dispfx section, and genai_config.json.
 
     The fields that clients read (vocabulary, layers, heads, positions) also hold for the pruned decoder,
-    unless its layers keep different numbers of heads: genai has one for all, and gets no file then.
+    unless its caches differ in heads or, by pruned values, in size: genai has one number of each for all, and
+    gets no file then.
     """
     generation = _write_own_files(opened, folder)
-    several = len({cache.heads for cache in cache_tensors(cached.graph)}) > 1
+    several = len({(cache.heads, cache.size) for cache in cache_tensors(cached.graph)}) > 1
     if several and opened.plan is not None and opened.plan.sites:
         return
     write_genai_config(

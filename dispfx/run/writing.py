@@ -72,7 +72,7 @@ def write_output(task: Task, stages: Stages) -> Report:
         with stages("digest"):
             files = digests(folder)
         report = report_of(task, folder, tuple(lines), measured, skills, files, stages)
-        cache = cache_change(task, reloaded)
+        cache = cache_change(task, reloaded, exported.cache_bytes)
         report = replace(report, onnx_without_cache=exported.no_cache, cache=cache)
         write_words(task, folder, report, as_modules=isinstance(pruned, PrunedModel))
     return report

@@ -24,7 +24,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 RatioOf = Literal["blocks", "total"]
 Select = Literal["after-norm", "before-norm"]
 # What a plan prunes on request, besides the paper's selections.
-FurtherSites = Literal["heads"]
+FurtherSites = Literal["heads", "attention-values"]
 Target = Literal["cuda", "cpu"]
 Export = Literal["none", "onnx", "pt2", "dense"]
 # Of the widths, by the device that the result will run on.
@@ -207,7 +207,8 @@ class BudgetSettings(Section):
     )
     sites: tuple[FurtherSites, ...] = setting(
         (),
-        "Also prune heads: key/value heads with their queries and their part of the cache.",
+        "Also prune heads: key/value heads with their queries and their part of the cache. Or "
+        "attention-values: features of the values of each head. May be repeated.",
         repeats=FurtherSites,
     )
 

@@ -458,7 +458,8 @@ def test_two_layers_that_share_keys_and_values_share_their_heads():
 
 
 def test_an_unknown_kind_of_site_is_refused():
-    with pytest.raises(dispfx.DispfxError, match=r"sites must be heads, and 'head' was given"):
+    problem = "sites must be heads or attention-values, and 'head' was given"
+    with pytest.raises(dispfx.DispfxError, match=problem):
         dispfx.capture(decoder_of(lambda: Projections(fast, HEADS)), sites=("head",))  # type: ignore[arg-type]
 
 

@@ -291,15 +291,21 @@ def test_a_selection_without_a_site_is_named():
 
 @pytest.mark.parametrize(
     ("planned", "captured", "hint"),
-    [(("heads",), (), "with `sites='heads'`"), ((), ("heads",), "without `sites`")],
-    ids=["with", "without"],
+    [
+        (("heads",), (), "with `sites='heads'`"),
+        ((), ("heads",), "without `sites`"),
+        (("heads", "attention-values"), ("heads",), "with `sites='attention-values'`"),
+        (("heads",), ("heads", "attention-values"), "without `sites='attention-values'`"),
+    ],
+    ids=["with", "without", "with values", "without values"],
 )
 def test_a_plan_with_heads_says_how_the_decoder_is_captured(planned: Any, captured: Any, hint: str):
     model = build(FORMS["pre-norm"], layers=1)
     plan = Plan.random(dispfx.capture(model, sites=planned), 0.3, 0)
     with pytest.raises(PlanMismatchError) as error:
         dispfx.gated(dispfx.capture(model, sites=captured), plan)
-    assert hint in str(error.value) and str(error.value.where).endswith("heads")
+    kind = "values" if "attention-values" in (*planned, *captured) else "heads"
+    assert hint in str(error.value) and str(error.value.where).endswith(kind)
 
 
 @pytest.mark.parametrize(

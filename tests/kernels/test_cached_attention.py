@@ -69,3 +69,8 @@ def test_the_kernels_take_single_tokens_in_half_precision():
     assert not split.can_split(*operands(1, 2, 2, 16, 8))
     assert not split.can_split(*operands(1, 2, 2, 16, 8, tokens=2, dtype=torch.bfloat16))
     assert not split.can_split(*operands(1, 2, 2, 16, 512, dtype=torch.float16))
+    query, keys, values = operands(1, 2, 2, 16, 8, dtype=torch.float16)
+    assert split.can_split(query, keys, torch.zeros(1, 2, 16, 6, dtype=torch.float16)), (
+        "values may be smaller"
+    )
+    assert not split.can_split(query, keys[..., :6], values)

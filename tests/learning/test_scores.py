@@ -114,6 +114,37 @@ def test_magnitude_of_a_read_counts_all_its_readers_and_of_a_write_its_producer(
         assert torch.allclose(scores[site.name], standardised(expected), atol=1e-4)
 
 
+def test_heads_and_values_are_scored_where_the_output_projection_reads_them(decoder):
+    """Both gates stand before it, and the one that stands first passes the other one's readers on."""
+    program = analyse(decoder, sites=("heads", "attention-values"))
+    found, graph = problem(program)
+    scores = by_site(program, score(found, graph, "wanda", sequences=3))
+    (out,) = [name for name, _ in decoder.named_modules() if name.endswith("0.attention.out")]
+    x = inputs_of(decoder, out, seen(found, 3)).pow(2).mean(0)
+    weight = decoder.get_submodule(out).weight.pow(2).sum(0)
+    heads, values = (
+        next(site for site in program.sites if site.kind == kind) for kind in ("heads", "values")
+    )
+    assert (values.size, values.experts) == (len(x), heads.size)
+    for site, parts in ((heads, heads.size), (values, values.size)):
+        expected = x.view(parts, -1).sum(1).sqrt() * weight.view(parts, -1).sum(1).sqrt()
+        assert torch.allclose(scores[site.name], standardised(expected.detach()), atol=1e-4)
+
+
+def test_every_head_learns_features_of_its_own(decoder):
+    """A few steps on direct logits move the heads apart, and each keeps as many features as the others."""
+    program = analyse(decoder, sites=("attention-values",))
+    settings = LearnSettings(steps=12, seq_len=6, batch_size=4, hypernetwork="none", lr=0.3)
+    plan = learn(program, TOKENS % program.vocabulary_size, 0.5, settings=settings)
+    chosen = [
+        one.kept.view(one.experts, -1) % (one.size // one.experts)
+        for one in plan.selections
+        if one.kind == "values"
+    ]
+    assert len(chosen) == 2
+    assert any(own.shape[1] < 8 and len({tuple(row) for row in own.tolist()}) > 1 for own in chosen)
+
+
 @pytest.fixture(scope="module", params=[gathered, in_runs], ids=lambda way: way.__name__)
 def mixture(request) -> Program:
     return analyse(stacked_decoder(request.param))

@@ -60,6 +60,21 @@ def test_heads_are_a_site_where_they_are_asked_for():
     assert program.branches[0].heads == ("layers.0.attention.heads",)
 
 
+def test_values_are_a_site_where_they_are_asked_for():
+    """Heads and values share positions of the projections; every head has its own values. Rule 9."""
+    program = Pipeline([FindSites(sites=("heads", "attention-values"))]).run(
+        program_before(FindSites, build(FORMS["fused-qkv"], layers=1))
+    )
+    assert text_of(program).splitlines()[1:3] == [
+        "S7 attention.heads 4 | attention.out.weight:1 attention.qkv.bias:0 attention.qkv.weight:0"
+        " | flatten→linear_1",
+        "S6 attention.values 32 | attention.out.weight:1 attention.qkv.bias:0 attention.qkv.weight:0"
+        " | flatten→linear_1",
+    ]
+    assert program.branches[0].values == ("layers.0.attention.values",)
+    assert program.site("layers.0.attention.values").experts == 4
+
+
 def test_the_head_and_the_embedding_are_never_cut():
     for form in ("pre-norm", "tied-embeddings"):
         cut = {piece.parameter for site in found(build(FORMS[form])).sites for piece in site.slices}

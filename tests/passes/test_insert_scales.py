@@ -1,5 +1,7 @@
 """insert-scales: every kept feature is multiplied by a number, and the numbers fold into weights."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -89,6 +91,18 @@ def test_decoders_of_transformers_fold(name: str):
     left = {site.name for site in program.sites} - {fold.site for fold in scaled.folds}
     assert all(program.site(one).experts > 1 for one in left)
     assert bool(left) == (name == "mixtral")
+    drawn(scaled)
+    assert folded_error(scaled, token_ids(2, 11, vocabulary=VOCABULARY)) < 1e-5
+
+
+@pytest.mark.parametrize("sites", [("attention-values",), ("heads", "attention-values")], ids="+".join)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_heads_and_values_have_scales_that_fold(name: str, sites: Any):
+    """Rules 3 and 4: a head's number reaches the values that it keeps, and values behind heads have none."""
+    program, kept = lowered(dispfx.capture(tiny_transformer(name), sites=sites))
+    scaled = insert_scales(program, kept)
+    left = {site.kind for site in program.sites} - {program.site(fold.site).kind for fold in scaled.folds}
+    assert left == ({"values"} if "heads" in sites else set())
     drawn(scaled)
     assert folded_error(scaled, token_ids(2, 11, vocabulary=VOCABULARY)) < 1e-5
 

@@ -28,6 +28,18 @@ def test_the_card_tells_the_whole_story(report: Report):
         assert expected in card, expected
 
 
+def test_a_card_with_pruned_values_names_both_caches(report: Report):
+    """The cache of transformers keeps its size; only a plan without heads and values says that it must."""
+    keeps = "so the KV cache keeps its size"
+    assert keeps in model_card(report, FolderContents("out"), base_model="demo")
+    sites = (*report.sites, SiteWidth("layers.0.attention.values", "values", 64, 48))
+    pruned = dataclasses.replace(report, sites=sites, cache=CacheBytes(2048, 2048, 1792))
+    card = model_card(pruned, FolderContents("out"), base_model="demo")
+    assert keeps not in card
+    assert "| KV cache, bytes per token | 2,048 | 2,048 |" in card
+    assert "| KV cache, bytes per token, ONNX | 2,048 | 1,792 |" in card
+
+
 def test_a_graph_alone_is_opened_by_dispfx(report: Report):
     card = model_card(report, FolderContents("out/demo", as_modules=False), base_model="demo")
     assert 'dispfx.load("demo")' in card and "from_pretrained" not in card

@@ -7,6 +7,8 @@ import math
 from rich.console import Console
 
 from dispfx.report import CacheRatio, MetConstraint, Report
+from dispfx.report.json_form import from_json, to_json
+from dispfx.report.schema import CacheBytes, SiteWidth
 from dispfx.report.table import print_report, print_verifications
 from dispfx.verification.equivalence import Verification
 
@@ -35,6 +37,19 @@ def test_the_table_says_what_changed_and_by_how_much(report: Report):
             "skill: copy",
         ):
             assert expected in text, (terminal, expected)
+
+
+def test_values_and_both_caches_have_rows(report: Report):
+    """The row of the ONNX model's cache is there only if it differs from that of transformers."""
+    sites = (*report.sites, SiteWidth("layers.0.attention.values", "values", 64, 48))
+    pruned = dataclasses.replace(report, sites=sites, cache=CacheBytes(2048, 2048, 1792))
+    rows = {" ".join(line.replace("│", " ").split()) for line in shown(pruned, True).splitlines()}
+    assert "features of values 64 48 -25.0%" in rows
+    assert "KV cache per token 2,048 bytes 2,048 bytes +0.0%" in rows
+    assert "KV cache per token, ONNX 2,048 bytes 1,792 bytes -12.5%" in rows
+    assert from_json(to_json(pruned)).cache == pruned.cache
+    alike = dataclasses.replace(pruned, cache=CacheBytes(2048, 1024))
+    assert "ONNX" not in shown(alike, True)
 
 
 def test_a_pipe_gets_short_plain_lines_that_are_not_wrapped(report: Report):

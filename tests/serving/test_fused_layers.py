@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dispfx
+from dispfx.analysis.label_map import Mismatch
 from dispfx.errors import DispfxError, OutputError, PlanMismatchError
 from dispfx.huggingface.entries import METHOD, SCHEMA_VERSION
 from dispfx.huggingface.layout import Layout, ModuleLayout, digest
@@ -192,6 +193,27 @@ def test_layouts_of_real_decoders_say_who_reads_a_norm(name: str, readers: dict[
         assert found[norm] == set(modules)
     assert bool(found) == bool(readers)
     assert not any(norm.startswith("post_feedforward") for norm in found)
+
+
+def test_fewer_values_are_refused_where_queries_keys_and_values_are_one_layer_rule_3():
+    """The value projection puts its features among zeros; alone, it and the output projection are served."""
+    model = tiny_transformer("llama")
+    program = dispfx.capture(model, sites="attention-values")
+    kept = {site.name: torch.arange(site.size) for site in program.sites}
+    for site in program.sites:
+        if site.kind == "values":
+            kept[site.name] = torch.arange(site.size).view(site.experts, -1)[:, :6].flatten()
+    planned = plan_modules(program, kept, model)
+    assert not isinstance(planned, Mismatch)
+    layout = ServedLayout(planned.layout)
+    with pytest.raises(OutputError, match=r"q_proj.* puts its features among zeros") as error:
+        layout.fused(QKV)
+    assert error.value.where == QKV[2]
+    value, out = (layout.fused([f"{LAYER}self_attn.{name}_proj"]) for name in "vo")
+    assert (
+        value is not None and value.write is not None and (value.write.features, value.write.kept) == (16, 12)
+    )
+    assert out is not None and out.read is not None and (out.read.features, out.read.kept) == (32, 24)
 
 
 def test_an_index_that_is_missing_changed_or_too_long_is_named():

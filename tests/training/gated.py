@@ -8,12 +8,15 @@ from dispfx.compiler.pipelines import for_learning
 from dispfx.ir.pipeline import Pipeline
 from dispfx.ir.program import Program
 from dispfx.passes.insert_gates import InsertGates
+from dispfx.settings.sections import FurtherSites
 from tests.programs import program_of
 
 
-def plain_and_fast(form: str = "pre-norm", *, layers: int = 3, tokens: int = 24) -> tuple[Program, Program]:
+def plain_and_fast(
+    form: str = "pre-norm", *, layers: int = 3, tokens: int = 24, sites: tuple[FurtherSites, ...] = ()
+) -> tuple[Program, Program]:
     """Return a gated program, and the same made fast to learn on."""
-    plain = Pipeline([InsertGates()]).run(program_of(form, layers=layers).clone())
+    plain = Pipeline([InsertGates()]).run(program_of(form, layers=layers, sites=sites).clone())
     return plain, for_learning(plain, tokens)
 
 

@@ -25,6 +25,16 @@ def test_layers_and_chunks_agree_with_the_whole_graph(form):
     assert found.loss < 1e-5 and found.gradient < 1e-5 and found.holds
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gates_of_heads_and_values_have_the_gradients_of_the_whole_graph(monkeypatch, compiled):
+    monkeypatch.setattr("dispfx.fast_decoder.decoder.BACKEND", "aot_eager")
+    plain, fast = plain_and_fast("fused-qkv", sites=("heads", "attention-values"))
+    decoder, ordinary = TrainingDecoder(fast, compiled=compiled), PlainDecoder(plain)
+    for ids, masks in ((token_ids(2, 24), masks_for(decoder)), (token_ids(4, 24), masks_for(decoder, 2))):
+        found = compare(decoder.loss, ordinary.loss, ids, masks, torch.float32, decoder.sizes)
+        assert found.loss < 1e-5 and found.gradient < 1e-5 and found.holds
+
+
 def test_checkpoints_keep_less_and_change_no_bit():
     _, fast = plain_and_fast()
     ids, masks = token_ids(2, 24), masks_for(TrainingDecoder(fast))
