@@ -130,7 +130,7 @@ def apply(
 def run_settings(settings: RunSettings | None, **changes: Any) -> RunSettings:
     """Return settings with changes; a change of None is ignored."""
     given = {name: value for name, value in changes.items() if value is not None}
-    return RunSettings.of(**given) if settings is None else settings.changed(**given)
+    return RunSettings.of(**given) if settings is None else RunSettings.required(settings).changed(**given)
 
 
 @torch.inference_mode(False)
@@ -151,7 +151,7 @@ def run_compile(
     Raises:
         DispfxError, VerificationError: as `compile`.
     """
-    path, stages = settings.output.path, Stages(observer)
+    path, stages = RunSettings.required(settings).output.path, Stages(observer)
     if (found := complete_report(settings, stages, ranks)) is not None:
         return found
     refuse_existing(path)
@@ -238,7 +238,7 @@ def run_learn(settings: RunSettings, observer: Observer | None = None, *, ranks:
     Raises:
         DispfxError: as `compile`.
     """
-    path, stages = settings.output.path, Stages(observer)
+    path, stages = RunSettings.required(settings).output.path, Stages(observer)
     if (found := complete_plan(settings, stages, ranks)) is not None:
         return found
     refuse_existing(path)
@@ -257,7 +257,7 @@ def run_apply(
     Raises:
         PlanMismatchError, DispfxError, VerificationError: as `apply`.
     """
-    plan = settings.plan.plan
+    plan = ApplySettings.required(settings).plan.plan
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     path = refuse_existing(settings.output.path)
     stages = Stages(observer)

@@ -30,6 +30,7 @@ from dispfx.run.learning_setup import device_of_learning, prepared_loss
 from dispfx.settings import BudgetSettings, ComputeSettings, LearnSettings, changed_settings, learn_settings
 from dispfx.settings.sections import UNALIGNED
 from dispfx.words.chosen_device import require_default_device
+from dispfx.words.given import require_given
 from dispfx.words.option_names import option
 from dispfx.words.own_function import shown
 
@@ -79,6 +80,9 @@ def learn(
             the CPU.
     """
     require_default_device()
+    for one, kind in ((settings, LearnSettings), (compute, ComputeSettings), (watch, Watch), (ranks, Ranks)):
+        if one is not None:
+            require_given(one, kind, f"leave it out, or pass {kind.__name__}(…)")
     watch = watch or Watch()
     start_from = None
     if isinstance(start := changes.get("start"), Plan):
