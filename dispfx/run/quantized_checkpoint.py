@@ -20,7 +20,7 @@ from dispfx.capturing.module_capture import module_logits
 from dispfx.deploy import weights
 from dispfx.deploy.digests import digests, stored_size
 from dispfx.deploy.folder import new_folder
-from dispfx.deploy.section import CONFIG_FILE, read_config, read_layout, read_section, write_config
+from dispfx.deploy.section import CONFIG_FILE, read_config, read_layout, write_config
 from dispfx.errors import OutputError
 from dispfx.huggingface.entries import SECTION, with_rounded_weights
 from dispfx.huggingface.model_loading import load_model
@@ -36,11 +36,13 @@ from dispfx.quantization.stored_weights import (
 from dispfx.report import Quantized, QuantizedQuality
 from dispfx.run.calibration import Calibration, calibration_of
 from dispfx.run.folders import Opened
-from dispfx.run.quantized_record import quality_of, record, short_context
+from dispfx.run.onnx_folder import has_onnx
+from dispfx.run.quantized_record import keep_figures, quality_of, record, short_context
 from dispfx.run.recovered_folder import copy_files, write_stored
 from dispfx.settings import TextSettings
 from dispfx.verification.equivalence import Verification, require
 from dispfx.words.option_names import option
+from dispfx.words.preconditions import refuse_rounded
 
 _TINY = 1e-30
 
@@ -71,14 +73,12 @@ class _Rounding:
             raise OutputError(
                 "a quantized checkpoint needs modules of transformers, and this folder holds a graph",
                 where=str(opened.path),
-                hint=f"add {option('onnx', True)} for an ONNX model with quantized weights",
+                hint=f"add {option('onnx', True)} for an ONNX model with quantized weights"
+                if has_onnx(opened.path)
+                else f"dispfx compile and apply write one with {option('export', 'onnx')}; "
+                f"{option('onnx', True)} then quantizes its ONNX model",
             )
-        if (rounded := read_section(opened.path).get("rounded")) is not None:
-            raise OutputError(
-                f"the weights of this folder have been rounded to {rounded['scheme']}",
-                where=str(opened.path),
-                hint="use the folder that it was made from",
-            )
+        refuse_rounded(opened.path)
         stored = weights.read_headers(opened.path)
         found: dict[str, nn.Module] = {
             path: layer
@@ -192,8 +192,8 @@ def write_quantized_checkpoint(opened: Opened, scheme: str, text: TextSettings) 
             files={f"{scheme}/{name}": digest for name, digest in digests(folder).items()},
             rounded_by=chosen.name,
         )
-    record(opened.path, found)
-    return found
+        keep_figures(folder, found)
+    return record(opened.path, opened.path / scheme)
 
 
 def quantized_checkpoint_lines(opened: Opened) -> list[Verification]:

@@ -196,7 +196,9 @@ class Text:
             if found >= needed:
                 continue
             if one.about.held_out_share is None:
-                problem = f"the text to measure on has {count_of_tokens(found)}, and {needed} or more are needed"
+                problem = (
+                    f"the text to measure on has {count_of_tokens(found)}, and {needed} or more are needed"
+                )
             else:
                 whole = found + sum(map(len, self.learn))
                 problem = (
