@@ -29,7 +29,7 @@ from dispfx.quantization.rounded_layers import layers_to_round, rounded_layers
 from dispfx.quantization.stored_weights import (
     SCHEMES,
     WEIGHT,
-    require_widths,
+    fills_groups,
     stored_tensors,
     weights_section,
 )
@@ -55,19 +55,20 @@ class _Rounding:
         opened: the folder.
         scheme: of the weights.
         layers: those that are rounded, by path.
+        unfit: paths of those that are not, because their inputs do not fill groups.
     """
 
     opened: Opened
     scheme: str
     layers: dict[str, nn.Module]
+    unfit: tuple[str, ...] = ()
 
     @staticmethod
     def of(opened: Opened, scheme: str) -> "_Rounding":
         """Find the layers.
 
         Raises:
-            OutputError: if the folder has no modules or holds rounded weights, no layer can be rounded, or a
-                width does not fit.
+            OutputError: if the folder has no modules or holds rounded weights, or no layer can be rounded.
         """
         if opened.plan is None or read_layout(opened.path) is None:
             raise OutputError(
@@ -87,8 +88,15 @@ class _Rounding:
         }
         if not found:
             raise OutputError("no linear layer has a weight that can be rounded", where=str(opened.path))
-        require_widths(scheme, found)
-        return _Rounding(opened, scheme, found)
+        fitting = {path: layer for path, layer in found.items() if fills_groups(scheme, layer)}
+        if not fitting:
+            group = SCHEMES[scheme].grid.group
+            raise OutputError(
+                f"{scheme} keeps groups of {group} inputs, and no layer reads a multiple of {group}",
+                where=str(opened.path),
+                hint=f"dispfx compile {option('align', group)} makes such layers; or choose int8",
+            )
+        return _Rounding(opened, scheme, fitting, tuple(found.keys() - fitting.keys()))
 
     @property
     def model(self) -> nn.Module:
@@ -168,8 +176,8 @@ def write_quantized_checkpoint(opened: Opened, scheme: str, text: TextSettings) 
         text: calibration data, which int4 needs, and the text to measure on.
 
     Raises:
-        OutputError: if the folder has no modules of transformers or holds rounded weights, no layer can be
-            rounded, or a width does not fit.
+        OutputError: if the folder has no modules of transformers or holds rounded weights, or no layer can be
+            rounded.
         DataError: if a text is missing or cannot be used, or compressed-tensors is not installed.
         VerificationError: if the weights that are read back are not those that were chosen; then no folder is
             written.
@@ -191,6 +199,7 @@ def write_quantized_checkpoint(opened: Opened, scheme: str, text: TextSettings) 
             verify=tuple(lines),
             files={f"{scheme}/{name}": digest for name, digest in digests(folder).items()},
             rounded_by=chosen.name,
+            unfit=tuple(sorted(rounding.unfit)),
         )
         keep_figures(folder, found)
     return record(opened.path, opened.path / scheme)

@@ -33,13 +33,13 @@ SCHEMES = ("int8", "int4", "fp8")
 LAYER = "model.layers.0.mlp.down_proj"
 
 
-def wide_llama() -> nn.Module:
-    """Return a decoder whose widths are multiples of 32."""
+def wide_llama(hidden: int = 64, inner: int = 128) -> nn.Module:
+    """Return a decoder whose widths are multiples of 32, or others."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=hidden,
+        intermediate_size=inner,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -260,7 +260,7 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing(folder: Path, tmp_pat
     odd = made(tmp_path / "odd", wide_llama())
     before = sorted(path.name for path in odd.iterdir())
     data = str(tokens(tmp_path / "text.safetensors", 600))
-    narrow = run("export", odd, "--quantize", "int4", "--data", data)
+    narrow = run("export", made(tmp_path / "narrow", wide_llama(24, 30)), "--quantize", "int4")
     assert narrow.exit_code == 2 and "--align 32" in narrow.stderr and "groups of 32" in narrow.stderr
     blind = run("export", copied(folder, tmp_path), "--quantize", "int4")
     assert blind.exit_code == 2 and "must not exist yet" in blind.stderr
@@ -274,6 +274,29 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing(folder: Path, tmp_pat
     transposed = made(tmp_path / "gpt2", tiny_transformer("gpt2"), 32)
     with pytest.raises(OutputError, match="no linear layer"):
         api.export(transposed, quantize="int8")
+
+
+def test_layers_whose_inputs_fill_no_groups_keep_their_weights_and_are_named(tmp_path: Path):
+    path = made(tmp_path / "out", wide_llama())
+    before = AutoModelForCausalLM.from_pretrained(path)
+    linear = {name: one for name, one in before.named_modules() if isinstance(one, nn.Linear)}
+    widths = {name: one.in_features for name, one in linear.items() if name != "lm_head"}
+    unfit = sorted(name for name, width in widths.items() if width % 32)
+    assert 0 < len(unfit) < len(widths)
+
+    found = run("export", path, "--quantize", "int4", "--data", tokens(tmp_path / "text.safetensors", 600))
+    assert found.exit_code == 0, found.output
+    (told,) = load_report(path / "report.json").quantized
+    assert list(told.unfit) == unfit and {f"{name}.weight" for name in unfit} < set(told.left)
+    for shown in (found.output, (path / "README.md").read_text()):
+        assert f"{len(unfit)} layers among them, such as {unfit[0]}" in " ".join(shown.split())
+    after = AutoModelForCausalLM.from_pretrained(path / "int4")
+    for name in widths:
+        same = torch.equal(before.get_submodule(name).weight, after.get_submodule(name).weight)
+        assert same is (name in unfit), name
+    ignored = json.loads((path / "int4/config.json").read_text())["quantization_config"]["rounded"]["format"]
+    assert set(unfit) < set(ignored["ignore"])
+    assert all(line.holds for line in api.verify(path))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
