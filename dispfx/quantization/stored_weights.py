@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dispfx.errors import OutputError
 from dispfx.quantization.rounded_layers import weight_of_layer
 from dispfx.quantization.weight_rounding import FLOAT8, Grid, Rounded
 from dispfx.words.extras import library
-from dispfx.words.option_names import option
 
 WEIGHT = "weight"
 

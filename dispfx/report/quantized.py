@@ -71,8 +71,8 @@ def quantized_lines(one: Any) -> list[str]:
     if one.unfit:
         count = f"{len(one.unfit)} layer{'' if len(one.unfit) == 1 else 's'}"
         lines.append(
-            f"{name}: {count} among them, such as {one.unfit[0]}, because the number of inputs is no multiple "
-            "of 32; in a plan with widths aligned to 32 all layers fit"
+            f"{name}: {count} among them, such as {one.unfit[0]}, because the number of inputs is no "
+            "multiple of 32; in a plan with widths aligned to 32 all layers fit"
         )
     return lines
 

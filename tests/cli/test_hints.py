@@ -52,7 +52,6 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 REFUSED = [
     "export checkpoint --quantize int8 --data text",
     "export checkpoint --quantize int4",
-    "export checkpoint --quantize int4 --data ids",
     "export graph --quantize int8",
     "export graph --onnx",
     "export graph --onnx --quantize int8",
