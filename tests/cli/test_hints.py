@@ -1,4 +1,4 @@
-"""The advice of an error works where it is given: it names options of that verb, or another verb with its own."""
+"""The advice of an error works where it is given: options of that verb, or another verb with its own."""
 
 import re
 import shutil
