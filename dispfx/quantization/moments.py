@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# The loss is a mean over tokens, and float16 would lose the gradients of most of them.
+_SCALE = 2.0**10
+
 
 def weighted_moments(
     model: nn.Module, layers: Mapping[str, nn.Module], texts: Iterable[Tensor]
@@ -37,7 +40,8 @@ def weighted_moments(
             with torch.enable_grad():
                 logits = model(ids).logits
                 loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-            loss.backward()
+            # A power of two cancels in H exactly.
+            (loss * _SCALE).backward()
     finally:
         for handle in handles:
             handle.remove()
