@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dispfx.errors import UnsupportedGraphError
 from dispfx.quantization.moments import weighted_moments
 from dispfx.quantization.rounded_layers import layers_to_round, rounded_layers, weight_of_layer
 from dispfx.quantization.weight_rounding import Grid, error, to_nearest
@@ -58,6 +60,23 @@ def test_a_token_counts_by_what_an_error_of_its_result_does_to_the_loss(kind: st
     for path in list(layers)[:3]:
         expected = token_by_token(model, layers[path], texts())
         assert torch.allclose(found[path], expected, rtol=1e-3, atol=1e-6 * float(expected.abs().max()))
+
+
+class _InPlace(nn.Module):
+    """Overwrites what it has squared, as some recurrent decoders do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        squared = x.square()
+        x.mul_(0.5)
+        return squared
+
+
+def test_a_decoder_that_overwrites_its_activations_is_named():
+    model: Any = tiny_transformer("gpt2")
+    model.transformer.h[1].mlp.act = _InPlace()
+    with pytest.raises(UnsupportedGraphError, match="modified by an inplace operation") as raised:
+        weighted_moments(model.requires_grad_(False), layers_to_round(model), texts())
+    assert "GPT2LMHeadModel" in str(raised.value) and "round to nearest" in str(raised.value)
 
 
 def test_float16_does_not_lose_the_small_gradients_of_a_long_text():
