@@ -12,12 +12,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    GenerationConfig,
     PreTrainedConfig,
 )
 
 import dispfx
 from dispfx.api.commands import export
 from dispfx.api.compilation import apply
+from dispfx.errors import OutputError
 from dispfx.huggingface.widths import counted_heads
 from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
@@ -122,6 +124,15 @@ def test_copies_and_saved_decoders_keep_their_heads(pruned: Any, tmp_path: Path)
             assert torch.equal(again(IDS).logits, expected)
         pruned.save_pretrained(tmp_path / "saved")
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")(IDS).logits, expected)
+
+
+def test_continuous_batching_is_refused_by_name(pruned: Any, tmp_path: Path) -> None:
+    """transformers logged errors, and returned empty texts."""
+    pruned.save_pretrained(tmp_path)
+    for model in (pruned, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        with pytest.raises(OutputError, match="keeps . of . here") as raised:
+            model.generate_batch([[1, 2, 3]], GenerationConfig(max_new_tokens=2))
+        assert ".heads" in str(raised.value)
 
 
 def test_another_implementation_of_attention_takes_fewer_heads(pruned: Any) -> None:
