@@ -27,6 +27,7 @@ from dispfx.errors import (
     first_line,
     memory_shortage,
 )
+from dispfx.huggingface.widths_of_config import with_fewer_heads
 from dispfx.ir.cached_inputs import CachedDecoder, cache_tensors
 from dispfx.ir.lengths import held_to
 from dispfx.ir.program import Program, main_dtype
@@ -91,7 +92,7 @@ def write_onnx(
         if cached is not None:
             _write_configs(opened, cached, partial)
         elif opened.config is not None:
-            _write_own_files(opened, partial)
+            _write_own_files(opened, partial, opened.config)
         try:
             return Written(_write_model(partial, model, flavor, answers), reason)
         except VerificationError:
@@ -192,11 +193,15 @@ def _write_configs(opened: Opened, cached: Program, folder: Path) -> None:
     """Write the decoder's own config without the dispfx section, and genai_config.json.
 
     The fields that clients read (vocabulary, layers, heads, positions) also hold for the pruned decoder,
-    unless its layers keep different numbers of heads: genai has one for all, and gets no file then.
+    unless its layers keep different numbers of heads: genai has one for all, and gets no file then.  If all
+    layers keep the same number of fewer heads, both files name that number.
     """
-    generation = _write_own_files(opened, folder)
-    several = len({cache.heads for cache in cache_tensors(cached.graph)}) > 1
-    if several and opened.plan is not None and opened.plan.sites:
+    heads = {cache.heads for cache in cache_tensors(cached.graph)}
+    config, pruned = opened.config, opened.plan is not None and bool(opened.plan.sites)
+    if pruned and len(heads) == 1:
+        config = with_fewer_heads(config, *heads)
+    generation = _write_own_files(opened, folder, config)
+    if pruned and len(heads) > 1:
         return
     write_genai_config(
         folder,
@@ -204,16 +209,16 @@ def _write_configs(opened: Opened, cached: Program, folder: Path) -> None:
         caches=cache_tensors(cached.graph),
         inputs=cached.inputs,
         vocabulary_size=cached.vocabulary_size,
-        config=opened.config,
+        config=config,
         generation_config=generation,
     )
 
 
-def _write_own_files(opened: Opened, folder: Path) -> Any:
-    """Write the decoder's own config and tokenizer, and return its generation config."""
+def _write_own_files(opened: Opened, folder: Path, config: Any) -> Any:
+    """Write a decoder's config and its own tokenizer, and return its generation config."""
     generation: Any = own_generation_config(opened.path)
-    ModelFiles(opened.config, None, generation, opened.tokenizer).write(folder)
-    carry_code(folder, {"AutoConfig": opened.config})
+    ModelFiles(config, None, generation, opened.tokenizer).write(folder)
+    carry_code(folder, {"AutoConfig": config})
     return generation
 
 
