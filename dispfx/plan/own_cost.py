@@ -109,9 +109,10 @@ class OwnCost:
                     followed += float(slope_X @ whole_X) * step
         change = ends[0] - ends[1]
         if abs(change - followed) > _MOST_IN_STEPS * abs(change):
+            of_name = f" for {name}" if name else ""
             raise BudgetError(
-                f"{self.function.name} changes in steps: it falls by {change:g}"
-                f"{f' for {name}' if name else ''} when all sizes are halved, and its gradients say {followed:g}",
+                f"{self.function.name} changes in steps: it falls by {change:g}{of_name} when all sizes are "
+                f"halved, and its gradients say {followed:g}",
                 hint="learning needs a slope: leave out floor, ceil, round and comparisons of sizes",
             )
 
