@@ -30,6 +30,7 @@ from dispfx.errors import (
 from dispfx.huggingface.widths_of_config import with_fewer_heads
 from dispfx.ir.cached_inputs import CachedDecoder, cache_tensors
 from dispfx.ir.lengths import held_to
+from dispfx.ir.ops import source_line
 from dispfx.ir.program import Program, main_dtype
 from dispfx.run.folders import Opened, Written
 from dispfx.run.length_checks import require_onnx_lengths
@@ -38,6 +39,7 @@ from dispfx.source.own_code import carry_code
 from dispfx.source.source import named_context
 from dispfx.verification.equivalence import SHAPES_BT, Verification, random_token_ids, require
 from dispfx.verification.onnx_model import Answers, Reference, onnx_lines, whole_answers, with_cached_answers
+from dispfx.verification.tied_choices import tied_choice
 from dispfx.words.option_names import option
 
 FOLDER = "onnx"
@@ -95,11 +97,27 @@ def write_onnx(
             _write_own_files(opened, partial, opened.config)
         try:
             return Written(_write_model(partial, model, flavor, answers), reason)
-        except VerificationError:
+        except VerificationError as error:
             if not flavor.ort_fusions:
-                raise
-        lines = _write_model(partial, model, replace(flavor, ort_fusions=False), answers)
+                raise _with_cause(error, opened) from error
+        try:
+            lines = _write_model(partial, model, replace(flavor, ort_fusions=False), answers)
+        except VerificationError as error:
+            raise _with_cause(error, opened) from error
     return Written(lines, reason)
+
+
+def _with_cause(error: VerificationError, opened: Opened) -> VerificationError:
+    """Return an error of an ONNX model that names a choice among equal scores, if the decoder makes one."""
+    ids = random_token_ids(opened.known_tokens, SHAPES_BT[0], device=opened.device)
+    if (choice := tied_choice(_graph_of(opened), ids)) is None:
+        return error
+    return VerificationError(
+        f"{error.problem}; the decoder takes the largest of several equal scores, and torch and ONNX Runtime "
+        "take different ones",
+        where=source_line(choice) or str(choice),
+        hint="it can only be exported if its scores differ, for example without a ReLU before the choice",
+    )
 
 
 def _write_model(
@@ -222,6 +240,12 @@ def _write_own_files(opened: Opened, folder: Path, config: Any) -> Any:
     return generation
 
 
+def _graph_of(opened: Opened) -> fx.GraphModule:
+    """Return the decoder as a graph without a cache."""
+    decoder = opened.decoder
+    return decoder if isinstance(decoder, fx.GraphModule) else opened.graph_module
+
+
 def _reference(opened: Opened) -> Reference:
     decoder = opened.decoder
     own = {path: one for path, one in decoder.named_parameters()}
@@ -230,7 +254,4 @@ def _reference(opened: Opened) -> Reference:
     dtype = torch.bfloat16 if coarse else main_dtype(own)
     device = next(decoder.parameters()).device
 
-    def graph() -> fx.GraphModule:
-        return decoder if isinstance(decoder, fx.GraphModule) else opened.graph_module
-
-    return Reference(decoder, graph, opened.known_tokens, dtype, device)
+    return Reference(decoder, lambda: _graph_of(opened), opened.known_tokens, dtype, device)
