@@ -266,7 +266,8 @@ def generate(model: Any, prompt: str | None = None, **changes: Any) -> str:
 
     Raises:
         UnknownSettingError: if one of `changes` is no setting.
-        DataError: if the prompt is empty or there is no tokenizer.
+        DataError: if the prompt is empty or has a token that the decoder does not know, or there is no
+            tokenizer.
     """
     settings = GenerateSettings.given(model, changes | ({} if prompt is None else {"prompt": prompt}))
     asked = settings.generation
@@ -279,6 +280,7 @@ def generate(model: Any, prompt: str | None = None, **changes: Any) -> str:
         )
     decoder = onnx_runner(Path(str(settings.model.model))) if asked.runtime == "onnx" else ready.decoder
     written = encode(asked.prompt, ready.tokenizer).tolist()
+    require_known(max(written), ready.vocabulary_size, ready.name)
     ids = torch.tensor([with_bos(written, bos_tokens(settings.text.bos, ready.tokenizer))])
     with torch.no_grad():
         longer = continue_ids(

@@ -11,6 +11,7 @@ from dispfx import api
 from tests.command_line import NAMED, options, run
 from tests.plain_decoders import FORMS, build
 from tests.quantized_folders import made, tokens
+from tests.source.byte_tokenizer import byte_tokenizer
 from tests.tiny_transformers import tiny_transformer
 
 _HINT = re.compile(r"^  try:   (.*(?:\n {9}.*)*)", re.MULTILINE)
@@ -44,6 +45,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found["short"] = above / "short.txt"
     found["short"].write_text("a")
     found["ids"] = tokens(above / "ids.safetensors", 600)
+    found["wide"] = above / "wide"
+    byte_tokenizer().save_pretrained(found["wide"])
     found["plan"] = found["checkpoint"] / "plan.safetensors"
     found["new"] = above / "new.safetensors"
     return found
@@ -60,6 +63,10 @@ REFUSED = [
     "export onnx --onnx",
     "generate checkpoint --prompt hi",
     "generate checkpoint --prompt hi --runtime onnx",
+    "generate graph --prompt zz --tokenizer wide",
+    "generate graph --prompt hi --tokenizer nowhere",
+    "bench checkpoint --eval-data text --dense demo --tokenizer nowhere",
+    "eval graph --eval-data text --tokenizer wide",
     "generate plan --prompt hi",
     "generate text --prompt hi",
     "sample checkpoint --out new",
@@ -90,6 +97,12 @@ def test_advice_names_options_of_its_verb(command: str, places: dict[str, Path])
     ended = run(verb, *(str(places.get(word, word)) for word in words))
     assert ended.exit_code == 2, ended.output
     assert advised_in_vain(verb, ended.stderr) == [], ended.stderr
+
+
+def test_the_advice_for_a_tokenizer_is_not_that_for_a_decoder(places: dict[str, Path]):
+    """`--tokenizer demo` is no name, which MODEL would be."""
+    ended = run("generate", places["checkpoint"], "--prompt", "hi", "--tokenizer", "demo")
+    assert ended.exit_code == 2 and "--tokenizer is not" in ended.stderr and "MODEL" not in ended.stderr
 
 
 def test_an_option_that_a_verb_lacks_is_found():
