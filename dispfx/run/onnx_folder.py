@@ -215,7 +215,8 @@ def _write_configs(opened: Opened, cached: Program, folder: Path) -> None:
     layers keep the same number of fewer heads, both files name that number.
     """
     heads = {cache.heads for cache in cache_tensors(cached.graph)}
-    config, pruned = opened.config, opened.plan is not None and bool(opened.plan.sites)
+    config: Any = opened.config
+    pruned = opened.plan is not None and bool(opened.plan.sites)
     if pruned and len(heads) == 1:
         config = with_fewer_heads(config, *heads)
     generation = _write_own_files(opened, folder, config)

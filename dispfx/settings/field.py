@@ -191,8 +191,8 @@ class Field:
             )
         if not self.is_number:
             return value
-        if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-            value = value.item()
+        if getattr(value, "ndim", None) == 0 and (item := getattr(value, "item", None)) is not None:
+            value = item()
         if value is None and self.value is None:
             return value
         if not self.takes(value):

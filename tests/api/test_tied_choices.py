@@ -55,7 +55,7 @@ def test_a_choice_among_equal_scores_is_found_and_masked_places_do_not_count():
     ids = torch.arange(18).reshape(2, 9) % VOCABULARY
     found = {equal: tied_choice(dispfx.capture(build(equal)).graph_module, ids) for equal in (True, False)}
     assert found[False] is None, "the first token has one place that is not masked"
-    assert found[True] is not None and "topk" in str(found[True].target)
+    assert "topk" in str(found[True])
 
 
 def test_an_onnx_model_that_chooses_otherwise_is_refused_with_the_cause(tmp_path: Path):

@@ -174,7 +174,7 @@ def test_the_onnx_model_caches_what_is_left(fewer: Folder) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_configs_next_to_an_onnx_model_name_the_heads_that_all_layers_keep(name: str, tmp_path: Path) -> None:
     """The number of the dense decoder gave clients a cache of another shape."""
-    model = tiny_transformer(name)
+    model: Any = tiny_transformer(name)
     program = dispfx.capture(model, sites="heads")
     masks = {
         site.name: torch.arange(1 if site.kind == "heads" else site.size, dtype=torch.int32)

@@ -82,7 +82,12 @@ def test_a_decoder_that_overwrites_its_activations_is_named():
 def test_float16_does_not_lose_the_small_gradients_of_a_long_text():
     """Without a scale, the loss of a mean over 1,000 tokens changes moments by 3%."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     half = LlamaForCausalLM(LlamaConfig(vocab_size=1000, max_position_embeddings=1024, **sizes)).half().eval()
     whole = copy.deepcopy(half).float()
     ids = [torch.randint(0, 1000, (1, 1000)) for _ in range(2)]
