@@ -64,6 +64,7 @@ from dispfx.ir.sites import (
 )
 from dispfx.settings.sections import BudgetSettings, FurtherSites, Select
 from dispfx.words.choices import check_choices
+from dispfx.words.given import names_given
 from dispfx.words.option_names import option
 
 _BRANCHES_SHOWN = 4
@@ -87,11 +88,10 @@ class FindSites:
         """Check `select` and `sites`; one name may be given as a string.
 
         Raises:
-            DispfxError: if one is unknown.
+            DispfxError: if one is unknown or no name.
         """
         for several in ("skip", "sites"):
-            given = getattr(self, several)
-            object.__setattr__(self, several, (given,) if isinstance(given, str) else tuple(given))
+            object.__setattr__(self, several, names_given(getattr(self, several), several))
         check_choices(self)
 
     name = "find-sites"

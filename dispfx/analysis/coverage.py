@@ -26,7 +26,7 @@ from dispfx.analysis.label_map import Closure, LabelContext, Mismatch, Statistic
 from dispfx.analysis.links import Dimension
 from dispfx.analysis.zero_values import not_zero
 from dispfx.ir import ops
-from dispfx.ir.program import Leaf, Program
+from dispfx.ir.program import Leaf, Program, require_program
 from dispfx.ir.sites import STREAM, Refusal
 
 HEADS = {
@@ -81,6 +81,7 @@ class Coverage:
 
 def coverage(program: Program) -> Coverage:
     """Return which block weights the sites of an analysed program cut, and why the rest is not cut."""
+    require_program(program)
     search = _Reasons(program)
     shapes = search.block_weights()
     sizes = {path: prod(shape) for path, shape in shapes.items()}

@@ -1,5 +1,7 @@
 """Verbs that inspect a decoder or use a folder."""
 
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,17 +17,19 @@ from dispfx.deploy import exported
 from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.deploy.generate import generate as continue_ids
-from dispfx.errors import DataError, DispfxError, PlanMismatchError, VerificationError
+from dispfx.errors import DataError, DispfxError, PlanMismatchError
+from dispfx.files.disk import partial_beside, remove_abandoned
 from dispfx.plan.plan import Plan
 from dispfx.quality.agreement import Agreement, compare_on_text
 from dispfx.quality.perplexity import Perplexity, TextFacts, measure
 from dispfx.report import NullObserver, Observer, load_report
 from dispfx.report.quantized import quantized_notes
-from dispfx.run.folders import Opened, is_output, open_folder, require_unchanged
+from dispfx.run.folders import Opened, is_output, require_unchanged
 from dispfx.run.onnx_folder import FOLDER, folder_onnx_lines, has_onnx, onnx_runner, write_onnx
 from dispfx.run.opening import open_model, open_output, require_own_form
 from dispfx.run.quantized_checkpoint import write_quantized_checkpoint
 from dispfx.run.quantized_onnx import quantized_onnx_folder, write_quantized_onnx
+from dispfx.run.quantized_record import is_unrecorded, record
 from dispfx.run.run_text import TextChoice, require_known, require_one_tokenizer, vocabulary_of
 from dispfx.run.timed_stages import Stages
 from dispfx.settings import ModelSettings, TextSettings
@@ -189,37 +193,51 @@ def export(folder: Any, *, observer: Observer | None = None, **changes: Any) -> 
         for place in _new_places(path, forms):
             refuse_existing(place)
     TextChoice(settings.text).check()
-    opened = open_folder(path, experts="batched", trust_remote_code=settings.model.trust_remote_code)
+    opened = open_output(replace(settings.model, device=None), experts="batched")
     require_unchanged(opened.path)
     written: list[Path] = []
     if forms.pt2:
-        exported.save_graph(opened.graph_module, opened.path)
-        try:
-            require(*exported_lines(opened.path, opened.decoder, opened.known_tokens))
-        except VerificationError:
-            target.unlink()
-            raise
+        _write_program(opened, target)
         written.append(target)
     if forms.onnx:
         written += _written_onnx(opened, forms, observer)
     if forms.quantize != "none":
-        write = write_quantized_onnx if forms.onnx else write_quantized_checkpoint
-        placed = replace(opened, device=device)
-        for line in quantized_notes(write(placed, forms.quantize, settings.text)):
+        place = _quantized_place(path, forms)
+        if is_unrecorded(place):
+            observer.note(f"{place} is complete; an earlier run ended before the report had its figures")
+            found = record(path, place)
+        else:
+            write = write_quantized_onnx if forms.onnx else write_quantized_checkpoint
+            found = write(replace(opened, device=device), forms.quantize, settings.text)
+        for line in quantized_notes(found):
             observer.note(line)
-        written.append(_quantized_place(path, forms))
+        written.append(place)
     return written
+
+
+def _write_program(opened: Opened, target: Path) -> None:
+    """Write `program.pt2`, which appears once it has been compared."""
+    remove_abandoned(target)
+    scratch = partial_beside(target)
+    scratch.mkdir()
+    try:
+        exported.save_graph(opened.graph_module, scratch)
+        require(*exported_lines(scratch, opened.decoder, opened.known_tokens))
+        os.replace(scratch / target.name, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _new_places(path: Path, forms: FormSettings) -> list[Path]:
     """Return the paths that must not exist yet; an ONNX model that is there can be quantized as it is."""
     again = forms.quantize != "none" and forms.onnx and not forms.shapes_onnx and has_onnx(path)
+    place = _quantized_place(path, forms)
     asked = (
         (forms.pt2, path / exported.PROGRAM_FILE),
         (forms.onnx and not again, path / FOLDER),
-        (forms.quantize != "none", _quantized_place(path, forms)),
+        (forms.quantize != "none" and not is_unrecorded(place), place),
     )
-    return [place for wanted, place in asked if wanted]
+    return [new for wanted, new in asked if wanted]
 
 
 def _quantized_place(path: Path, forms: FormSettings) -> Path:
@@ -248,15 +266,21 @@ def generate(model: Any, prompt: str | None = None, **changes: Any) -> str:
 
     Raises:
         UnknownSettingError: if one of `changes` is no setting.
-        DataError: if the prompt is empty or there is no tokenizer.
+        DataError: if the prompt is empty or has a token that the decoder does not know, or there is no
+            tokenizer.
     """
     settings = GenerateSettings.given(model, changes | ({} if prompt is None else {"prompt": prompt}))
     asked = settings.generation
     ready = _ready(settings.model)
     if ready.tokenizer is None:
-        raise DataError("text needs a tokenizer, but this decoder has none", where=ready.name)
+        raise DataError(
+            "text needs a tokenizer, but this decoder has none",
+            where=ready.name,
+            hint=f"name one with {option('tokenizer')}",
+        )
     decoder = onnx_runner(Path(str(settings.model.model))) if asked.runtime == "onnx" else ready.decoder
     written = encode(asked.prompt, ready.tokenizer).tolist()
+    require_known(max(written), ready.vocabulary_size, ready.name)
     ids = torch.tensor([with_bos(written, bos_tokens(settings.text.bos, ready.tokenizer))])
     with torch.no_grad():
         longer = continue_ids(

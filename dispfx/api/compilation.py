@@ -159,7 +159,7 @@ def apply(
 def run_settings(settings: RunSettings | None, **changes: Any) -> RunSettings:
     """Return settings with changes; a change of None is ignored."""
     given = {name: value for name, value in changes.items() if value is not None}
-    return RunSettings.of(**given) if settings is None else settings.changed(**given)
+    return RunSettings.of(**given) if settings is None else RunSettings.required(settings).changed(**given)
 
 
 @torch.inference_mode(False)
@@ -180,6 +180,7 @@ def run_compile(
     Raises:
         DispfxError, VerificationError: as `compile`.
     """
+    RunSettings.required(settings)
     if settings.budget.is_range:
         raise BudgetError(
             f"a folder holds one decoder, and a range of ratios was given: {settings.budget.ratio}",
@@ -274,7 +275,7 @@ def run_learn(
     Raises:
         DispfxError: as `compile`.
     """
-    path, stages = settings.output.path, Stages(observer)
+    path, stages = RunSettings.required(settings).output.path, Stages(observer)
     if (found := complete_plan(settings, stages, ranks)) is not None:
         return found
     refuse_existing(path)
@@ -296,7 +297,7 @@ def run_apply(
     Raises:
         PlanMismatchError, DispfxError, VerificationError: as `apply`.
     """
-    given = _given_plan(settings.plan)
+    given = _given_plan(ApplySettings.required(settings).plan)
     plan = given.plan if isinstance(given, Family) else given
     path = refuse_existing(settings.output.path)
     stages = Stages(observer)

@@ -73,7 +73,8 @@ def preview(settings: RunSettings, observer: Observer | None = None) -> Preview:
         DispfxError: for every input that the run would reject before learning, such as a ratio
             that cannot be met.
     """
-    path, resume = settings.output.path, settings.output.resume
+    output = RunSettings.required(settings).output
+    path, resume = output.path, output.resume
     if not resume:
         refuse_existing(path)
     state = state_folder(path, resume)

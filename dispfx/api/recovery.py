@@ -65,7 +65,8 @@ def run_recover(
     Raises:
         DispfxError, VerificationError: as `recover`.
     """
-    path, resume = settings.output.path, settings.output.resume
+    output = RecoverSettings.required(settings).output
+    path, resume = output.path, output.resume
     stages = Stages(observer)
     if resume and (path / RECORD_FILE).is_file():
         return complete_recovery(settings, _job(settings, state_folder(path, resume), stages, ranks), stages)

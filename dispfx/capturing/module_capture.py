@@ -59,6 +59,7 @@ from dispfx.ir.logit_errors import logit_errors
 from dispfx.ir.program import Program, is_zero
 from dispfx.settings.verb_settings import LONGEST_CONTEXT
 from dispfx.words.chosen_device import require_default_device
+from dispfx.words.given import whole_number_given
 from dispfx.words.option_names import option
 
 # Shortest and longest of the sequences that every form of a decoder is compared on.
@@ -98,6 +99,10 @@ def capture(
             differs from the module by more than rounding explains; or if documents cannot be kept apart.
     """
     require_decoder(model)
+    if vocabulary_size is not None:
+        whole_number_given(vocabulary_size, 1, "vocabulary_size")
+    if separator is not None:
+        whole_number_given(separator, 0, "separator")
     require_default_device(meta=not _has_values(model))
     vocabulary = vocabulary_size or embedding_rows(model)
     with evaluation(model) as state, torch.no_grad(), warnings.catch_warnings():

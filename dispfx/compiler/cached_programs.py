@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from dispfx.capturing.cached_capture import capture_cached as capture_prepared
+from dispfx.capturing.module_capture import require_decoder
 from dispfx.compiler.pipelines import run_pipeline
 from dispfx.compiler.programs import lower_program, only_planned
 from dispfx.ir.cached_inputs import cache_tensors, positions_of
 from dispfx.ir.program import Program
-from dispfx.plan.plan import Plan, require_same_decoder
+from dispfx.plan.plan import Plan, require_plan, require_same_decoder
 from dispfx.settings.sections import BudgetSettings, FurtherSites, Select
 from dispfx.settings.verb_settings import WriteSpelling
 from dispfx.source.cached_forward import cached_forward
 from dispfx.source.experts import Experts, experts_as
 from dispfx.source.source import named_context
+from dispfx.words.given import whole_number_given
 
 
 def capture_cached(
@@ -48,6 +50,9 @@ def capture_cached(
         CaptureError: if the decoder does not support a cache, or torch.export cannot capture it with one.
         UnsupportedGraphError: if its cache does not consist of keys and values, or nothing can be pruned.
     """
+    require_decoder(model)
+    if vocabulary_size is not None:
+        whole_number_given(vocabulary_size, 1, "vocabulary_size")
     context = named_context(getattr(model, "config", None))
     with experts_as(model, experts):
         program = capture_prepared(cached_forward(model), vocabulary_size=vocabulary_size, context=context)
@@ -68,6 +73,7 @@ def lower_cached(
         CaptureError, UnsupportedGraphError: as `capture_cached`.
         PlanMismatchError: if the plan was made for another decoder.
     """
+    require_plan(plan)
     program = capture_cached(model, select=plan.select, sites=plan.sites, vocabulary_size=vocabulary_size)
     require_same_decoder(program, plan)
     return lower_program(only_planned(program, plan), plan, write=write)

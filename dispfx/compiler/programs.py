@@ -28,7 +28,7 @@ from dispfx.settings.verb_settings import WriteSpelling
 from dispfx.source.experts import Experts, experts_as, has_choice_of_experts
 from dispfx.source.source import longest_context, named_context
 from dispfx.words.choices import require_choice
-from dispfx.words.given import shown
+from dispfx.words.given import shown, whole_number_given
 from dispfx.words.option_names import option
 
 
@@ -98,6 +98,7 @@ def analyse(
         CaptureError, UnsupportedGraphError: as `capture`.
     """
 
+    whole_number_given(longest, 0, "longest")
     config = getattr(model, "config", None)
 
     def attempt(experts: Experts) -> Program:
@@ -145,6 +146,7 @@ def separate_documents(
         CaptureError: if the decoder cannot keep documents apart.
         UnsupportedGraphError: if its sites differ from those of `program`.
     """
+    require_program(program)
     twin = analyse(model, skip=skip, select=select, sites=sites, separator=separator, longest=longest)
     found, expected = ([(site.name, site_keys(site)) for site in one.sites] for one in (twin, program))
     if found != expected:

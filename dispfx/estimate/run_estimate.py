@@ -25,11 +25,12 @@ from dispfx.estimate.graph_sizes import Sizes
 from dispfx.estimate.step_memory import StepMemory, needing_gradients, step_memory
 from dispfx.estimate.step_work import StepWork, step_work
 from dispfx.fast_decoder.decoder import head_takes_stream_alone
-from dispfx.ir.program import Program
+from dispfx.ir.program import Program, require_program
 from dispfx.learning.hypernetwork import hypernetwork_parameters
 from dispfx.plan.budget import Counted
 from dispfx.plan.hardening import Groups, ParameterCount
 from dispfx.settings.learning_settings import LearnSettings, learn_settings
+from dispfx.words.given import require_given
 
 _BYTES_PER_LEARNED = 16
 _BYTES_PER_FEATURE, _BYTES_PER_DRAW = 32, 20
@@ -143,8 +144,11 @@ def estimate(
         of: which parameters `gated_parameters` counts.
         device: to learn on; where the program is by default.
     """
-    device = device or program.device
-    settings = settings or learn_settings()
+    require_program(program)
+    device = program.device if device is None else device
+    require_given(device, torch.device, "torch.device('cuda') is one")
+    settings = learn_settings() if settings is None else settings
+    require_given(settings, LearnSettings, "dispfx.api.learn_settings(model) returns one")
     gated = run_pipeline("gate", program.clone(), verify=False)
     sizes = Sizes(gated.graph, settings.batch_size, settings.seq_len)
     groups = Groups.of_run(program.sites, constrained=settings.constrained)

@@ -1,19 +1,23 @@
-"""Two guards in transformers against silently losing the pruning.
+"""Guards in transformers: two against silently losing the pruning, and one for what fewer heads cannot do.
 
 1. A config alone cannot give the pruned decoder, so building a model from it is an error.
 2. A saved config gets its lock back, which transformers removes; `dispfx.huggingface.entries` has the
    purpose. The plan is copied too, because commands of dispfx need it to open the folder.
+3. Continuous batching has one number of heads for all layers, that of the config.  Where layers keep fewer,
+   transformers logs errors and returns empty texts, so it is refused.
 
 Importing this module installs the guards.
 """
 
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.modeling_utils import PreTrainedModel
 
 from dispfx.errors import DispfxError, OutputError
@@ -23,6 +27,7 @@ from dispfx.huggingface.entries import LOCK, METHOD, REFUSAL, SECTION
 from dispfx.plan.plan import Plan
 
 PLAN_FILE = "plan.safetensors"
+_HEADS = re.compile(r"(.*): heads (\d+) of (\d+)")
 
 
 def is_pruned(config: Any) -> bool:
@@ -97,5 +102,26 @@ def _carry_plan(config: Any, section: Mapping[str, Any], target: Path) -> None:
         )
 
 
+def _guard_batching() -> None:
+    """Continuous batching fails where layers keep other numbers of heads than the config says."""
+    begin = ContinuousMixin.init_continuous_batching
+
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = getattr(self.config, "quantization_config", None)
+        sites = (getattr(config, "section", None) or {}).get("sites", ())
+        for name, kept, heads in (found.groups() for one in sites if (found := _HEADS.fullmatch(one))):
+            if kept != heads:
+                raise OutputError(
+                    "continuous batching (generate_batch) needs the same number of heads in all layers, and "
+                    f"this decoder keeps {kept} of {heads} here",
+                    where=name,
+                    hint="generate takes it; a plan without the site of heads has all of them",
+                )
+        return begin(self, *args, **kwargs)
+
+    ContinuousMixin.init_continuous_batching = guarded  # type: ignore[method-assign]
+
+
+_guard_batching()
 _guard_building()
 _guard_saving()

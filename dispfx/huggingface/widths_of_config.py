@@ -140,6 +140,29 @@ def _try(config: PreTrainedConfig, wanted: Shapes, build: Build, numbers: dict[_
     return _Try(numbers, len(wrong), reason)
 
 
+def with_fewer_heads(config: PreTrainedConfig, kept: int) -> PreTrainedConfig:
+    """Return a config that names the number of key/value heads that all layers keep, and of query heads.
+
+    It is the same config if it names neither, or transformers rejects the new numbers.
+    """
+    queries, shared = (number_of(config, (name,)) for name in ("num_attention_heads", "num_key_value_heads"))
+    dense = shared or queries
+    if not queries or not dense or kept >= dense or queries % dense:
+        return config
+    numbers = {("num_attention_heads",): queries // dense * kept}
+    if shared:
+        numbers[("num_key_value_heads",)] = kept
+    width = number_of(config, ("hidden_size",))
+    if number_of(config, (_HEAD_DIM,)) is None and width is not None:
+        numbers[(_HEAD_DIM,)] = width // queries
+    changed = _with_numbers(config, numbers)
+    try:
+        changed.validate()  # type: ignore[attr-defined]
+    except Exception:  # It wraps what a class's own check raises.
+        return config
+    return changed
+
+
 def _choices(
     config: PreTrainedConfig, sizes: set[tuple[int, int]], shares: set[tuple[int, int]]
 ) -> Iterator[tuple[_Place, list[int]]]:

@@ -6,7 +6,7 @@ the logger `dispfx.passes`, at level INFO.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from dispfx.errors import DispfxError, PassError
 from dispfx.ir.printer import print_program, signature
 from dispfx.ir.program import Program
 from dispfx.ir.spec import verify_program
+from dispfx.words.given import shown
 
 _LOG = logging.getLogger("dispfx.passes")
 
@@ -95,6 +96,8 @@ def further_passes(passes: Sequence[Pass], level: str, taken: Sequence[str] = ()
         DispfxError: if one is not a pass, has a taken name, or is for another level.
     """
     names = list(taken)
+    if not isinstance(passes, Iterable):
+        raise DispfxError(f"a list of passes was expected, but {shown(passes)} was given")
     for step in passes:
         if not isinstance(step, Pass) or isinstance(step, type):
             given = step.__name__ if isinstance(step, type) else type(step).__name__

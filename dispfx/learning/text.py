@@ -31,6 +31,11 @@ HELD_OUT_SHARE = 0.1
 _DIGEST_CHUNK = 1 << 16
 
 
+def count_of_tokens(number: int) -> str:
+    """Return a number of tokens for messages."""
+    return f"{number:,} token{'' if number == 1 else 's'}"
+
+
 class Batches(Protocol):
     """Batches to learn from: one text (`TokenBatches`), or several (`dispfx.learning.mixture`)."""
 
@@ -104,9 +109,9 @@ class TokenBatches:
             )
         if self.windows < 1:
             held_out = 0 if self.held_out is None else len(self.held_out)
-            aside = f" without the {held_out:,} held-out ones" if held_out else ""
+            aside = f" after {count_of_tokens(held_out)} to measure on" if held_out else ""
             raise DataError(
-                f"one sequence needs {self._stride:,} tokens, and the text to learn from has "
+                f"one sequence needs {count_of_tokens(self._stride)}, and the text to learn from has "
                 f"{len(self.tokens):,}{aside}",
                 hint=f"give a longer text, or a smaller {option('seq_len')}",
             )

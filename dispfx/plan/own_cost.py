@@ -26,6 +26,11 @@ from dispfx.errors import BudgetError
 from dispfx.ir.sites import Site
 from dispfx.words.own_function import OwnFunction
 
+# Sizes are tried between all features and this share of them, at so many places.
+_LEAST_SHARE, _TRIED = 0.5, 16
+# Share of a change that gradients need not explain.
+_MOST_IN_STEPS = 0.5
+
 
 @dataclass(frozen=True, eq=False)
 class OwnCost:
@@ -57,7 +62,8 @@ class OwnCost:
             column_of: for every cut (parameter, axis), its column among the axis sizes.
 
         Raises:
-            BudgetError: if the function does not return positive numbers with a gradient.
+            BudgetError: if the function does not return positive numbers with a gradient, or they change in
+                steps.
             SourceError: if it raises an error.
         """
         stacked = {(cut.parameter, cut.axis) for site in sites for cut in site.slices if cut.by_expert}
@@ -85,7 +91,30 @@ class OwnCost:
                 "and the second time it did not",
                 hint="keep no state between calls, and draw no random numbers",
             )
+        for name in values:
+            found._require_slope(name, whole_X.detach())
         return replace(found, dense=values)
+
+    def _require_slope(self, name: str, whole_X: Tensor) -> None:
+        """Raise if a number falls in steps: learning follows its gradient, which is zero between steps."""
+        ends = [float(self._numbers(whole_X * share)[name].detach()) for share in (1.0, _LEAST_SHARE)]
+        step = (1.0 - _LEAST_SHARE) / _TRIED
+        followed = 0.0
+        with torch.enable_grad():
+            for index in range(_TRIED):
+                sizes_X = (whole_X * (1.0 - (index + 0.5) * step)).requires_grad_()
+                number = self._numbers(sizes_X)[name]
+                if number.requires_grad:
+                    (slope_X,) = torch.autograd.grad(number, sizes_X, materialize_grads=True)
+                    followed += float(slope_X @ whole_X) * step
+        change = ends[0] - ends[1]
+        if abs(change - followed) > _MOST_IN_STEPS * abs(change):
+            of_name = f" for {name}" if name else ""
+            raise BudgetError(
+                f"{self.function.name} changes in steps: it falls by {change:g}{of_name} when all sizes are "
+                f"halved, and its gradients say {followed:g}",
+                hint="learning needs a slope: leave out floor, ceil, round and comparisons of sizes",
+            )
 
     def only(self, name: str) -> "OwnCost":
         """Return the cost with one of its numbers alone."""

@@ -120,9 +120,12 @@ def check_measurable(tokens: Tensor, context: int, windows: int | None, text: Te
     if context < fewest:
         raise DataError(f"a window must hold {fewest} tokens or more, but the context is {context}")
     field_of(TextSettings, "eval_windows").require(windows)
-    if len(tokens) + len(text.bos) < 2 or not len(tokens):
+    needed = max(1, 2 - len(text.bos))
+    if len(tokens) < needed:
         raise DataError(
-            f"the text must have 2 tokens or more to predict one, but has {len(tokens)}", where=text.name
+            f"the text to measure on has {len(tokens)} tokens, and {needed} or more are needed",
+            where=text.name,
+            hint=f"name a longer one with {option('eval_data')}",
         )
 
 

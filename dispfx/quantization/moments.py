@@ -14,6 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dispfx.errors import UnsupportedGraphError, first_line, memory_shortage
+from dispfx.words.option_names import option
+
+# The loss is a mean over tokens, and float16 would lose the gradients of most of them.
+_SCALE = 2.0**10
+
 
 def weighted_moments(
     model: nn.Module, layers: Mapping[str, nn.Module], texts: Iterable[Tensor]
@@ -24,6 +30,9 @@ def weighted_moments(
         model: a decoder of transformers in evaluation mode, whose weights need no gradients.
         layers: linear layers of this model, by any name; the result lacks those that no token reaches.
         texts: token ids (B, T) on the model's device.
+
+    Raises:
+        UnsupportedGraphError: if the loss has no gradients, as where activations are overwritten in place.
     """
     sums = {name: _Sum() for name in layers}
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
@@ -34,14 +43,30 @@ def weighted_moments(
         handles.append(layer.register_forward_hook(sums[name].keep_output, prepend=True))
     try:
         for ids in texts:
-            with torch.enable_grad():
-                logits = model(ids).logits
-                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-            loss.backward()
+            _differentiate(model, ids)
     finally:
         for handle in handles:
             handle.remove()
     return {name: found.mean for name, found in sums.items() if found.weight > 0}
+
+
+def _differentiate(model: nn.Module, ids: Tensor) -> None:
+    try:
+        with torch.enable_grad():
+            logits = model(ids).logits
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        # A power of two cancels in H exactly.
+        (loss * _SCALE).backward()
+    except RuntimeError as error:
+        if memory_shortage(error) is not None:
+            raise
+        raise UnsupportedGraphError(
+            "calibration data needs gradients of the loss, and torch cannot compute them for this decoder: "
+            f"{first_line(error)}",
+            where=type(model).__name__,
+            hint="a forward pass that overwrites activations in place has none; int8 and fp8 without "
+            f"{option('data')} round to nearest",
+        ) from error
 
 
 def _follow_gradients(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:

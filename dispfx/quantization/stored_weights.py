@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dispfx.errors import OutputError
 from dispfx.quantization.rounded_layers import weight_of_layer
 from dispfx.quantization.weight_rounding import FLOAT8, Grid, Rounded
 from dispfx.words.extras import library
-from dispfx.words.option_names import option
 
 WEIGHT = "weight"
 
@@ -62,21 +60,10 @@ SCHEMES = {
 }
 
 
-def require_widths(scheme: str, layers: Mapping[str, nn.Module]) -> None:
-    """Raise if a layer's inputs cannot be grouped.
-
-    Raises:
-        OutputError: naming the first such layer, and the alignment to choose.
-    """
+def fills_groups(scheme: str, layer: nn.Module) -> bool:
+    """Return whether a layer's inputs fill whole groups, which the format needs."""
     group = SCHEMES[scheme].grid.group
-    for path, layer in layers.items():
-        width = weight_of_layer(layer).shape[1]
-        if group is not None and width % group:
-            raise OutputError(
-                f"{scheme} keeps groups of {group} inputs, and this layer reads {width}",
-                where=path,
-                hint=f"compile again with {option('align', group)}, or choose int8",
-            )
+    return group is None or weight_of_layer(layer).shape[1] % group == 0
 
 
 def weights_section(scheme: str, left: Collection[str]) -> dict[str, Any]:

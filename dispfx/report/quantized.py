@@ -68,6 +68,12 @@ def quantized_lines(one: Any) -> list[str]:
     for left in one.left[:1]:
         more = f" and {len(one.left) - 1} more" if len(one.left) > 1 else ""
         lines.append(f"{name}: not quantized: {left}{more}")
+    if one.unfit:
+        count = f"{len(one.unfit)} layer{'' if len(one.unfit) == 1 else 's'}"
+        lines.append(
+            f"{name}: {count} among them, such as {one.unfit[0]}, because the number of inputs is no "
+            "multiple of 32; in a plan with widths aligned to 32 all layers fit"
+        )
     return lines
 
 

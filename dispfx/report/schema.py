@@ -268,6 +268,7 @@ class Quantized:
         files: SHA-256 of each of its files by its path in the folder.
         form: onnx or checkpoint.
         rounded_by: name of the text by which weights were rounded; empty if they were rounded to nearest.
+        unfit: layers among `left` whose inputs do not fill the groups of the scheme.
     """
 
     name: str
@@ -279,6 +280,7 @@ class Quantized:
     files: Mapping[str, str]
     form: Literal["onnx", "checkpoint"] = "onnx"
     rounded_by: str = ""
+    unfit: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

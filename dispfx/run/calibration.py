@@ -57,6 +57,7 @@ def calibration_of(opened: Opened, scheme: str, text: TextSettings) -> Calibrati
     found = open_text(source, chosen)
     if found.learn:
         found.require_learnable()
+        found.require_measurable()
         require_known(found.largest, opened.text_tokens, source.name)
     measured = found.measured or texts_to_measure(source, chosen)
     size = min(_TOKENS, longest_context(opened.config))

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from dispfx.analysis.lookups import longest_text
 from dispfx.ir.ops import is_grouped
-from dispfx.ir.program import Program
+from dispfx.ir.program import Program, require_program
 from dispfx.settings.learning_settings import LearnSettings
+from dispfx.words.given import require_given
 
 Note = Callable[[str], None]
 
@@ -57,6 +58,8 @@ def fitted_settings(
 
 def settings_of(program: Program, settings: LearnSettings) -> LearnSettings:
     """Return the settings for learning on a captured decoder with one process."""
+    require_program(program)
+    require_given(settings, LearnSettings, "dispfx.api.learn_settings(model) returns one")
     return fitted_settings(settings, program=program)
 
 

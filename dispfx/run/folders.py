@@ -19,7 +19,7 @@ from dispfx.deploy import reload
 from dispfx.deploy.checkpoint import PLAN_FILE, implementations, own_config, skeleton
 from dispfx.deploy.digests import changed
 from dispfx.deploy.exported import PROGRAM_FILE, load_program
-from dispfx.deploy.section import CONFIG_FILE, read_layout, read_section
+from dispfx.deploy.section import CONFIG_FILE, read_layout
 from dispfx.deploy.weights import read_tensors
 from dispfx.errors import OutputError, PlanMismatchError
 from dispfx.huggingface.model_loading import load_model
@@ -36,7 +36,7 @@ from dispfx.source.transformers_classes import require_head
 from dispfx.verification.equivalence import Verification
 from dispfx.words.chosen_device import chosen_device, require_default_device
 from dispfx.words.given import path_given
-from dispfx.words.preconditions import is_saved_again, refuse_adapter
+from dispfx.words.preconditions import is_saved_again, refuse_adapter, refuse_rounded
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,12 +190,7 @@ class Opened:
         self, plan: Plan, capture: Callable[..., Program], device: str | torch.device
     ) -> "_Captured":
         """Capture the decoder without its weights, lower it, and insert the stored weights."""
-        if (rounded := read_section(self.path).get("rounded")) is not None:
-            raise OutputError(
-                f"this command needs plain weights, and this folder holds weights of {rounded['scheme']}",
-                where=str(self.path),
-                hint="use the folder that it was made from; eval, generate and transformers take this one",
-            )
+        refuse_rounded(self.path)
         model = skeleton(self.path, device=device, trust_remote_code=self.trust_remote_code)
         program = only_planned(capture(model, select=plan.select, sites=plan.sites), plan)
         lowered = lower_program(program, plan)

@@ -34,6 +34,7 @@ from dispfx.run.learning_setup import device_of_learning, prepared_loss
 from dispfx.settings import BudgetSettings, ComputeSettings, LearnSettings, changed_settings, learn_settings
 from dispfx.settings.sections import UNALIGNED
 from dispfx.words.chosen_device import require_default_device
+from dispfx.words.given import require_given
 from dispfx.words.option_names import option
 from dispfx.words.own_function import is_identity, names_function, shown
 
@@ -86,6 +87,9 @@ def learn(
         DispfxError: if the decoder cannot be run as `compute` requests, or the default device of torch is not
             the CPU.
     """
+    _require_kinds(settings, compute, watch)
+    if ranks is not None:
+        require_given(ranks, Ranks, "leave it out, or pass Ranks(…)")
     watch = watch or Watch()
     job = _job(program, data, ratio, settings, changes, watch.note)
     return learn_within(replace(job, compute=compute or ComputeSettings(), ranks=ranks or ALONE), watch)
@@ -118,11 +122,18 @@ def learn_family(
         BudgetError: if the ratios are no range, or the sites cannot meet one of them.
         DispfxError: as `learn`; or if the settings score features, or count a cost of the user.
     """
+    _require_kinds(settings, compute, watch)
     watch = watch or Watch()
     low, high = require_range(ratios)
     job = _job(program, data, f"{low!r}:{high!r}", settings, changes, watch.note)
     knots = Knots.of_range(low, high)
     return learn_family_within(replace(job, compute=compute or ComputeSettings(), knots=knots), watch)
+
+
+def _require_kinds(settings: object, compute: object, watch: object) -> None:
+    for one, kind in ((settings, LearnSettings), (compute, ComputeSettings), (watch, Watch)):
+        if one is not None:
+            require_given(one, kind, f"leave it out, or pass {kind.__name__}(…)")
 
 
 def _job(

@@ -27,8 +27,10 @@ from dispfx.errors import (
     first_line,
     memory_shortage,
 )
+from dispfx.huggingface.widths_of_config import with_fewer_heads
 from dispfx.ir.cached_inputs import CachedDecoder, bytes_per_token, cache_tensors
 from dispfx.ir.lengths import held_to
+from dispfx.ir.ops import source_line
 from dispfx.ir.program import Program, main_dtype
 from dispfx.run.folders import Opened, Written
 from dispfx.run.length_checks import require_onnx_lengths
@@ -37,6 +39,7 @@ from dispfx.source.own_code import carry_code
 from dispfx.source.source import named_context
 from dispfx.verification.equivalence import SHAPES_BT, Verification, random_token_ids, require
 from dispfx.verification.onnx_model import Answers, Reference, onnx_lines, whole_answers, with_cached_answers
+from dispfx.verification.tied_choices import tied_choice
 from dispfx.words.option_names import option
 
 FOLDER = "onnx"
@@ -92,14 +95,30 @@ def write_onnx(
         if cached is not None:
             _write_configs(opened, cached, partial)
         elif opened.config is not None:
-            _write_own_files(opened, partial)
+            _write_own_files(opened, partial, opened.config)
         try:
             return Written(_write_model(partial, model, flavor, answers), reason, of_cache)
-        except VerificationError:
+        except VerificationError as error:
             if not flavor.ort_fusions:
-                raise
-        lines = _write_model(partial, model, replace(flavor, ort_fusions=False), answers)
+                raise _with_cause(error, opened) from error
+        try:
+            lines = _write_model(partial, model, replace(flavor, ort_fusions=False), answers)
+        except VerificationError as error:
+            raise _with_cause(error, opened) from error
     return Written(lines, reason, of_cache)
+
+
+def _with_cause(error: VerificationError, opened: Opened) -> VerificationError:
+    """Return an error of an ONNX model that names a choice among equal scores, if the decoder makes one."""
+    ids = random_token_ids(opened.known_tokens, SHAPES_BT[0], device=opened.device)
+    if (choice := tied_choice(_graph_of(opened), ids)) is None:
+        return error
+    return VerificationError(
+        f"{error.problem}; the decoder takes the largest of several equal scores, and torch and ONNX Runtime "
+        "take different ones",
+        where=source_line(choice) or str(choice),
+        hint="it can only be exported if its scores differ, for example without a ReLU before the choice",
+    )
 
 
 def _write_model(
@@ -194,11 +213,16 @@ def _write_configs(opened: Opened, cached: Program, folder: Path) -> None:
 
     The fields that clients read (vocabulary, layers, heads, positions) also hold for the pruned decoder,
     unless its caches differ in heads or, by pruned values, in size: genai has one number of each for all, and
-    gets no file then.
+    gets no file then.  If all layers keep the same number of fewer heads, both files name that number.
     """
-    generation = _write_own_files(opened, folder)
-    several = len({(cache.heads, cache.size) for cache in cache_tensors(cached.graph)}) > 1
-    if several and opened.plan is not None and opened.plan.sites:
+    caches = cache_tensors(cached.graph)
+    heads = {cache.heads for cache in caches}
+    config: Any = opened.config
+    pruned = opened.plan is not None and bool(opened.plan.sites)
+    if pruned and len(heads) == 1:
+        config = with_fewer_heads(config, *heads)
+    generation = _write_own_files(opened, folder, config)
+    if pruned and len({(cache.heads, cache.size) for cache in caches}) > 1:
         return
     write_genai_config(
         folder,
@@ -206,17 +230,23 @@ def _write_configs(opened: Opened, cached: Program, folder: Path) -> None:
         caches=cache_tensors(cached.graph),
         inputs=cached.inputs,
         vocabulary_size=cached.vocabulary_size,
-        config=opened.config,
+        config=config,
         generation_config=generation,
     )
 
 
-def _write_own_files(opened: Opened, folder: Path) -> Any:
-    """Write the decoder's own config and tokenizer, and return its generation config."""
+def _write_own_files(opened: Opened, folder: Path, config: Any) -> Any:
+    """Write a decoder's config and its own tokenizer, and return its generation config."""
     generation: Any = own_generation_config(opened.path)
-    ModelFiles(opened.config, None, generation, opened.tokenizer).write(folder)
-    carry_code(folder, {"AutoConfig": opened.config})
+    ModelFiles(config, None, generation, opened.tokenizer).write(folder)
+    carry_code(folder, {"AutoConfig": config})
     return generation
+
+
+def _graph_of(opened: Opened) -> fx.GraphModule:
+    """Return the decoder as a graph without a cache."""
+    decoder = opened.decoder
+    return decoder if isinstance(decoder, fx.GraphModule) else opened.graph_module
 
 
 def _reference(opened: Opened) -> Reference:
@@ -227,7 +257,4 @@ def _reference(opened: Opened) -> Reference:
     dtype = torch.bfloat16 if coarse else main_dtype(own)
     device = next(decoder.parameters()).device
 
-    def graph() -> fx.GraphModule:
-        return decoder if isinstance(decoder, fx.GraphModule) else opened.graph_module
-
-    return Reference(decoder, graph, opened.known_tokens, dtype, device)
+    return Reference(decoder, lambda: _graph_of(opened), opened.known_tokens, dtype, device)

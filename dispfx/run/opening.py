@@ -7,6 +7,7 @@ from dispfx.errors import SourceError
 from dispfx.run.folders import Opened, open_folder
 from dispfx.settings import ModelSettings
 from dispfx.source import Source, dtype_of, load_source
+from dispfx.source.experts import Experts
 from dispfx.source.loading import with_tokenizer
 from dispfx.source.transformers_classes import known_config
 from dispfx.words.chosen_device import chosen_device, require_default_device
@@ -35,11 +36,12 @@ def open_model(settings: ModelSettings) -> Source:
     )
 
 
-def open_output(settings: ModelSettings, *, of_dense: bool = False) -> Opened:
+def open_output(settings: ModelSettings, *, of_dense: bool = False, experts: Experts = "grouped") -> Opened:
     """Return the output folder that MODEL names, with the tokenizer of the settings.
 
     Args:
         of_dense: whether revision and type are those of a dense decoder that is opened too.
+        experts: as for `open_folder`.
 
     Raises:
         SourceError: if the settings name a revision or a type, which a folder has itself.
@@ -51,6 +53,7 @@ def open_output(settings: ModelSettings, *, of_dense: bool = False) -> Opened:
         settings.model,
         device=settings.device or "cpu",
         trust_remote_code=settings.trust_remote_code,
+        experts=experts,
         tokenizer=settings.tokenizer,
     )
 

@@ -20,7 +20,7 @@ from dispfx.capturing.module_capture import module_logits
 from dispfx.deploy import weights
 from dispfx.deploy.digests import digests, stored_size
 from dispfx.deploy.folder import new_folder
-from dispfx.deploy.section import CONFIG_FILE, read_config, read_layout, read_section, write_config
+from dispfx.deploy.section import CONFIG_FILE, read_config, read_layout, write_config
 from dispfx.errors import OutputError
 from dispfx.huggingface.entries import SECTION, with_rounded_weights
 from dispfx.huggingface.model_loading import load_model
@@ -29,18 +29,20 @@ from dispfx.quantization.rounded_layers import layers_to_round, rounded_layers
 from dispfx.quantization.stored_weights import (
     SCHEMES,
     WEIGHT,
-    require_widths,
+    fills_groups,
     stored_tensors,
     weights_section,
 )
 from dispfx.report import Quantized, QuantizedQuality
 from dispfx.run.calibration import Calibration, calibration_of
 from dispfx.run.folders import Opened
-from dispfx.run.quantized_record import quality_of, record, short_context
+from dispfx.run.onnx_folder import has_onnx
+from dispfx.run.quantized_record import keep_figures, quality_of, record, short_context
 from dispfx.run.recovered_folder import copy_files, write_stored
 from dispfx.settings import TextSettings
 from dispfx.verification.equivalence import Verification, require
 from dispfx.words.option_names import option
+from dispfx.words.preconditions import refuse_rounded
 
 _TINY = 1e-30
 
@@ -53,32 +55,31 @@ class _Rounding:
         opened: the folder.
         scheme: of the weights.
         layers: those that are rounded, by path.
+        unfit: paths of those that are not, because their inputs do not fill groups.
     """
 
     opened: Opened
     scheme: str
     layers: dict[str, nn.Module]
+    unfit: tuple[str, ...] = ()
 
     @staticmethod
     def of(opened: Opened, scheme: str) -> "_Rounding":
         """Find the layers.
 
         Raises:
-            OutputError: if the folder has no modules or holds rounded weights, no layer can be rounded, or a
-                width does not fit.
+            OutputError: if the folder has no modules or holds rounded weights, or no layer can be rounded.
         """
         if opened.plan is None or read_layout(opened.path) is None:
             raise OutputError(
                 "a quantized checkpoint needs modules of transformers, and this folder holds a graph",
                 where=str(opened.path),
-                hint=f"add {option('onnx', True)} for an ONNX model with quantized weights",
+                hint=f"add {option('onnx', True)} for an ONNX model with quantized weights"
+                if has_onnx(opened.path)
+                else f"dispfx compile and apply write one with {option('export', 'onnx')}; "
+                f"{option('onnx', True)} then quantizes its ONNX model",
             )
-        if (rounded := read_section(opened.path).get("rounded")) is not None:
-            raise OutputError(
-                f"the weights of this folder have been rounded to {rounded['scheme']}",
-                where=str(opened.path),
-                hint="use the folder that it was made from",
-            )
+        refuse_rounded(opened.path)
         stored = weights.read_headers(opened.path)
         found: dict[str, nn.Module] = {
             path: layer
@@ -87,8 +88,15 @@ class _Rounding:
         }
         if not found:
             raise OutputError("no linear layer has a weight that can be rounded", where=str(opened.path))
-        require_widths(scheme, found)
-        return _Rounding(opened, scheme, found)
+        fitting = {path: layer for path, layer in found.items() if fills_groups(scheme, layer)}
+        if not fitting:
+            group = SCHEMES[scheme].grid.group
+            raise OutputError(
+                f"{scheme} keeps groups of {group} inputs, and no layer reads a multiple of {group}",
+                where=str(opened.path),
+                hint=f"dispfx compile {option('align', group)} makes such layers; or choose int8",
+            )
+        return _Rounding(opened, scheme, fitting, tuple(found.keys() - fitting.keys()))
 
     @property
     def model(self) -> nn.Module:
@@ -168,8 +176,8 @@ def write_quantized_checkpoint(opened: Opened, scheme: str, text: TextSettings) 
         text: calibration data, which int4 needs, and the text to measure on.
 
     Raises:
-        OutputError: if the folder has no modules of transformers or holds rounded weights, no layer can be
-            rounded, or a width does not fit.
+        OutputError: if the folder has no modules of transformers or holds rounded weights, or no layer can be
+            rounded.
         DataError: if a text is missing or cannot be used, or compressed-tensors is not installed.
         VerificationError: if the weights that are read back are not those that were chosen; then no folder is
             written.
@@ -191,9 +199,10 @@ def write_quantized_checkpoint(opened: Opened, scheme: str, text: TextSettings) 
             verify=tuple(lines),
             files={f"{scheme}/{name}": digest for name, digest in digests(folder).items()},
             rounded_by=chosen.name,
+            unfit=tuple(sorted(rounding.unfit)),
         )
-    record(opened.path, found)
-    return found
+        keep_figures(folder, found)
+    return record(opened.path, opened.path / scheme)
 
 
 def quantized_checkpoint_lines(opened: Opened) -> list[Verification]:

@@ -29,7 +29,7 @@ from dispfx.report import Quantized, QuantizedQuality
 from dispfx.run.calibration import Calibration, calibration_of
 from dispfx.run.folders import Opened
 from dispfx.run.onnx_folder import FOLDER
-from dispfx.run.quantized_record import quality_of, record, short_context
+from dispfx.run.quantized_record import keep_figures, quality_of, record, short_context
 from dispfx.run.run_text import MeasuredText
 from dispfx.settings import TextSettings
 from dispfx.settings.verb_settings import Quantize
@@ -82,8 +82,8 @@ def write_quantized_onnx(opened: Opened, scheme: Quantize, text: TextSettings) -
             files={f"{folder.name}/{name}": digest for name, digest in digests(written).items()},
             rounded_by=chosen.name if scheme == "int4" else "",
         )
-    record(opened.path, found)
-    return found
+        keep_figures(written, found)
+    return record(opened.path, folder)
 
 
 def _by_text(opened: Opened, chosen: Calibration) -> dict[str, Rounded]:

@@ -1,18 +1,29 @@
-"""What a folder records of its quantized forms: figures in report, card and page, and digests."""
+"""What a folder records of its quantized forms: figures in report, card and page, and digests.
 
+    DIR.partial/figures.json → DIR/int8/figures.json → report, card, page → DIR/int8 without figures.json
+
+A form appears with its figures in it, and they are removed when the folder has them.  So a process that dies
+in between loses nothing: the next run of the same command finds them and completes the folder.
+"""
+
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from dispfx.errors import DataError
 from dispfx.files.disk import replacing
+from dispfx.files.json_text import read_json
 from dispfx.quality.agreement import Comparison
 from dispfx.report import Protocol, Quantized, QuantizedQuality, Report, load_report, save_report
+from dispfx.report.json_form import from_plain, to_plain
 from dispfx.report.page import write_page
 from dispfx.report.quantized import with_quantized_section
 from dispfx.report.run import REPORT_FILE
 from dispfx.run.folders import Opened
 from dispfx.source.source import longest_context
 
+_FIGURES = "figures.json"
 # Both decoders give the logits of a whole window, which are large.
 _CONTEXT = 512
 
@@ -33,11 +44,37 @@ def quality_of(found: Comparison) -> QuantizedQuality:
     )
 
 
-def record(folder: Path, found: Quantized) -> None:
-    """Write the figures to the folder's report, card and page; they replace those of the same form."""
+def keep_figures(form: Path, found: Quantized) -> None:
+    """Write the figures of a form into its folder, which does not have its final name yet."""
+    (form / _FIGURES).write_text(json.dumps(to_plain(found)), encoding="utf-8")
+
+
+def is_unrecorded(form: Path) -> bool:
+    """Whether a form is complete, and the folder around it does not have all of its figures."""
+    return (form / _FIGURES).is_file()
+
+
+def record(folder: Path, form: Path) -> Quantized:
+    """Write the figures of a form to the folder's report, card and page, and return them.
+
+    They replace those of the same form.
+
+    Raises:
+        DataError: if the figures are damaged.
+    """
+    figures = form / _FIGURES
+    try:
+        found = from_plain(Quantized, read_json(figures), str(figures))
+    except ValueError as error:
+        raise DataError(f"the figures cannot be read: {error}", where=str(figures)) from error
+    if (folder / REPORT_FILE).is_file():
+        _record(folder, found)
+    figures.unlink()
+    return found
+
+
+def _record(folder: Path, found: Quantized) -> None:
     path = folder / REPORT_FILE
-    if not path.is_file():
-        return
     report = load_report(path)
     same = (found.name, found.form)
     others = tuple(one for one in report.quantized if (one.name, one.form) != same)

@@ -12,7 +12,7 @@ from dispfx.demo.grammar import generate_text
 from dispfx.errors import DataError
 from dispfx.ir.program import Program
 from dispfx.learning.mixture import Mixture, quotas
-from dispfx.learning.text import HELD_OUT_SHARE, Batches, TokenBatches
+from dispfx.learning.text import HELD_OUT_SHARE, Batches, TokenBatches, count_of_tokens
 from dispfx.quality.agreement import Comparison, compare_on_text
 from dispfx.quality.perplexity import TextFacts
 from dispfx.quality.second_text import NAME, second_text
@@ -189,15 +189,27 @@ class Text:
         """Raise if there are too few tokens to measure on, unless nothing will be measured.
 
         Raises:
-            DataError: if there is only one token.
+            DataError: with the tokens that are needed and those that there are.
         """
         for one in self.measured:
-            if len(one.tokens) + len(one.about.bos) < 2:
-                raise DataError(
-                    f"two tokens or more are needed to measure on, but there are {len(one.tokens)}",
-                    where=one.about.name,
-                    hint=f"use a longer text, or name another one to measure on with {option('eval_data')}",
+            found, needed = len(one.tokens), max(1, 2 - len(one.about.bos))
+            if found >= needed:
+                continue
+            if one.about.held_out_share is None:
+                problem = (
+                    f"the text to measure on has {count_of_tokens(found)}, and {needed} or more are needed"
                 )
+            else:
+                whole = found + sum(map(len, self.learn))
+                problem = (
+                    f"the last tenth of a text is measured on, so {round(needed / HELD_OUT_SHARE)} tokens or "
+                    f"more are needed, and it has {count_of_tokens(whole)}"
+                )
+            raise DataError(
+                problem,
+                where=one.about.name,
+                hint=f"use a longer text, or name another one to measure on with {option('eval_data')}",
+            )
 
     def require_learnable(self) -> None:
         """Raise if a part has too few tokens for the shortest possible sequence.
@@ -208,8 +220,9 @@ class Text:
         fewest = min((len(part) for part in self.learn), default=0)
         if fewest < 2:
             raise DataError(
-                f"two tokens or more are needed to learn from, but there are {fewest}",
+                f"the text to learn from has {count_of_tokens(fewest)}, and 2 or more are needed",
                 where=self.learned_name,
+                hint="use a longer text",
             )
 
     def batches(self, settings: LearnSettings | RecoverySettings) -> Batches:

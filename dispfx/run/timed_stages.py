@@ -7,12 +7,14 @@ with printing(["lower-gates"], observer):
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from dispfx.compiler.pipelines import PASSES
 from dispfx.errors import DispfxError, MemoryShortage, first_line, memory_shortage
 from dispfx.ir.pipeline import printing_after
 from dispfx.report import NullObserver, Observer
 from dispfx.words.choices import require_choice
+from dispfx.words.given import names_given, shown
 from dispfx.words.option_names import option
 
 # How to reduce the memory of a stage; there is no way for other stages.
@@ -25,11 +27,29 @@ _LESS = {
 _MORE = "end other programs, or use a machine or a GPU with more memory"
 
 
+def observer_given(observer: Any) -> Observer:
+    """Return an observer that was given, and one that shows nothing for None.
+
+    Raises:
+        DispfxError: if it lacks a method, which it would otherwise do in the middle of a run.
+    """
+    if observer is None:
+        return NullObserver()
+    events = [name for name in vars(Observer) if not name.startswith("_")]
+    for name in events:
+        if not callable(getattr(observer, name, None)):
+            raise DispfxError(
+                f"an observer with the method {name} was expected, but {shown(observer)} was given",
+                hint="derive yours from dispfx.report.NullObserver",
+            )
+    return observer
+
+
 class Stages:
     """Seconds by stage, in order; the times of a stage that runs twice are added."""
 
     def __init__(self, observer: Observer | None = None):
-        self.observer = observer or NullObserver()
+        self.observer = observer_given(observer)
         self.seconds: dict[str, float] = {}
 
     def say(self, notes: Iterable[str]) -> None:
@@ -69,9 +89,10 @@ def printing(names: Sequence[str], observer: Observer | None = None) -> Iterator
     Raises:
         DispfxError: if a name is unknown, listing all passes.
     """
+    names = names_given(names, "print_after")
     for name in names:
         require_choice(PASSES, name, "a pass to print after")
-    watcher = observer or NullObserver()
+    watcher = observer_given(observer)
     with printing_after(names, watcher.printed) as printer:
         yield
     for name in dict.fromkeys(names):

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from dispfx.errors import DispfxError, UnknownSettingError
 from dispfx.words.choices import closest, require_choice
+from dispfx.words.given import shown
 from dispfx.words.option_names import flag, option
 from dispfx.words.own_function import names_function
 
@@ -186,10 +187,14 @@ class Field:
         Raises:
             DispfxError: if the setting is a number and the value is no number, or one of another type.
         """
+        if self.kind is str and not self.names_place and not isinstance(value, str):
+            raise self.facts.error(
+                f"a text was expected for {option(self.name)}, but {shown(value)} was given"
+            )
         if not self.is_number:
             return value
-        if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-            value = value.item()
+        if getattr(value, "ndim", None) == 0 and (item := getattr(value, "item", None)) is not None:
+            value = item()
         if value is None and self.value is None:
             return value
         if not self.takes(value):

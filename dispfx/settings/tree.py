@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from dispfx.errors import DispfxError
 from dispfx.settings.field import Field, refuse_unknown_names, section_fields
+from dispfx.words.given import require_given
 from dispfx.words.option_names import option
 
 
@@ -73,6 +74,16 @@ class Tree:
             UnknownSettingError, DispfxError: as `of`.
         """
         return subject.changed(**changes) if isinstance(subject, cls) else cls.of(model=subject, **changes)
+
+    @classmethod
+    def required(cls, value: Any) -> Self:
+        """Return settings of this class.
+
+        Raises:
+            DispfxError: if the value is something else.
+        """
+        require_given(value, cls, f"{cls.__name__}.of(…) returns one")
+        return value
 
     def changed(self, **flat: Any) -> Self:
         """Return the settings with other values.

@@ -54,8 +54,8 @@ def check_checkpoint(folder: Path) -> None:
         raise SourceError(
             "the folder holds a decoder that dispfx has already pruned",
             where=str(folder),
-            hint="compile the decoder that it was made from, with a higher ratio; its plan is shown by "
-            f"dispfx inspect {folder / _PLAN_FILE}",
+            hint="name the dense decoder that it was made from; eval, generate, export and recover take this "
+            f"folder, and dispfx inspect {folder / _PLAN_FILE} shows its plan",
         )
     if (folder / ADAPTER_FILE).is_file():
         raise _adapter(folder)

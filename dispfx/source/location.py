@@ -50,13 +50,15 @@ def reach_hub(hub_id: str, revision: str | None, given: str = "MODEL") -> Locati
     Raises:
         SourceError: if the hub does not have it, or cannot be reached and it was never downloaded.
     """
+    # The forms of MODEL say nothing about an option that names something else.
+    forms, suggested = (f"; {FORMS}", suggestion_for(hub_id)) if given == "MODEL" else ("", None)
     try:
         HfApi().model_info(hub_id, revision=revision, timeout=_HUB_SECONDS)
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise SourceError(
             f"{given} is not a local folder, and the hub has no model of that name that you may read",
             where=hub_id,
-            hint=suggestion_for(hub_id) or f"check the spelling; {FORMS}",
+            hint=suggested or f"check the spelling{forms}",
         ) from error
     except RevisionNotFoundError as error:
         raise SourceError(f"the model has no revision {revision}", where=hub_id) from error
@@ -67,8 +69,7 @@ def reach_hub(hub_id: str, revision: str | None, given: str = "MODEL") -> Locati
             raise SourceError(
                 f"{given} is not a local folder, and the hub cannot be reached ({type(error).__name__})",
                 where=hub_id,
-                hint=suggestion_for(hub_id)
-                or f"check the path or the network, or download the model first; {FORMS}",
+                hint=suggested or f"check the path or the network, or download it first{forms}",
             ) from error
         return Location(hub_id, revision, hub=True, offline=True)
     return Location(hub_id, revision, hub=True)

@@ -4,10 +4,12 @@ Nothing here imports torch.
 """
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from dispfx.errors import DispfxError
+from dispfx.words.option_names import option
 
 _LONGEST = 60
 
@@ -23,7 +25,37 @@ def require_given(value: Any, wanted: type, where_from: str) -> None:
         DispfxError: with what was given.
     """
     if not isinstance(value, wanted):
-        raise DispfxError(f"a {wanted.__name__} was expected, but {shown(value)} was given", hint=where_from)
+        raise DispfxError(
+            f"{_with_article(wanted.__name__)} was expected, but {shown(value)} was given", hint=where_from
+        )
+
+
+def whole_number_given(value: Any, least: int, name: str) -> None:
+    """Raise unless a value is a whole number of at least `least`.
+
+    Raises:
+        DispfxError: with what was given.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise DispfxError(
+            f"a whole number of {least} or more was expected for {option(name)}, but {shown(value)} was given"
+        )
+
+
+def names_given(value: Any, name: str) -> tuple[str, ...]:
+    """Return names that were given as one string or several.
+
+    Raises:
+        DispfxError: if they are neither.
+    """
+    if isinstance(value, str):
+        return (value,)
+    names = tuple(value) if isinstance(value, Iterable) else None
+    if names is None or not all(isinstance(one, str) for one in names):
+        raise DispfxError(
+            f"a name or a list of names was expected for {option(name)}, but {shown(value)} was given"
+        )
+    return names
 
 
 def path_given(value: Any, what: str) -> Path:
@@ -45,5 +77,8 @@ def path_given(value: Any, what: str) -> Path:
 def shown(value: Any) -> str:
     """Return a value in a few words: itself if it is short, and its class otherwise."""
     text = repr(value) if isinstance(value, str | int | float | os.PathLike | None) else ""
-    kind = type(value).__name__
-    return text if text and len(text) <= _LONGEST else f"{'an' if kind[:1] in 'AEIOUaeiou' else 'a'} {kind}"
+    return text if text and len(text) <= _LONGEST else _with_article(type(value).__name__)
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"

@@ -14,16 +14,21 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import invalidate_caches
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from dispfx.errors import DispfxError, SourceError
 from dispfx.words.choices import choice, closest
+from dispfx.words.imported_files import imported_files
 
 Entry = TypeVar("Entry")
 _SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
 _IDENTITY = re.compile(r".+ \([0-9a-f]{16}\)")
+
+# Modules that files of functions imported from beside them: the folder, and the digest of the module's file.
+_imported: dict[str, tuple[Path, str]] = {}
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class OwnFunction:
 
     Args:
         name: as the user names it: `mine.py:score`, or its module and name.
-        digest: of the file, or of the function's source.
+        digest: of the file and of what it imports from beside it, or of the function's source.
     """
 
     name: str
@@ -74,7 +79,7 @@ def own_or_choice(table: Mapping[str, Entry], value: Any, what: str) -> Entry | 
 def own_function(value: Any) -> OwnFunction:
     """Return the function that `file.py:function` names, or a Python function, with its digest.
 
-    A file runs once until it changes, and can import modules from its own folder.
+    A file runs once until it changes, or a module that it imports from its own folder.
 
     Raises:
         SourceError: if there is no such file or function, or the file raises.
@@ -88,7 +93,11 @@ def own_function(value: Any) -> OwnFunction:
         content = path.read_bytes()
     except OSError as error:
         raise SourceError(f"the file of {value} cannot be read: {error.strerror}", where=str(path)) from error
-    module = _module(path.resolve(), content)
+    whole = path.resolve()
+    beside = tuple(sorted(imported_files(whole, content).items()))
+    digests = tuple((name, _digest(other.read_bytes())) for name, other in beside)
+    digest = _digest(repr((content, digests)).encode()) if beside else _digest(content)
+    module = _module(whole, content, digest, digests)
     function = getattr(module, found["name"], None)
     if not callable(function):
         known = [name for name, entry in vars(module).items() if inspect.isfunction(entry)]
@@ -97,7 +106,7 @@ def own_function(value: Any) -> OwnFunction:
             where=str(path),
             hint=closest(found["name"], known) or f"its functions are {', '.join(known) or 'none'}",
         )
-    return OwnFunction(value, _digest(content), function)
+    return OwnFunction(value, digest, function)
 
 
 def require_functions(*values: object) -> None:
@@ -130,15 +139,27 @@ def is_identity(value: object) -> bool:
 
 
 @cache
-def _module(path: Path, content: bytes) -> ModuleType:
+def _module(path: Path, content: bytes, digest: str, beside: tuple[tuple[str, str], ...]) -> ModuleType:
     """Run a file's content as a module.
 
-    Python's cached bytecode is not used: it identifies a file by modification second and size.
+    Python's cached bytecode of the file is not used: it identifies a file by modification second and size.
+
+    Args:
+        digest: of the file and the modules beside it.
+        beside: their names and digests.  Those that an earlier file imported are imported again if one has
+            changed, or if that file stands in another folder.
     """
-    module = ModuleType(f"_own_{path.stem}_{_digest(content)}")
+    module = ModuleType(f"_own_{path.stem}_{digest}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(path.parent))
+    now = {name: (path.parent, of_file) for name, of_file in beside}
+    if any(_imported.get(name, known) != known for name, known in now.items()):
+        for name in now.keys() & _imported.keys():  # one that is the same may have imported one that is not
+            sys.modules.pop(name, None)
+    _imported.update(now)
+    invalidate_caches()
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         exec(compile(content, str(path), "exec"), vars(module))  # noqa: S102
     except (Exception, SystemExit) as error:
@@ -148,6 +169,7 @@ def _module(path: Path, content: bytes) -> ModuleType:
             where=_line_of(error) or str(path),
         ) from error
     finally:
+        sys.dont_write_bytecode = before
         sys.path.remove(str(path.parent))
     return module
 

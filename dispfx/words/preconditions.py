@@ -114,6 +114,23 @@ def refuse_adapter(folder: Path) -> None:
         )
 
 
+def refuse_rounded(folder: Path) -> None:
+    """Check that a folder's weights are not rounded.
+
+    Raises:
+        OutputError: with the scheme of those that are.
+    """
+    try:
+        scheme = read_json(folder / "config.json")["quantization_config"]["rounded"]["scheme"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    raise OutputError(
+        f"this needs plain weights, and those of this folder have been rounded to {scheme}",
+        where=str(folder),
+        hint="use the folder that it was made from; eval, generate and transformers take this one",
+    )
+
+
 def check_folder(path: str | os.PathLike[str], *, report: bool = False) -> None:
     """Check that a path is the folder of a pruned decoder.
 
@@ -129,13 +146,8 @@ def check_folder(path: str | os.PathLike[str], *, report: bool = False) -> None:
         raise OutputError(problem, where=str(path), hint="pass one that dispfx wrote")
     refuse_adapter(folder)
     saved_again = is_saved_again(folder)
-    if saved_again and report and "rounded" in read_json(folder / "config.json")["quantization_config"]:
-        raise OutputError(
-            "this folder holds rounded weights, and no report",
-            where=str(path),
-            hint="pass the folder that it was made from, whose report has the figures of both",
-        )
     if saved_again and report:
+        refuse_rounded(folder)
         raise OutputError(
             "transformers wrote this folder (save_pretrained), so it has no report",
             where=str(path),

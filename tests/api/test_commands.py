@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -291,7 +292,12 @@ def test_export_writes_a_program_that_agrees_and_no_other(
     (copy / "program.pt2").unlink()
     with monkeypatch.context() as patch:
         line = Verification("program.pt2 = checkpoint", (2, 9), 1.0, 1.0, 1e-5)
-        patch.setattr("dispfx.api.commands.exported_lines", lambda *words: [line])
+
+        def compared(folder: Path, *others: Any) -> list[Verification]:
+            assert (folder / "program.pt2").is_file() and not (copy / "program.pt2").exists()
+            return [line]
+
+        patch.setattr("dispfx.api.commands.exported_lines", compared)
         with pytest.raises(VerificationError):
             export(copy, pt2=True)
     assert not (copy / "program.pt2").exists()

@@ -431,7 +431,11 @@ REFUSED = {
         "the decoder's table of positions ends after 64",
     ),
     "ids of another vocabulary": ({"data": torch.full((600,), 61)}, DataError, "must be in [0, 61)"),
-    "one token to measure on": ({"data": random_tokens(17)}, DataError, "two tokens or more are needed"),
+    "one token to measure on": (
+        {"data": random_tokens(18)},
+        DataError,
+        "the last tenth of a text is measured on, so 20 tokens or more are needed, and it has 18 tokens",
+    ),
     "no such function": ({"model": "tests.api.plain:nothing"}, SourceError, "has no nothing"),
     "every branch skipped": ({"skip": ["*"]}, DispfxError, "`skip` leaves out"),
     "an unknown export": (
@@ -470,7 +474,7 @@ def test_text_that_is_missing_is_said_before_a_decoder_is_opened(
 def test_a_text_of_one_token_is_refused_before_the_capture(tmp_path: Path):
     watcher = Watcher()
     for tokens in (random_tokens(1), random_tokens(0)):
-        with pytest.raises(DataError, match="two tokens or more are needed to learn from"):
+        with pytest.raises(DataError, match=r"to learn from has \d tokens?, and 2 or more are needed"):
             dispfx.compile(MODEL, RATIO, out=tmp_path / "out", data=tokens, eval_data=None, observer=watcher)
     assert watcher.programs == [] and list(tmp_path.iterdir()) == []
 

@@ -3,7 +3,9 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +21,9 @@ from transformers import (
 )
 
 from dispfx import api
-from dispfx.errors import DispfxError, OutputError, PlanMismatchError, VerificationError
+from dispfx.errors import DataError, DispfxError, OutputError, PlanMismatchError, VerificationError
 from dispfx.quantization import stored_weights
-from dispfx.report import load_report
+from dispfx.report import load_report, save_report
 from tests.command_line import run
 from tests.quantized_folders import copied, made, tokens
 from tests.tiny_transformers import VOCABULARY, tiny_transformer
@@ -31,13 +33,13 @@ SCHEMES = ("int8", "int4", "fp8")
 LAYER = "model.layers.0.mlp.down_proj"
 
 
-def wide_llama() -> nn.Module:
-    """Return a decoder whose widths are multiples of 32."""
+def wide_llama(hidden: int = 64, inner: int = 128) -> nn.Module:
+    """Return a decoder whose widths are multiples of 32, or others."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=hidden,
+        intermediate_size=inner,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -128,6 +130,50 @@ def test_verify_report_card_and_page_know_them(folder: Path):
         assert "checkpoint, int4" in (folder / name).read_text(), name
 
 
+@pytest.mark.parametrize("moment", ["save_report", "with_quantized_section", "write_page"])
+def test_a_run_that_dies_before_the_report_is_completed_by_the_next(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+):
+    path, data = copied(folder, tmp_path), str(tokens(tmp_path / "text.safetensors", 600))
+    shutil.rmtree(path / "fp8")
+    report = load_report(path / "report.json")
+    save_report(replace(report, quantized=report.quantized[:2]), path / "report.json")
+
+    class Death(BaseException):
+        """Leaves the files of a process that was killed: nothing here cleans up after it."""
+
+    def die(*args: Any) -> None:
+        raise Death
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"dispfx.run.quantized_record.{moment}", die)
+        with pytest.raises(Death):
+            api.export(path, quantize="fp8", data=data)
+    whole = sorted(one.name for one in (folder / "fp8").iterdir())
+    assert sorted(one.name for one in (path / "fp8").iterdir()) == sorted([*whole, "figures.json"])
+    assert torch.equal(
+        weight_at(AutoModelForCausalLM.from_pretrained(path / "fp8")), number_by_number(folder, "fp8")
+    )
+
+    ended = run("export", path, "--quantize", "fp8", "--data", data)
+    assert ended.exit_code == 0 and "an earlier run ended before" in ended.output
+    assert sorted(one.name for one in (path / "fp8").iterdir()) == whole
+    found = load_report(path / "report.json").quantized[2]
+    assert replace(found, files={}) == replace(report.quantized[2], files={})
+    assert all(line.holds for line in api.verify(path))
+    assert all("checkpoint, fp8" in (path / name).read_text() for name in ("README.md", "report.html"))
+    assert run("export", path, "--quantize", "fp8", "--data", data).exit_code == 2
+
+
+def test_figures_that_are_damaged_are_named(folder: Path, tmp_path: Path):
+    path = copied(folder, tmp_path)
+    for text in ("nothing", "{}", '{"name": 3}'):
+        (path / "fp8/figures.json").write_text(text)
+        with pytest.raises(DataError) as raised:
+            api.export(path, quantize="fp8")
+        assert "figures.json" in str(raised.value)
+
+
 def test_a_body_another_head_and_a_saved_copy_load(folder: Path, tmp_path: Path):
     path = folder / "int4"
     body = AutoModel.from_pretrained(path)
@@ -173,9 +219,9 @@ def test_eval_and_generate_take_it_and_graphs_do_not(folder: Path, tmp_path: Pat
     data = str(tokens(tmp_path / "text.safetensors", 600))
     assert run("eval", folder / "int4", "--eval-data", data).exit_code == 0
     refused = run("export", folder / "int4", "--pt2")
-    assert refused.exit_code == 2 and "weights of int4" in refused.stderr
+    assert refused.exit_code == 2 and "rounded to int4" in refused.stderr
     compared = run("compare", folder / "int4", folder)
-    assert compared.exit_code == 2 and "pass the folder that it was made from" in compared.stderr
+    assert compared.exit_code == 2 and "use the folder that it was made from" in compared.stderr
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -198,7 +244,7 @@ def test_rounded_weights_are_not_rounded_again(folder: Path, scheme: str, tmp_pa
     )
     assert refused.exit_code == 2 and f"rounded to {scheme}" in refused.stderr
     shown = run("compare", folder, folder / scheme, "--out", tmp_path / "page.html")
-    assert shown.exit_code == 2 and "rounded weights" in shown.stderr
+    assert shown.exit_code == 2 and f"rounded to {scheme}" in shown.stderr
 
 
 def test_weights_on_disk_are_refused(folder: Path, tmp_path: Path):
@@ -214,7 +260,7 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing(folder: Path, tmp_pat
     odd = made(tmp_path / "odd", wide_llama())
     before = sorted(path.name for path in odd.iterdir())
     data = str(tokens(tmp_path / "text.safetensors", 600))
-    narrow = run("export", odd, "--quantize", "int4", "--data", data)
+    narrow = run("export", made(tmp_path / "narrow", wide_llama(24, 30)), "--quantize", "int4")
     assert narrow.exit_code == 2 and "--align 32" in narrow.stderr and "groups of 32" in narrow.stderr
     blind = run("export", copied(folder, tmp_path), "--quantize", "int4")
     assert blind.exit_code == 2 and "must not exist yet" in blind.stderr
@@ -230,9 +276,32 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing(folder: Path, tmp_pat
         api.export(transposed, quantize="int8")
 
 
+def test_layers_whose_inputs_fill_no_groups_keep_their_weights_and_are_named(tmp_path: Path):
+    path = made(tmp_path / "out", wide_llama())
+    before = AutoModelForCausalLM.from_pretrained(path)
+    linear = {name: one for name, one in before.named_modules() if isinstance(one, nn.Linear)}
+    widths = {name: one.in_features for name, one in linear.items() if name != "lm_head"}
+    unfit = sorted(name for name, width in widths.items() if width % 32)
+    assert 0 < len(unfit) < len(widths)
+
+    found = run("export", path, "--quantize", "int4", "--data", tokens(tmp_path / "text.safetensors", 600))
+    assert found.exit_code == 0, found.output
+    (told,) = load_report(path / "report.json").quantized
+    assert list(told.unfit) == unfit and {f"{name}.weight" for name in unfit} < set(told.left)
+    for shown in (found.output, (path / "README.md").read_text()):
+        assert f"{len(unfit)} layers among them, such as {unfit[0]}" in " ".join(shown.split())
+    after = AutoModelForCausalLM.from_pretrained(path / "int4")
+    for name in widths:
+        same = torch.equal(*(one.get_parameter(f"{name}.weight") for one in (before, after)))
+        assert same is (name in unfit), name
+    ignored = json.loads((path / "int4/config.json").read_text())["quantization_config"]["rounded"]["format"]
+    assert set(unfit) < set(ignored["ignore"])
+    assert all(line.holds for line in api.verify(path))
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_folder_with_rounded_weights_is_not_rounded_again(folder: Path, scheme: str):
-    with pytest.raises(OutputError, match=f"rounded to {scheme}"):
+    with pytest.raises(OutputError, match=f"have been rounded to {scheme}"):
         api.export(folder / scheme, quantize="int8")
     assert not (folder / scheme / "int8").exists()
 

@@ -56,6 +56,17 @@ def test_texts_without_weights_are_joined_and_their_last_tenth_is_held_out(sourc
     assert isinstance(batches, TokenBatches) and batches.windows == 22
 
 
+def test_a_text_too_short_to_measure_on_is_refused_with_what_it_has_and_needs(source: Source, tmp_path: Path):
+    long = stored(tmp_path / "long.safetensors", torch.arange(60))
+    short = stored(tmp_path / "short.safetensors", torch.arange(10))
+    one = stored(tmp_path / "one.safetensors", torch.arange(1))
+    tenth = "a text is measured on, so 20 tokens or more are needed, and it has 10 tokens"
+    with pytest.raises(DataError, match=tenth):
+        open_text(source, texts([short])).require_measurable()
+    with pytest.raises(DataError, match="the text to measure on has 1 token, and 2 or more are needed"):
+        open_text(source, texts([long], eval_data=one)).require_measurable()
+
+
 def test_with_weights_the_last_tenth_of_each_text_is_held_out(source: Source, tmp_path: Path):
     a = stored(tmp_path / "a.safetensors", torch.arange(60))
     b = stored(tmp_path / "b.safetensors", torch.arange(100, 140))

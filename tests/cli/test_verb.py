@@ -24,10 +24,13 @@ CONTRACT = {
     "inspect": "config-only skip select steps seq-len batch-size hypernetwork revision dtype device",
     "verify": "trust-remote-code",
     "eval": "dense eval-data tasks task-folder shots limit batch-size context eval-windows out device",
-    "export": "onnx pt2 quantize eval-data eval-windows opset write ort-fusions no-padding trust-remote-code",
-    "generate": "prompt max-new-tokens temperature top-k seed runtime bos print-after",
+    "export": (
+        "onnx pt2 quantize eval-data eval-windows tokenizer opset write ort-fusions no-padding "
+        "trust-remote-code"
+    ),
+    "generate": "prompt max-new-tokens temperature top-k seed runtime tokenizer bos print-after",
     "sample": "out data tokens seq-len opening batch-size temperature seed print-after",
-    "bench": "dense batch prompt past mode runtime align eval-data eval-windows device out",
+    "bench": "dense batch prompt past mode runtime align eval-data eval-windows tokenizer device out",
     "recover": (
         "dense train data eval-data out merge rank alpha lr steps batch-size seq-len seed measure-every "
         "patience save-every resume launch print-after"

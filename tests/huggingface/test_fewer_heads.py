@@ -1,6 +1,7 @@
 """Folders of decoders that keep some of their key/value heads: modules, caches and ONNX models follow."""
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -9,15 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    GenerationConfig,
     PreTrainedConfig,
 )
 
 import dispfx
 from dispfx.api.commands import export
 from dispfx.api.compilation import apply
+from dispfx.errors import OutputError
 from dispfx.huggingface.widths import counted_heads
 from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
@@ -124,6 +128,15 @@ def test_copies_and_saved_decoders_keep_their_heads(pruned: Any, tmp_path: Path)
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")(IDS).logits, expected)
 
 
+def test_continuous_batching_is_refused_by_name(pruned: Any, tmp_path: Path) -> None:
+    """transformers logged errors, and returned empty texts."""
+    pruned.save_pretrained(tmp_path)
+    for model in (pruned, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        with pytest.raises(OutputError, match=r"keeps \d of \d here") as raised:
+            model.generate_batch([[1, 2, 3]], GenerationConfig(max_new_tokens=2))
+        assert ".heads" in str(raised.value)
+
+
 def test_another_implementation_of_attention_takes_fewer_heads(pruned: Any) -> None:
     with torch.no_grad():
         expected = pruned(IDS).logits
@@ -156,6 +169,30 @@ def test_the_onnx_model_caches_what_is_left(fewer: Folder) -> None:
     caches = CachedSession(fewer.path / "onnx" / "model.onnx").caches
     assert [cache.heads for cache in caches] == [1, 1, 2, 2]
     assert not (fewer.path / "onnx" / "genai_config.json").exists(), "genai has one number of heads"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_configs_next_to_an_onnx_model_name_the_heads_that_all_layers_keep(name: str, tmp_path: Path) -> None:
+    """The number of the dense decoder gave clients a cache of another shape."""
+    model: Any = tiny_transformer(name)
+    program = dispfx.capture(model, sites="heads")
+    masks = {
+        site.name: torch.arange(1 if site.kind == "heads" else site.size, dtype=torch.int32)
+        for site in program.sites
+    }
+    plan = Plan.from_masks(program, masks)
+    apply(model, plan, out=tmp_path / "out", export="onnx")
+
+    config = AutoConfig.from_pretrained(tmp_path / "out/onnx")
+    assert getattr(config, "num_key_value_heads", 1) == 1
+    groups = model.config.num_attention_heads // getattr(
+        model.config, "num_key_value_heads", model.config.num_attention_heads
+    )
+    assert config.num_attention_heads == groups
+    entries = json.loads((tmp_path / "out/onnx/genai_config.json").read_text())["model"]["decoder"]
+    assert (entries["num_key_value_heads"], entries["num_attention_heads"]) == (1, groups)
+    assert entries["head_size"] == model.config.hidden_size // model.config.num_attention_heads
+    assert getattr(config, "head_dim", entries["head_size"]) == entries["head_size"]
 
 
 def test_a_number_of_heads_that_differs_by_layer_is_not_read_from_the_config() -> None:

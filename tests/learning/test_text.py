@@ -75,7 +75,7 @@ def test_the_digest_follows_content_and_length():
 
 def test_a_text_shorter_than_one_sequence_is_a_data_error_with_both_numbers():
     with pytest.raises(
-        DataError, match=r"one sequence needs 2,048 tokens, .* has 1,800 without the 200 held"
+        DataError, match=r"one sequence needs 2,048 tokens, .* has 1,800 after 200 tokens to measure on"
     ):
         TokenBatches.split(torch.arange(2000), seq_len=2048, batch_size=1)
 

@@ -153,6 +153,28 @@ def test_a_cost_that_changes_between_calls_is_refused(program: dispfx.Program):
         dispfx.Plan.random(program, 0.3, 0, of=growing)
 
 
+def in_tiles(shapes: Shapes) -> Any:
+    """Multiples of 8, as a kernel would pad them."""
+    return sum(prod(torch.ceil(torch.as_tensor(size / 8)) for size in shape) for shape in shapes.values())
+
+
+def with_a_slope(shapes: Shapes) -> Any:
+    """The same, with the gradient of what is not padded."""
+    plain = sum(prod(torch.as_tensor(size / 8) for size in shape) for shape in shapes.values())
+    return plain + (in_tiles(shapes) - plain).detach()
+
+
+def test_a_cost_with_steps_is_refused_before_learning(program: dispfx.Program):
+    with pytest.raises(BudgetError, match="changes in steps: it falls by"):
+        dispfx.Plan.random(program, 0.3, 0, of=in_tiles)
+    with pytest.raises(BudgetError, match="changes in steps") as raised:
+        dispfx.Plan.random(
+            program, 0.3, 0, of=lambda shapes: {"a": parameters(shapes), "b": in_tiles(shapes)}
+        )
+    assert " for b " in str(raised.value)
+    ParameterCount.of_sites(program.sites, program.shapes, with_a_slope)
+
+
 def test_a_plan_holds_the_name_of_a_cost_and_never_runs_it(program: dispfx.Program, tmp_path: Path):
     plan = dispfx.Plan.random(program, 0.3, 0, of=parameters)
     plan.save(tmp_path / "plan.safetensors")

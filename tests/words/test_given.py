@@ -19,6 +19,7 @@ PLAN: Any = Plan.random(PROGRAM, 0.3, 0)
 NONE: Any = None
 THREE: Any = 3
 FILE: Any = "plan.safetensors"
+IDS = torch.arange(600) % 32
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,36 @@ FILE: Any = "plan.safetensors"
         (lambda: api.export(THREE), "a decoder", "3"),
         (lambda: dispfx.compile(PROGRAM, 0.3, "text.txt", "DIR"), "a decoder", "a Program"),
         (lambda: dispfx.compile(MODEL, 0.3, "text.txt", THREE), "path of the output", "3"),
+        (lambda: dispfx.capture(MODEL, sites=THREE), "a list of names", "3"),
+        (lambda: dispfx.capture(MODEL, skip=NONE), "a list of names", "None"),
+        (lambda: dispfx.capture(MODEL, sites=[THREE]), "a list of names", "a list"),
+        (lambda: dispfx.capture(MODEL, passes=THREE), "a list of passes", "3"),
+        (lambda: dispfx.lower(PROGRAM, PLAN, passes=NONE), "a list of passes", "None"),
+        (lambda: dispfx.capture(MODEL, vocabulary_size=FILE), "a whole number of 1 or more", repr(FILE)),
+        (lambda: dispfx.capture(MODEL, vocabulary_size=0), "a whole number of 1 or more", "0"),
+        (lambda: api.capture_cached(MODEL, vocabulary_size=FILE), "a whole number of 1 or more", repr(FILE)),
+        (lambda: api.analyse(MODEL, longest=NONE), "a whole number of 0 or more", "None"),
+        (lambda: api.analyse(MODEL, separator=FILE), "a whole number of 0 or more", repr(FILE)),
+        (lambda: api.lower_cached(MODEL, NONE), "a Plan", "None"),
+        (lambda: api.separate_documents(MODEL, NONE, 1), "a Program", "None"),
+        (lambda: api.coverage(MODEL), "a Program", "a Decoder"),
+        (lambda: api.estimate(MODEL), "a Program", "a Decoder"),
+        (lambda: api.estimate(PROGRAM, THREE), "a LearnSettings", "3"),
+        (lambda: api.estimate(PROGRAM, device=THREE), "a device", "3"),
+        (lambda: api.settings_of(PROGRAM, NONE), "a LearnSettings", "None"),
+        (lambda: api.settings_of(MODEL, NONE), "a Program", "a Decoder"),
+        (lambda: dispfx.learn(PROGRAM, IDS, 0.3, settings=THREE), "a LearnSettings", "3"),
+        (lambda: dispfx.learn(PROGRAM, IDS, 0.3, compute=THREE), "a ComputeSettings", "3"),
+        (lambda: dispfx.learn(PROGRAM, IDS, 0.3, watch=THREE), "a Watch", "3"),
+        (lambda: dispfx.learn(PROGRAM, IDS, 0.3, ranks=THREE), "a Ranks", "3"),
+        (lambda: dispfx.compile(MODEL, 0.3, IDS, "DIR", settings=THREE), "a RunSettings", "3"),
+        (lambda: dispfx.compile(MODEL, 0.3, IDS, "DIR", observer=THREE), "an observer with the", "3"),
+        (lambda: api.run_compile(THREE), "a RunSettings", "3"),
+        (lambda: api.run_learn(THREE), "a RunSettings", "3"),
+        (lambda: api.run_apply(THREE), "an ApplySettings", "3"),
+        (lambda: api.run_recover(THREE), "a RecoverSettings", "3"),
+        (lambda: api.preview(THREE), "a RunSettings", "3"),
+        (lambda: api.generate("demo", THREE), "a text", "3"),
     ],
 )
 def test_another_kind_of_argument_is_named(call: Callable[[], Any], wanted: str, given: str):

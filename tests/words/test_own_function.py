@@ -42,6 +42,54 @@ def test_a_function_is_known_by_its_name_and_what_is_in_its_file():
     assert identity_of(_folder) != identity_of(test_a_function_is_known_by_its_name_and_what_is_in_its_file)
 
 
+@pytest.mark.parametrize(
+    ("place", "imported"),
+    [
+        ("beside.py", "from beside import FACTOR"),
+        ("beside.py", "import beside\nFACTOR = beside.FACTOR"),
+        ("lib/__init__.py", "from lib import FACTOR"),
+        ("lib/deep.py", "from lib.deep import FACTOR"),
+        ("lib/deep.py", "from further import FACTOR"),
+        ("lib/other.py", "from further import FACTOR"),
+    ],
+)
+def test_a_function_is_known_by_what_its_file_imports_from_beside_it(place: str, imported: str):
+    Path("lib").mkdir()
+    for path in ("lib/__init__.py", "lib/deep.py", "beside.py"):
+        Path(path).write_text("FACTOR = 2")
+    if place == "lib/other.py":
+        Path("lib/deep.py").write_text("from .other import FACTOR")
+        Path(place).write_text("FACTOR = 2")
+    Path("further.py").write_text("from lib.deep import FACTOR")
+    Path("unread.py").write_text("FACTOR = 2")
+    Path("mine.py").write_text(f"{imported}\nimport math\ndef score(x):\n    return FACTOR * x\n")
+    before, found = identity_of("mine.py:score"), own_function("mine.py:score")
+    Path("unread.py").write_text("FACTOR = 4")
+    assert identity_of("mine.py:score") == before and found(3) == 6
+    Path(place).write_text("FACTOR = 5")
+    assert identity_of("mine.py:score") != before
+    assert own_function("mine.py:score")(3) == 15 and found(3) == 6, "the same length, in the same second"
+
+
+def test_an_import_inside_a_function_counts_and_one_of_dispfx_does_not():
+    Path("mine.py").write_text("def score(x):\n    import beside\n    import dispfx\n    return x\n")
+    Path("dispfx.py").write_text("raise SystemExit")
+    before = identity_of("mine.py:score")
+    Path("dispfx.py").write_text("")
+    assert identity_of("mine.py:score") == before
+    Path("beside.py").write_text("FACTOR = 3")
+    assert identity_of("mine.py:score") != before
+
+
+def test_two_folders_with_one_name_beside_do_not_share_it():
+    for folder, factor in (("a", 2), ("b", 7)):
+        Path(folder).mkdir()
+        Path(folder, "mine.py").write_text(MINE)
+        Path(folder, "beside.py").write_text(f"FACTOR = {factor}")
+    found = [own_function(f"{folder}/mine.py:score") for folder in "ab"]
+    assert [one(1) for one in found] == [2, 7]
+
+
 def test_only_a_function_of_a_file_or_of_python_is_taken_for_one():
     assert (
         names_function("mine.py:score")
