@@ -11,7 +11,7 @@ Rules:
 3. Where positions do not follow features one to one, each has the number of its feature; positions that
    follow none have one.  Positions that another site cuts, as values cut those of heads, are left out.
 4. Left alone are sites of the whole stream, sites whose stacked experts have features of their own, and sites
-   of which a gate cannot be found in the lowered graph any more, such as values behind the numbers of heads.
+   whose gate cannot be found in the lowered graph any more, such as values after the numbers of heads.
    Means and norms over a site's features are no place for a number: what they see stays as it is.
 5. The product is taken in float32 and rounded once.
 `dispfx.compiler.scales` folds the numbers into the weights.

@@ -144,7 +144,7 @@ def apply(
     """Prune a decoder by the plan that was learned on it, and write a verified folder.
 
     Args:
-        plan: a plan, or its file; or a family of plans, of which `ratio` chooses one.
+        plan: a plan, or its file; or a family of plans, and `ratio` names one.
         data: texts or token ids, (N,) integers, whose last tenth is measured on, unless `eval_data` is given.
         model, out, and others: as for `compile`; single settings are those of `ApplySettings`.
 

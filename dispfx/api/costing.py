@@ -44,7 +44,7 @@ def costs(model: Any, out: Any = None, *, observer: Observer | None = None, **ch
     Raises:
         UnknownSettingError: if one of `changes` is no setting.
         OutputError: if the file exists.
-        DataError: if a step is none, or longer than the decoder reads.
+        DataError: if a step cannot be read, or is longer than the decoder reads.
         CaptureError, UnsupportedGraphError: if the decoder cannot be captured with a cache.
         DispfxError: if a step cannot be run.
     """

@@ -119,7 +119,7 @@ def _smallest_within(measured: _Measured, points: list[CurvePoint], limit: float
     """Return the point with the largest ratio that is found within a divergence, by halving an interval.
 
     Raises:
-        BudgetError: if there is none.
+        BudgetError: if every point is further away.
     """
     good = [point for point in points if point.kl <= limit]
     if not good:

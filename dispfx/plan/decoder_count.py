@@ -33,7 +33,7 @@ def count_of(budget: Budget, program: Program) -> ParameterCount:
 
 
 def _cache_by_heads(program: Program) -> LinearCount:
-    """Return the cache, of which heads can be removed."""
+    """Return the cache, as far as heads hold it."""
     size = program.cache
     if size is not None and size.unaffected:
         raise BudgetError(

@@ -129,7 +129,7 @@ def _at_ratio(whole: WidthSearch, sites: Sequence[Site], budget: Budget, *, in_o
     """Return the widths that meet the ratio (rules 1 to 5); `in_order` as for `harden`.
 
     Raises:
-        BudgetError: if there are none.
+        BudgetError: if no widths meet them.
     """
     widths_G = whole.held_widths
     for search in _parts(whole):

@@ -1,4 +1,4 @@
-"""Which moves of which groups have changes with a given sum, at the least cost: a knapsack.
+"""Choose moves of groups whose changes have a given sum, at the least cost: a knapsack.
 
 Every group stays or makes one of its moves.  Dynamic programming over the sum (Bellman 1957): after every
 group, the least cost of each sum so far, and the move of that group with which it is reached.  Changes are

@@ -6,7 +6,7 @@ Rules:
 2. A head is a large step.  With the heads that stay, the ratio is searched once more, so that other features
    come back.
 3. Limits that the dense decoder meets, and limits that even the least widths do not meet, are errors.  With a
-   share of the KV cache of its own, the first are none: its heads go.
+   share of the KV cache of its own, the first are no errors: its heads go.
 
 Entry point: `within_limits`.
 """

@@ -517,7 +517,7 @@ def is_family_file(path: str | os.PathLike[str]) -> bool:
 def _single_plan(plan: Plan, stored: StoredPlan) -> Plan:
     if FAMILY in stored.header:
         raise ValueError(
-            "it is a family of plans, of which `dispfx apply` makes one with "
+            "it is a family of plans; `dispfx apply` takes one of them with "
             f"{option('ratio', 'R')}, and Family.load(file).at(program, ratio) in Python"
         )
     return plan

@@ -19,7 +19,7 @@ from dispfx.plan.latency_table import StepTimes
 from dispfx.plan.linear_count import LinearCount
 from dispfx.plan.parameter_count import ParameterCount
 
-# A step takes some time, however little is left.
+# A step takes some time even if nearly nothing is left.
 _LEAST_SHARE = 1e-3
 
 

@@ -49,7 +49,7 @@ def calibration_of(opened: Opened, scheme: str, text: TextSettings) -> Calibrati
     """Read the texts that a user named; the demo has its own.
 
     Raises:
-        DataError: if a text cannot be used, or the scheme needs one and there is none.
+        DataError: if a text cannot be used, or the scheme needs one and has no text.
     """
     chosen = TextChoice(text)
     chosen.check()

@@ -184,7 +184,7 @@ class LearningJob:
         compute: how the decoder is run.
         ranks: the processes of the run.
         start_from: kept indices of every site to start from.
-        knots: of a range of ratios, of which the budget has the largest.
+        knots: of a range of ratios; the budget has the largest.
     """
 
     program: Program

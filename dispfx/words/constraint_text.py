@@ -77,7 +77,7 @@ def parse_constraint(text: object) -> Constraint:
         raise _unreadable(text, "it is not of that form")
     kind, unit, number = found["kind"].lower(), found["unit"].lower(), float(found["number"])
     if kind not in _SIGNS:
-        raise _unreadable(text, f"{found['kind']!r} is none of {', '.join(get_args(ConstraintKind))}")
+        raise _unreadable(text, f"{found['kind']!r} is not one of {', '.join(get_args(ConstraintKind))}")
     if (found["sign"] or "").lower() != (_SIGNS[kind] or ""):
         raise _unreadable(text, f"{kind} is written in another way")
     batch, length = int(found["batch"] or 0), int(found["length"] or 0)

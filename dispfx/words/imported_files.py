@@ -1,4 +1,4 @@
-"""Which files beside a Python file it imports, directly or through each other.
+"""Which files of its folder a Python file imports, directly or through each other.
 
     mine.py: import rates          →  {rates: rates.py, tables: tables/__init__.py}
     rates.py: from tables import T

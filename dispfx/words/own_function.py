@@ -27,7 +27,7 @@ Entry = TypeVar("Entry")
 _SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
 _IDENTITY = re.compile(r".+ \([0-9a-f]{16}\)")
 
-# Modules that files of functions imported from beside them: the folder, and the digest of the module's file.
+# Modules that files of functions imported from their folder: the folder, and the digest of the module's file.
 _imported: dict[str, tuple[Path, str]] = {}
 
 
@@ -37,7 +37,7 @@ class OwnFunction:
 
     Args:
         name: as the user names it: `mine.py:score`, or its module and name.
-        digest: of the file and of what it imports from beside it, or of the function's source.
+        digest: of the file and of what it imports from its folder, or of the function's source.
     """
 
     name: str
@@ -94,9 +94,9 @@ def own_function(value: Any) -> OwnFunction:
     except OSError as error:
         raise SourceError(f"the file of {value} cannot be read: {error.strerror}", where=str(path)) from error
     whole = path.resolve()
-    beside = tuple(sorted(imported_files(whole, content).items()))
-    digests = tuple((name, _digest(other.read_bytes())) for name, other in beside)
-    digest = _digest(repr((content, digests)).encode()) if beside else _digest(content)
+    neighbours = tuple(sorted(imported_files(whole, content).items()))
+    digests = tuple((name, _digest(other.read_bytes())) for name, other in neighbours)
+    digest = _digest(repr((content, digests)).encode()) if neighbours else _digest(content)
     module = _module(whole, content, digest, digests)
     function = getattr(module, found["name"], None)
     if not callable(function):
@@ -139,21 +139,21 @@ def is_identity(value: object) -> bool:
 
 
 @cache
-def _module(path: Path, content: bytes, digest: str, beside: tuple[tuple[str, str], ...]) -> ModuleType:
+def _module(path: Path, content: bytes, digest: str, neighbours: tuple[tuple[str, str], ...]) -> ModuleType:
     """Run a file's content as a module.
 
     Python's cached bytecode of the file is not used: it identifies a file by modification second and size.
 
     Args:
-        digest: of the file and the modules beside it.
-        beside: their names and digests.  Those that an earlier file imported are imported again if one has
-            changed, or if that file stands in another folder.
+        digest: of the file and the modules of its folder.
+        neighbours: their names and digests.  Those that an earlier file imported are imported again if one
+            has changed, or if that file stands in another folder.
     """
     module = ModuleType(f"_own_{path.stem}_{digest}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(path.parent))
-    now = {name: (path.parent, of_file) for name, of_file in beside}
+    now = {name: (path.parent, of_file) for name, of_file in neighbours}
     if any(_imported.get(name, known) != known for name, known in now.items()):
         for name in now.keys() & _imported.keys():  # one that is the same may have imported one that is not
             sys.modules.pop(name, None)

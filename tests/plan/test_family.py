@@ -19,6 +19,7 @@ from dispfx.plan.hardening import ParameterCount, removal_order
 from dispfx.plan.knots import ONE_KNOT, Knots, mixed, unmixed
 from dispfx.plan.plan import Plan, is_family_file
 from tests.programs import program_of, relative_error, token_ids
+from tests.tiny_transformers import tiny_transformer
 
 KNOTS = Knots.of_range(0.1, 0.6)
 
@@ -101,6 +102,18 @@ def test_a_smaller_plan_keeps_only_what_a_larger_one_keeps(program: Program, see
     for larger, smaller in pairwise(plans):
         for name, kept in smaller.kept.items():
             assert set(kept.tolist()) <= set(larger.kept[name].tolist()), name
+
+
+def test_heads_and_values_follow_the_same_order():
+    program = dispfx.capture(tiny_transformer("llama"), sites=("heads", "attention-values"))
+    family = Family.of(program, Budget(0.6), KNOTS, rows_of(program, KNOTS))
+    larger, smaller = family.at(program, 0.25), family.at(program, 0.5)
+    assert {"heads", "values"} <= {one.kind for one in larger.selections}
+    for name, kept in smaller.kept.items():
+        assert set(kept.tolist()) <= set(larger.kept[name].tolist()), name
+    ids = torch.arange(14).view(2, 7)
+    for plan in (larger, smaller):
+        assert relative_error(dispfx.lower(program, plan)(ids), dispfx.gated(program, plan)(ids)) < 2e-6
 
 
 def test_sites_that_share_a_selection_share_it_at_every_ratio(program: Program):
