@@ -16,6 +16,7 @@ O moves of a group.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ PROMISED = 0.001
 CLOSE = 0.0005
 # Sums of changes are told apart to this share of `CLOSE`.
 _RESOLUTION = 0.25
+# Pairs of steps that are tried where the exact count is not what single changes say.
+_TRIED = 256
 # Steps up and down that a move may have: two, and more if few groups share the work.
 _FEWEST, _MOST, _OF_ALL = 2, 16, 256
 
@@ -132,9 +135,10 @@ class WidthSearch:
         return abs(self.error(widths_G)) < abs(self.error(than_G))
 
     def _moved(self, widths_G: Tensor, threshold: float) -> Iterator[Tensor]:
-        """Yield the widths after the cheapest moves that come close, and after the closest ones.
+        """Yield the widths after the cheapest moves that come close, and after those of the closest sums.
 
-        Where the change of a long move is not that of its start, shorter moves may help.
+        Where the change of a long move is not that of its start, shorter moves may help.  Moves of two groups
+        that cut one weight change less together than alone, so at last all pairs of steps are tried.
         """
         groups_G = torch.arange(len(widths_G))
         # One group stands for those that move with it.
@@ -142,6 +146,7 @@ class WidthSearch:
         first_G = first_G.scatter_reduce(0, self._class_G, groups_G, "amin")[self._class_G]
         close, error = CLOSE * self.count.dense, self.error(widths_G)
         steps = max(_FEWEST, min(_MOST, _OF_ALL // len(widths_G)))
+        ways_OG = change_OG = torch.empty(0)
         while steps:
             ways_OG = self._ways(widths_G, steps)
             change_OG, margin_OG = self._effects(widths_G, ways_OG, threshold)
@@ -154,6 +159,15 @@ class WidthSearch:
             all_OG = torch.cat((widths_G[None], ways_OG))
             yield from (all_OG.gather(0, way_G[first_G][None])[0] for way_G in chosen)
             steps //= 2
+        groups = groups_G[self.free & (first_G == groups_G)].tolist()
+        alone = [(float(change_OG[way, group]), way, group) for way in (0, 1) for group in groups]
+        pairs = [(one, other) for one, other in combinations(alone, 2) if one[2] != other[2]]
+        pairs.sort(key=lambda pair: abs(error + pair[0][0] + pair[1][0]))
+        for pair in pairs[:_TRIED]:
+            next_G = widths_G
+            for _, way, group in pair:
+                next_G = torch.where(self._class_G == self._class_G[group], ways_OG[way], next_G)
+            yield next_G
 
     def _ways(self, widths_G: Tensor, steps: int) -> Tensor:
         """Return the widths after up to so many steps up, and down, (O, G)."""
