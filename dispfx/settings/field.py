@@ -141,8 +141,10 @@ class Field:
         """Type of a value as text."""
         if self.facts.repeats is not None:
             return f"a list of {' or '.join(self.choices) or self.facts.repeats.__name__}"
-        known = "str" if self.kind is Any else getattr(self.typed, "__name__", "str")
-        return " or ".join(self.choices) if self.choices else known
+        if self.choices:
+            return " or ".join(self.choices)
+        named = typing.get_args(self.typed) or (self.typed,)
+        return "str" if self.kind is Any else " or ".join(getattr(one, "__name__", "str") for one in named)
 
     def takes(self, value: Any) -> bool:
         """Whether a value from a JSON file has the type of the setting; ranges are checked elsewhere."""

@@ -201,7 +201,7 @@ def test_the_report_of_a_plan_that_was_applied_has_none_and_says_so(
         ("learning", "steps", -1, "--steps must be at least 1"),
         ("learning", "adaptable", 5, "learning.adaptable must be a list of str and is 5"),
         ("learning", "log_every", "x", 'learning.log_every must be int and is "x"'),
-        ("budget", "ratio", True, "budget.ratio must be float and is true"),
+        ("budget", "ratio", True, "budget.ratio must be float or str and is true"),
         ("budget", "select", "behind", "select must be after-norm or before-norm"),
         ("text", "data", [3], "text.data must be a list of str and is [3]"),
         ("model", "model", {"a": 1}, 'model.model must be str and is {"a": 1}'),
