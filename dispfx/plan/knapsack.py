@@ -7,7 +7,7 @@ rounded to a resolution, so sums are few.
 Shapes: G groups, O moves of a group, Z sums.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,15 +29,17 @@ class Goal:
     resolution: float
 
 
-def cheapest_moves(change_OG: Tensor, cost_OG: Tensor, goal: Goal) -> list[Tensor]:
-    """Return choices of moves, (G,) each: 0 for a group that stays, or its move, counted from 1.
+def cheapest_moves(change_OG: Tensor, cost_OG: Tensor, goal: Goal, most: int = 1) -> Iterator[Tensor]:
+    """Yield choices of moves, (G,) each: 0 for a group that stays, or its move, counted from 1.
 
-    The first choice has the least cost of those whose changes meet the goal, if there are any.  The last one
-    comes closest to it, at the least cost.
+    The first choice has the least cost of those whose changes meet the goal, if there are any.  After it come
+    the sums closest to the goal, each at its least cost.
 
     Args:
         change_OG: of every move.
         cost_OG: of every move, at least 0; infinite for one that is not possible.
+        goal: of the sum of changes.
+        most: number of close sums.
     """
     steps_OG = (change_OG / goal.resolution).round().to(torch.int64)
     wanted = round(goal.wanted / goal.resolution)
@@ -52,9 +54,11 @@ def cheapest_moves(change_OG: Tensor, cost_OG: Tensor, goal: Goal) -> list[Tenso
         taken.append((move_Z, [0, *steps_O]))
     away_Z = (torch.arange(-reach, reach + 1) - wanted).abs().double()
     meets_Z = cost_Z.where(away_Z * goal.resolution <= goal.within, torch.inf)
-    ends = [int(meets_Z.argmin())] if bool(meets_Z.isfinite().any()) else []
-    closest = int(away_Z.where(cost_Z.isfinite(), torch.inf).argmin())
-    return [_traced(taken, end) for end in (*ends, closest)]
+    if bool(meets_Z.isfinite().any()):
+        yield _traced(taken, int(meets_Z.argmin()))
+    reached_Z = away_Z.where(cost_Z.isfinite(), torch.inf)
+    for end in reached_Z.argsort(stable=True)[: min(most, int(cost_Z.isfinite().sum()))].tolist():
+        yield _traced(taken, end)
 
 
 def _shifted(cost_Z: Tensor, steps: int, cost: float) -> Tensor:

@@ -32,7 +32,7 @@ PROMISED = 0.001
 CLOSE = 0.0005
 # Sums of changes are told apart to this share of `CLOSE`.
 _RESOLUTION = 0.25
-# Pairs of steps that are tried where the exact count is not what single changes say.
+# Sums of changes, and pairs of steps, that are tried where the exact count is not what single changes say.
 _TRIED = 256
 # Steps up and down that a move may have: two, and more if few groups share the work.
 _FEWEST, _MOST, _OF_ALL = 2, 16, 256
@@ -137,8 +137,8 @@ class WidthSearch:
     def _moved(self, widths_G: Tensor, threshold: float) -> Iterator[Tensor]:
         """Yield the widths after the cheapest moves that come close, and after those of the closest sums.
 
-        Where the change of a long move is not that of its start, shorter moves may help.  Moves of two groups
-        that cut one weight change less together than alone, so at last all pairs of steps are tried.
+        Moves of groups that cut one weight change less together than alone.  So where the cheapest moves come
+        no closer, many sums, shorter moves, and at last pairs of steps are tried.
         """
         groups_G = torch.arange(len(widths_G))
         # One group stands for those that move with it.
@@ -155,6 +155,7 @@ class WidthSearch:
                 change_OG.where(moves_OG, 0.0),
                 margin_OG.clamp_min(0.0).where(moves_OG, torch.inf),
                 Goal(-error, close, max(1.0, _RESOLUTION * close)),
+                _TRIED,
             )
             all_OG = torch.cat((widths_G[None], ways_OG))
             yield from (all_OG.gather(0, way_G[first_G][None])[0] for way_G in chosen)

@@ -30,6 +30,8 @@ def test_moves_are_those_of_trying_all(seed: int):
     assert chosen[0][0] <= goal.within
     assert chosen[0][1] == pytest.approx(min(met))
     assert chosen[-1] == (pytest.approx(min(every)[0]), pytest.approx(min(every)[1]))
+    further = [of(moves.tolist()) for moves in cheapest_moves(change_OG, cost_OG, goal, 5)][1:]
+    assert [away for away, _ in further] == sorted(away for away, _ in further) and len(further) == 5
 
 
 def test_a_goal_out_of_reach_leaves_only_the_closest_moves():
