@@ -57,11 +57,13 @@ TAKES_ANY = {
             "recovery.py:recover",
             "sampling.py:sample",
             "costing.py:costs",
+            "family_sizes.py:curve",
             "tasks.py:score_tasks",
         )
     },
     "dispfx/compiler/pipelines.py:run_pipeline": "checked against the fields of the passes of the pipeline",
     "dispfx/run/mask_learning.py:learn": "checked against the settings of learning and budget",
+    "dispfx/run/mask_learning.py:learn_family": "checked against the settings of learning and budget",
     "dispfx/settings/field.py:required": "handed on whole to the constructor of Setting",
     "dispfx/settings/field.py:setting": "handed on whole to the constructor of Setting",
     "dispfx/settings/learning_settings.py:learn_settings": "checked against the fields of LearnSettings",
@@ -116,7 +118,10 @@ def test_every_argument_of_a_public_function_is_read():
     }
     checked = 0
     for name, function in functions():
-        if name in public and not isinstance(function, ast.Lambda):
+        overload = not isinstance(function, ast.Lambda) and "overload" in map(
+            ast.unparse, function.decorator_list
+        )
+        if name in public and not isinstance(function, ast.Lambda) and not overload:
             assert not unread(function), name
             checked += 1
     assert checked == len(public) > 20

@@ -36,6 +36,7 @@ from dispfx.run.plan_learning import (
     held_state,
     learn_from,
     remove_state,
+    say_missed,
     state_folder,
 )
 from dispfx.run.preflight import require_room_for_weights
@@ -304,7 +305,8 @@ def run_apply(
     chosen = TextChoice(settings.text)
     with stages("open"):
         chosen.check()
-        require_room_for_weights(settings.model, copies=1.0 + plan.budget.keep)
+        ratio = plan.budget.ratio if settings.plan.ratio is None else settings.plan.ratio
+        require_room_for_weights(settings.model, copies=2.0 - ratio)
         source = open_model(settings.model)
         require_writable(settings.output.export, source)
         text = open_text(source, chosen)
@@ -315,6 +317,7 @@ def run_apply(
     if isinstance(given, Family):
         assert settings.plan.ratio is not None
         plan = given.at(program, settings.plan.ratio)
+        say_missed(plan, stages.observer)
     plan = plan.fitted(program.sites)
     if settings.output.export == "onnx":
         require_onnx_lengths(program.lengths, program.context)

@@ -2,7 +2,7 @@
 
     MODEL, FAMILY, text → for every ratio: plan → lowered decoder → size, perplexity, KL from the dense one
 
-Nothing is written: `apply` makes the decoder of a ratio.
+No decoder is written: `apply` makes that of a ratio.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from dispfx.ir.program import Program
 from dispfx.plan.family import Family
 from dispfx.quality.agreement import Comparison
 from dispfx.report import Observer
-from dispfx.report.size_curve import CurvePoint, SizeCurve
+from dispfx.report.size_curve import CurvePoint, SizeCurve, write_curve
 from dispfx.run.length_checks import window_of
 from dispfx.run.opening import open_model
 from dispfx.run.preflight import require_room_for_weights
@@ -27,6 +27,7 @@ from dispfx.run.run_text import TextChoice, open_text, require_tokens
 from dispfx.run.timed_stages import Stages
 from dispfx.settings.trees import CurveSettings
 from dispfx.words.option_names import option
+from dispfx.words.preconditions import check_new_page
 
 # The ratio of the smallest decoder that is good enough is found to this.
 _CLOSE = 0.005
@@ -45,10 +46,14 @@ def curve(model: Any, family: Any = None, *, observer: Observer | None = None, *
         UnknownSettingError: if one of `changes` is no setting.
         DataError: if there is no text, or it is shorter than two tokens.
         PlanMismatchError: if the family was learned on another decoder.
+        OutputError: if the page to write exists.
         BudgetError: if no decoder of the family is as near to the dense one as `within` says.
     """
     settings = CurveSettings.given(model, changes | ({} if family is None else {"family": family}))
     asked, stages = settings.curve, Stages(observer)
+    page = None if asked.out is None else asked.out.expanduser()
+    if page is not None:
+        check_new_page(page)
     given = asked.family if isinstance(asked.family, Family) else Family.load(asked.family)
     chosen = TextChoice(settings.text)
     with stages("open"):
@@ -75,7 +80,7 @@ def curve(model: Any, family: Any = None, *, observer: Observer | None = None, *
         points = [measured.at(given.smallest + index * step) for index in range(asked.points)]
         within = None if asked.within is None else _smallest_within(measured, points, asked.within)
     assert measured.last is not None
-    return SizeCurve(
+    found = SizeCurve(
         points=tuple(points),
         dense_parameters=program.size,
         dense_bytes=_bytes(program.graph_module),
@@ -85,6 +90,9 @@ def curve(model: Any, family: Any = None, *, observer: Observer | None = None, *
         within=within,
         limit=asked.within,
     )
+    if page is not None:
+        write_curve(found, page)
+    return found
 
 
 @dataclass(eq=False)

@@ -57,12 +57,12 @@ def curve(settings: CurveSettings, screen: Screen) -> None:
     if page is not None:
         check_new_page(page)
     from dispfx import api
-    from dispfx.report.size_curve import CURVE_HEADER, curve_lines, curve_plain, curve_rows, write_curve
+    from dispfx.report.size_curve import CURVE_HEADER, curve_lines, curve_plain, curve_rows
     from dispfx.report.table import print_rows
 
     with screen.observer() as observer:
         found = api.curve(settings, observer=observer)
-    files = [] if page is None else write_curve(found, page)
+    files = [] if page is None else [page, page.with_suffix(".png")]
     screen.print_json({**curve_plain(found), "files": [str(file) for file in files]})
     if not screen.json:
         print_rows([curve_rows(found)], screen.console, CURVE_HEADER)

@@ -52,7 +52,9 @@ def learn(settings: RunSettings, screen: Screen) -> None:
 
     learns_on, settings = _placed(settings)
     if settings.output.dry_run:
-        _preview(screen, settings, "a plan")
+        ratio = settings.budget.ratio
+        several = f"a family of plans for ratios {ratio}; the figures are those of the largest"
+        _preview(screen, settings, several if settings.budget.is_range else "a plan")
         return
     with joined(learns_on) as ranks, screen.observer(ranks.leads) as observer:
         if not ranks.leads:

@@ -86,6 +86,16 @@ def _smallest(search: WidthSearch, at: AtRatio, low: float, start_G: Tensor) -> 
             low, over_low, over_high = middle, over, over_high / 2
         else:
             high, over_high, over_low, found_G, spare = middle, over, over_low / 2, widths_G, -over
+    if not torch.equal(found_G, search.least):
+        return found_G
+    # Branches that stay dense may leave more than the least widths.
+    found_G = at(search, high)
+    if taken(search, found_G) > 1.0:
+        texts = ", ".join(limit.text for limit in search.count.limits)
+        raise BudgetError(
+            f"no ratio meets the constraints: {texts}, where branches that would become slower stay dense",
+            hint=f"ask for more, or leave out {option('costs')}",
+        )
     return found_G
 
 

@@ -5,7 +5,7 @@
 Legend: N features of all sites, S samples of the masks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,18 +42,21 @@ class LinearCount:
         return LinearCount(size.dense - int(each_N.sum()), each_N)
 
     @staticmethod
-    def of_indices(sites: Sequence[Site], parameters: Iterable[str]) -> "LinearCount":
+    def of_indices(sites: Sequence[Site], parameters: Mapping[str, Tensor]) -> "LinearCount":
         """Return the bytes of a folder's weight file that are not weights: indices and the file's header.
 
         A site that keeps everything has no index, so this is an upper bound.
 
         Args:
-            parameters: paths of all parameters.
+            parameters: all parameters by path.
         """
         gathered = [site for site in sites if site.is_gathered]
+        # Values are scattered behind their projection, and the next one gathers: an index for each.
+        values = [cut for site in sites if site.kind == "values" for cut in site.slices]
         writes = sum(site.size for site in gathered if site.kind == "write")
-        names = [*parameters, *(site.name for site in gathered)]
-        fixed = _INDEX_BYTES * writes + sum(_HEADER_BYTES + len(name) for name in names)
+        names = [*parameters, *(site.name for site in gathered), *(cut.parameter for cut in values)]
+        scattered = sum(parameters[cut.parameter].shape[cut.axis] for cut in values)
+        fixed = _INDEX_BYTES * (writes + scattered) + sum(_HEADER_BYTES + len(name) for name in names)
         reads = [float(_INDEX_BYTES * (site.is_gathered and site.kind != "write")) for site in sites]
         sizes = torch.tensor([site.size for site in sites])
         return LinearCount(fixed, torch.tensor(reads, dtype=torch.float64).repeat_interleave(sizes))

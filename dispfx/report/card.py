@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from dispfx.report.numbers import shown_perplexity
-from dispfx.report.schema import Behaviour, Report
+from dispfx.report.schema import Behaviour, Report, widths_of_attention
 from dispfx.report.settings_table import settings_rows
 from dispfx.report.tuning_record import tuning_lines
 from dispfx.verification.equivalence import Verification
@@ -88,9 +88,8 @@ def _attention(report: Report) -> str:
     """Say what attention keeps, and what becomes of the KV cache."""
     told = []
     for kind, name in (("heads", "key/value heads"), ("values", "features of values")):
-        sites = [site for site in report.sites if site.kind == kind]
-        if sites:
-            kept, size = sum(site.kept for site in sites), sum(site.size for site in sites)
+        if any(site.kind == kind for site in report.sites):
+            size, kept = widths_of_attention(report.sites, kind)
             told.append(f"{kept:,} of {size:,} {name}")
     if not told:
         return "Attention heads are not pruned, so the KV cache keeps its size."

@@ -4,7 +4,7 @@ The field names are the file's names, which other programs rely on.  Counts and 
 written files, read back.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -82,6 +82,20 @@ class CacheBytes:
     dense: int
     pruned: int
     onnx: int | None = None
+
+
+def widths_of_attention(sites: "Sequence[SiteWidth]", kind: str) -> tuple[int, int]:
+    """Return how many heads, or features of values, all layers have and keep.
+
+    A head that goes takes its values with it, and all heads of a layer keep equally many.
+    """
+    heads = {site.name.rpartition(".")[0]: site for site in sites if site.kind == "heads"}
+    size, kept = 0, 0
+    for site in [one for one in sites if one.kind == kind]:
+        size += site.size
+        of_layer = heads.get(site.name.rpartition(".")[0]) if kind == "values" else None
+        kept += site.kept if of_layer is None else site.kept * of_layer.kept // of_layer.size
+    return size, kept
 
 
 @dataclass(frozen=True)

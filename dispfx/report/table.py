@@ -13,6 +13,7 @@ from rich.table import Table
 from dispfx.ir.shown_tables import html_table
 from dispfx.report.numbers import shown_perplexity
 from dispfx.report.quantized import quantized_rows
+from dispfx.report.schema import widths_of_attention
 from dispfx.verification.equivalence import Verification
 from dispfx.words.constraint_text import in_unit
 
@@ -136,9 +137,8 @@ def _target_rows(report: Any) -> list[Row]:
     """Return rows for key/value heads, values, the KV cache and constraints, where there are any."""
     rows: list[Row] = []
     for kind, name in (("heads", "key/value heads"), ("values", "features of values")):
-        sites = [site for site in report.sites if site.kind == kind]
-        if sites:
-            dense, kept = sum(site.size for site in sites), sum(site.kept for site in sites)
+        if any(site.kind == kind for site in report.sites):
+            dense, kept = widths_of_attention(report.sites, kind)
             rows.append((name, f"{dense:,}", f"{kept:,}", _change(dense, kept)))
     if report.cache is not None:
         dense = report.cache.dense

@@ -13,7 +13,7 @@ from dispfx.analysis.finite_weights import require_values
 from dispfx.analysis.lookups import require_readable
 from dispfx.compiler.programs import gate
 from dispfx.distributed.ranks import ALONE, Ranks
-from dispfx.errors import DispfxError, PassError, UnsupportedGraphError, memory_shortage
+from dispfx.errors import BudgetError, DispfxError, PassError, UnsupportedGraphError, memory_shortage
 from dispfx.fast_decoder.decoder import TrainingDecoder
 from dispfx.ir.content_digest import program_digest
 from dispfx.ir.program import Program, is_zero, require_program
@@ -32,6 +32,7 @@ from dispfx.plan.plan import Plan, require_same_decoder
 from dispfx.run.fitting import fitted_settings, settings_for
 from dispfx.run.learning_setup import device_of_learning, prepared_loss
 from dispfx.settings import BudgetSettings, ComputeSettings, LearnSettings, changed_settings, learn_settings
+from dispfx.settings.field import refuse_unknown_names
 from dispfx.settings.sections import UNALIGNED
 from dispfx.words.chosen_device import require_default_device
 from dispfx.words.given import require_given
@@ -90,6 +91,10 @@ def learn(
     _require_kinds(settings, compute, watch)
     if ranks is not None:
         require_given(ranks, Ranks, "leave it out, or pass Ranks(…)")
+    if isinstance(ratio, str):
+        raise BudgetError(
+            f"a plan has one ratio, and {ratio!r} was given", hint="learn a range with dispfx.learn_family"
+        )
     watch = watch or Watch()
     job = _job(program, data, ratio, settings, changes, watch.note)
     return learn_within(replace(job, compute=compute or ComputeSettings(), ranks=ranks or ALONE), watch)
@@ -122,6 +127,7 @@ def learn_family(
         BudgetError: if the ratios are no range, or the sites cannot meet one of them.
         DispfxError: as `learn`; or if the settings score features, or count a cost of the user.
     """
+    refuse_unknown_names(changes, (*LearnSettings.__dataclass_fields__, *_OF_BUDGET))
     _require_kinds(settings, compute, watch)
     watch = watch or Watch()
     low, high = require_range(ratios)

@@ -23,6 +23,7 @@ from dispfx.learning.trainer import Watch
 from dispfx.plan.family import Family
 from dispfx.plan.hardening import LIMIT
 from dispfx.plan.plan import Plan
+from dispfx.report import Observer
 from dispfx.run.made_from import made_by
 from dispfx.run.mask_learning import LearningJob, follow, learn_family_within, learn_within
 from dispfx.run.readiness import Ready, ready_to_learn
@@ -63,15 +64,21 @@ def learn_from(
             f"nothing is removed: {plan.budget.ratio:g} of the counted parameters is less than a step of the "
             "widths"
         )
-    elif abs(plan.achieved - plan.budget.ratio) > LIMIT:
-        stages.observer.note(
-            f"{plan.achieved:.1%} are removed, not {plan.budget.ratio:.1%}: widths are multiples of "
-            f"{plan.budget.align}, and a smaller {option('align')} comes closer"
-        )
+    else:
+        say_missed(plan, stages.observer)
     # Scoring leaves no state, but the plan has to be kept somewhere while the folder is written.
     state.mkdir(parents=True, exist_ok=True)
     plan.save(state / PLAN_FILE)
     return ready, plan
+
+
+def say_missed(plan: Plan, observer: Observer) -> None:
+    """Note by how much a plan misses its ratio, if it does."""
+    if abs(plan.achieved - plan.budget.ratio) > LIMIT:
+        observer.note(
+            f"{plan.achieved:.1%} are removed, not {plan.budget.ratio:.1%}: widths are multiples of "
+            f"{plan.budget.align}, and a smaller {option('align')} comes closer"
+        )
 
 
 def family_from(settings: RunSettings, stages: Stages, *, ranks: Ranks = ALONE) -> Family:

@@ -219,6 +219,7 @@ class BudgetSettings(Section):
         for name in ("skip", "sites", "constraint"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
+        object.__setattr__(self, "constraint", tuple(parse_constraint(one).text for one in self.constraint))
         timed = [text for text in self.constraint if parse_constraint(text).is_time]
         if timed and self.costs is None:
             raise BudgetError(
@@ -277,7 +278,7 @@ def _range_of(text: str) -> str:
             f"{option('ratio')} must be a share {facts.range_text()}, or a range, and {text!r} was given",
             hint=percentage or "as in 0.3, or 0.1:0.6 for a range from the smallest to the largest",
         )
-    return f"{shares[0]:g}:{shares[1]:g}"
+    return f"{shares[0]!r}:{shares[1]!r}"
 
 
 @dataclass(frozen=True)

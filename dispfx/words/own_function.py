@@ -27,9 +27,6 @@ Entry = TypeVar("Entry")
 _SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
 _IDENTITY = re.compile(r".+ \([0-9a-f]{16}\)")
 
-# Modules that files of functions imported from their folder: the folder, and the digest of the module's file.
-_imported: dict[str, tuple[Path, str]] = {}
-
 
 @dataclass(frozen=True)
 class OwnFunction:
@@ -146,18 +143,14 @@ def _module(path: Path, content: bytes, digest: str, neighbours: tuple[tuple[str
 
     Args:
         digest: of the file and the modules of its folder.
-        neighbours: their names and digests.  Those that an earlier file imported are imported again if one
-            has changed, or if that file stands in another folder.
+        neighbours: their names and digests.  Every file gets its own: they are imported for it alone.
     """
     module = ModuleType(f"_own_{path.stem}_{digest}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(path.parent))
-    now = {name: (path.parent, of_file) for name, of_file in neighbours}
-    if any(_imported.get(name, known) != known for name, known in now.items()):
-        for name in now.keys() & _imported.keys():  # one that is the same may have imported one that is not
-            sys.modules.pop(name, None)
-    _imported.update(now)
+    # A module of that name from elsewhere stays what it is for the rest of the process.
+    elsewhere = {name: sys.modules.pop(name) for name, _ in neighbours if name in sys.modules}
     invalidate_caches()
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
@@ -171,6 +164,9 @@ def _module(path: Path, content: bytes, digest: str, neighbours: tuple[tuple[str
     finally:
         sys.dont_write_bytecode = before
         sys.path.remove(str(path.parent))
+        for name, _ in neighbours:
+            sys.modules.pop(name, None)
+        sys.modules.update(elsewhere)
     return module
 
 

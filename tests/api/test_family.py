@@ -146,3 +146,26 @@ def test_a_curve_measures_every_point_and_finds_the_smallest_within(family: Path
 def test_a_curve_needs_a_text(family: Path):
     with pytest.raises(DataError, match="text to measure on is needed"):
         curve(MODEL, family)
+
+
+def test_a_curve_writes_its_page_from_python_too(family: Path, tokens: Path, tmp_path: Path):
+    given = {"eval_data": tokens, "points": 2, "eval_windows": 1, "out": tmp_path / "curve.html"}
+    curve(MODEL, family, **given)
+    assert (tmp_path / "curve.html").is_file() and (tmp_path / "curve.png").is_file()
+    with pytest.raises(OutputError, match="must not exist yet"):
+        curve(MODEL, family, **given)
+
+
+def test_one_plan_takes_one_ratio():
+    with pytest.raises(BudgetError, match=r"a plan has one ratio, and '0\.1:0\.6' was given") as error:
+        dispfx.learn(dispfx.api.inspect(MODEL), torch.arange(400) % 61, "0.1:0.6")  # type: ignore[arg-type]
+    assert "learn_family" in str(error.value.hint)
+
+
+def test_a_family_that_misses_its_ratio_says_so(family: Path, tmp_path: Path, tokens: Path):
+    coarse = tmp_path / "coarse.safetensors"
+    learn(coarse, tokens, align=16)
+    watcher = Watcher()
+    report = apply(MODEL, coarse, tokens, tmp_path / "out", ratio=0.33, observer=watcher)
+    missed = abs(report.ratio.achieved - 0.33) > 0.005
+    assert missed == any("are removed, not 33.0%" in note for note in watcher.notes)

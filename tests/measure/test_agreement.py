@@ -52,7 +52,7 @@ def test_the_likeliest_token_is_compared():
 def test_windows_limit_and_refusals():
     ids = torch.tensor([0, 1, 0, 1, 0, 1])
     assert agreement(P, Q, ids, context=2, windows=1).tokens == 1
-    with pytest.raises(DataError, match="2 tokens or more"):
+    with pytest.raises(DataError, match="2 or more are needed"):
         agreement(P, Q, torch.tensor([0]), context=2)
     with pytest.raises(DataError, match="vocabularies of 2 and 3"):
         agreement(P, table([0.2, 0.4, 0.4], [0.2, 0.4, 0.4]), ids, context=2)

@@ -129,8 +129,8 @@ def test_no_gradient_is_kept():
 @pytest.mark.parametrize(
     ("tokens", "options", "reason"),
     [
-        ([0], {"context": 4}, "2 tokens or more"),
-        ([], {"context": 4}, "2 tokens or more"),
+        ([0], {"context": 4}, "2 or more are needed"),
+        ([], {"context": 4}, "2 or more are needed"),
         ([0, 1, 2], {"context": 1}, "context is 1"),
         ([0, 1, 2], {"context": 2, "windows": 0}, "`eval_windows` must be at least 1, and 0 was given"),
     ],

@@ -19,12 +19,14 @@ from dispfx.learning.learner import Problem
 from dispfx.plan.budget import Budget
 from dispfx.plan.decoder_count import count_of
 from dispfx.plan.hardening import check_reachable, fitting_budget, hard_masks, harden
+from dispfx.plan.latency_table import LatencyTable
 from dispfx.plan.plan import Plan
 from dispfx.run.mask_learning import batches_of, task_of
 from dispfx.settings import LearnSettings
 from tests.plain_decoders import FORMS, build
 from tests.plan.test_cache_cut import QUICK, TOKENS, llama
 from tests.programs import program_of
+from tests.tiny_transformers import tiny_transformer
 
 FLOAT = 4
 
@@ -227,3 +229,30 @@ def test_a_plan_with_a_constraint_that_is_none_is_not_read(program: Program, tmp
         file.write_bytes(data.replace(old, new))
         with pytest.raises(dispfx.DispfxError, match="not a plan"):
             Plan.load(file)
+
+
+def test_a_size_is_refused_where_branches_that_would_become_slower_leave_too_much():
+    """The widths of no ratio were returned: every site kept the least, whatever the table said."""
+    size = (1, 64)
+    costs = LatencyTable("cpu", "float32", 8, size, size, ((1.0, 1.0), (1.0, 1.0)), 1.0)  # cutting costs time
+    given: dict[str, Any] = {"costs": costs, "method": "random", "steps": 2, "seq_len": 16}
+    program, tokens = dispfx.capture(tiny_transformer("llama")), torch.randint(0, 96, (400,))
+    with pytest.raises(BudgetError, match="no ratio meets the constraints: size: 90%") as error:
+        dispfx.learn(program, tokens, constraint="size: 90%", **given)
+    assert "`costs`" in str(error.value.hint)
+
+
+@pytest.mark.parametrize("sites", [(), ("heads",), ("attention-values",), ("heads", "attention-values")])
+def test_the_weight_file_is_never_larger_than_a_size(sites: tuple[Any, ...], tmp_path: Path):
+    model = tiny_transformer("llama")
+    plan = dispfx.learn(
+        dispfx.capture(model, sites=sites),
+        torch.randint(0, 96, (400,)),
+        constraint="size: 60%",
+        method="random",
+        steps=2,
+        seq_len=16,
+    )
+    dispfx.api.apply(model, plan, out=tmp_path / "out", export="none")
+    (met,) = plan.met
+    assert (tmp_path / "out/model.safetensors").stat().st_size <= met.left <= met.most

@@ -1,6 +1,8 @@
 """A user's own functions: found in their file, run once, known by what is in it, and named if they fail."""
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -129,3 +131,13 @@ def test_a_function_that_raises_is_told_of_with_its_line():
     with pytest.raises(SourceError, match=r"mine\.py:fails raised ZeroDivisionError") as error:
         own_function("mine.py:fails")(1)
     assert str(error.value.where).endswith("mine.py:8")
+
+
+def test_a_neighbour_is_not_a_module_of_its_name_from_elsewhere(monkeypatch: pytest.MonkeyPatch):
+    other = ModuleType("rates")
+    other.RATE = 1  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "rates", other)
+    Path("rates.py").write_text("RATE = 2\n")
+    Path("mine.py").write_text("from rates import RATE\n\ndef score():\n    return RATE\n")
+    assert own_function("mine.py:score")() == 2
+    assert sys.modules["rates"] is other
