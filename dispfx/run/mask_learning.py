@@ -121,7 +121,8 @@ def learn_family(
 
     Args:
         ratios: the smallest and the largest share of the counted parameters to remove, in (0, 1).
-        program, data, settings, compute, watch, changes: as for `learn`.
+        data: token ids, (N,) integers, or batches, as for `learn`.
+        program, settings, compute, watch, changes: as for `learn`.
 
     Raises:
         BudgetError: if the ratios are no range, or the sites cannot meet one of them.

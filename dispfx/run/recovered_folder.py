@@ -47,7 +47,7 @@ from dispfx.run.folder_report import (
     versions,
     write_pages,
 )
-from dispfx.run.folders import Opened, open_folder
+from dispfx.run.folders import Opened, Written, open_folder
 from dispfx.run.made_from import made_by_recovery
 from dispfx.run.onnx_folder import write_onnx
 from dispfx.run.plan_learning import resumption
@@ -217,7 +217,7 @@ class Writer:
             lines += self._reread(trained, again)
             require(*lines)
         told, after = self._measured(told, again.decoder)
-        no_cache = self._exported(again, lines, kept=told.kept)
+        written = self._exported(again, lines, kept=told.kept)
         if is_saved_again(self.opened.path):
             self.stages.observer.note("the folder has no report that the recovered one could continue")
             return told
@@ -226,7 +226,11 @@ class Writer:
         with self.stages("measure"):
             skills = self._skills(partial(module_logits, again.decoder))
         report = self._report(folder, told, tuple(lines), after, files)
-        report = replace(report, skills=skills, onnx_without_cache=no_cache)
+        cache = report.cache
+        if cache is not None:
+            of_onnx = written.cache_bytes
+            cache = replace(cache, onnx=None if of_onnx == cache.pruned else of_onnx)
+        report = replace(report, skills=skills, onnx_without_cache=written.no_cache, cache=cache)
         contents = FolderContents(
             self.job.path.name,
             as_modules=again.plan is not None and read_layout(folder) is not None,
@@ -305,11 +309,11 @@ class Writer:
             lines += alike("gather-add = checkpoint", new, again.fast(), tolerance)
         return lines
 
-    def _exported(self, again: Opened, lines: list[Verification], *, kept: bool) -> str | None:
-        """Write the form that was asked for; return why an ONNX model has no cache."""
+    def _exported(self, again: Opened, lines: list[Verification], *, kept: bool) -> Written:
+        """Write the form that was asked for, and return what was written."""
         job = self.job
         if job.export == "none" or (job.export == "pt2" and again.plan is None):
-            return None
+            return Written([])
         batched = open_folder(
             again.path, device=job.device, trust_remote_code=job.own_code, experts="batched"
         )
@@ -318,12 +322,12 @@ class Writer:
                 exported.save_graph(batched.graph_module, again.path)
                 lines += exported_lines(again.path, again.decoder, job.program.known_tokens)
                 require(*lines)
-                return None
+                return Written([])
             plain = lambda: gathered(self._program(kept)).graph_module  # noqa: E731
             written = write_onnx(batched, plain=plain if again.plan is None else None)
         lines += written.lines
         self.stages.say(written.notes)
-        return written.no_cache
+        return written
 
     def _report(
         self,

@@ -177,6 +177,16 @@ def test_weights_are_recovered_where_values_are_fewer(fewer: Folder, tmp_path: P
     assert all(line.holds for line in load_report(out / "report.json").verify)
 
 
+@pytest.mark.slow
+def test_the_report_has_the_cache_of_the_onnx_model_after_recovery(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"method": "random", "sites": ("attention-values",), "align": 1, "seq_len": 16}
+    given |= {"recover": "weights", "recover_steps": 2, "export": "onnx", "batch_size": 2}
+    data = torch.arange(VOCABULARY).repeat(8)
+    report = dispfx.compile(tiny_transformer("llama"), 0.5, data, tmp_path / "out", **given)
+    assert report.cache is not None and report.cache.onnx is not None
+    assert report.cache.onnx < report.cache.pruned == report.cache.dense
+
+
 def test_a_graph_with_a_cache_computes_what_the_whole_text_gives(fewer: Folder, masked: Any) -> None:
     program = capture_cached(fewer.dense, sites=fewer.plan.sites)
     lowered = lower_program(program, fewer.plan)
