@@ -43,7 +43,7 @@ def test_the_commands_and_the_python_of_the_readme_and_the_overview_run(
 def command(words: list[str], checkpoint: str) -> list[str]:
     """Return a command of the overview with real names; what is written anew gets a name of its own."""
     places = PLACES | {"MODEL": checkpoint}
-    if words[0] == "apply":
+    if words[0] == "apply" and "plan.safetensors" in words:
         return ["apply", checkpoint, "plan.safetensors", "--out", "applied"]
     if words[0] == "compare" and "DIR" in words:
         return ["compare", "made", "applied", "--out", "page.html"]
