@@ -78,9 +78,17 @@ def _summary(report: Report, base_model: str) -> str:
         name = f"{name} with tuned weights: a decoder"
     return (
         f"{name} without {report.ratio.achieved:.1%} of {report.ratio.counted}, "
-        "compiled by dispfx: every attention and MLP branch reads, uses and writes its own subset of "
-        "features, and the residual stream keeps its full width (the method of arXiv 2410.11988). "
-        f"{_attention(report)}"
+        f"compiled by dispfx: {_selected(report)} (the method of arXiv 2410.11988). {_attention(report)}"
+    )
+
+
+def _selected(report: Report) -> str:
+    """Say what selects features: every branch, or one selection for the whole stream."""
+    if any(site.kind == "stream" for site in report.sites):
+        return "the residual stream keeps one subset of its features, which every branch reads and writes"
+    return (
+        "every attention and MLP branch reads, uses and writes its own subset of features, and the residual "
+        "stream keeps its full width"
     )
 
 

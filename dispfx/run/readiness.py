@@ -15,6 +15,7 @@ from dispfx.analysis.finite_weights import require_finite_weights, require_value
 from dispfx.analysis.lookups import require_readable
 from dispfx.compiler.programs import analyse, separate_documents
 from dispfx.distributed.ranks import ALONE, Ranks
+from dispfx.errors import DispfxError
 from dispfx.ir.program import Program
 from dispfx.learning.text import Batches
 from dispfx.plan.budget import Budget
@@ -40,6 +41,7 @@ from dispfx.source import Source
 from dispfx.source.loading import require_own_call
 from dispfx.source.source import context_of
 from dispfx.source.transformers_classes import unknown_class
+from dispfx.words.option_names import option
 from dispfx.words.own_function import require_functions
 from dispfx.words.preconditions import check_select
 
@@ -113,6 +115,12 @@ def ready_to_learn(
     if export == "onnx":
         require_onnx_lengths(program.lengths, program.context)
     if asked.select == "before-norm" and export == "dense":
+        if "attention-values" in asked.sites:
+            raise DispfxError(
+                f"an ordinary checkpoint ({option('export', 'dense')}) has one size for keys and values, and "
+                f"{option('sites', 'attention-values')} makes values smaller",
+                hint="leave out one of the two",
+            )
         with stages("verify"):
             require_ordinary(source, program, budget)
     require_tokens(source, text, program.text_tokens)

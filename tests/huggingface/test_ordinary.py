@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 import dispfx
 from dispfx.analysis.label_map import Mismatch
 from dispfx.api import apply, capture
-from dispfx.errors import UnsupportedGraphError
+from dispfx.errors import DispfxError, UnsupportedGraphError
 from dispfx.huggingface.widths_of_config import resized
 from dispfx.plan.budget import Budget
 from dispfx.plan.plan import Plan
@@ -250,3 +250,11 @@ def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config)
     return {path: tuple(parameter.shape) for path, parameter in model.named_parameters()}
+
+
+def test_fewer_features_of_values_are_refused_before_anything_is_learned(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"constrained": True, "select": "before-norm", "export": "dense", "seq_len": 16}
+    given |= {"sites": ("attention-values",), "method": "random"}
+    with pytest.raises(DispfxError, match="one size for keys and values"):
+        dispfx.compile(tiny_transformer("llama"), 0.3, torch.arange(400) % 96, tmp_path / "out", **given)
+    assert not list(tmp_path.iterdir())

@@ -90,3 +90,19 @@ def test_a_card_of_pruned_heads_says_what_they_leave_of_the_cache(report: Report
     measured = dataclasses.replace(heads, cache=CacheBytes(2048, 1280))
     card = model_card(measured, FolderContents("out"), base_model="demo")
     assert "5 of 8 key/value heads, and the KV cache 1,280 of 2,048 bytes per token." in card
+
+
+def test_a_card_says_whether_the_stream_keeps_its_width(report: Report):
+    assert "stream keeps its full width" in model_card(report, FolderContents("out"), base_model="demo")
+    sites = (SiteWidth("stream", "stream", 128, 96),)
+    card = model_card(dataclasses.replace(report, sites=sites), FolderContents("out"), base_model="demo")
+    assert "full width" not in card and "the residual stream keeps one subset of its features" in card
+
+
+def test_values_that_go_with_their_heads_are_not_counted_as_kept(report: Report):
+    sites = (
+        SiteWidth("layers.0.attn.heads", "heads", 8, 4),
+        SiteWidth("layers.0.attn.values", "values", 64, 48),
+    )
+    card = model_card(dataclasses.replace(report, sites=sites), FolderContents("out"), base_model="demo")
+    assert "Attention keeps 4 of 8 key/value heads and 24 of 64 features of values." in card
