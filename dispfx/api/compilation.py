@@ -21,8 +21,8 @@ from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.deploy.folder import refuse_existing
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import BudgetError, DispfxError, OutputError, VerificationError
-from dispfx.plan.family import Family
-from dispfx.plan.plan import Plan, is_family_file, require_same_decoder
+from dispfx.plan.family import Family, stored_plans
+from dispfx.plan.plan import Plan, require_same_decoder
 from dispfx.report import Observer, Report, load_report
 from dispfx.run.complete_output import complete_plan, complete_report
 from dispfx.run.decoder_files import Task, require_writable
@@ -346,7 +346,7 @@ def _given_plan(settings: PlanSettings) -> Plan | Family:
     """
     given = settings.plan
     if not isinstance(given, Plan | Family):
-        given = Family.load(given) if is_family_file(given) else Plan.load(given)
+        given = stored_plans(given)
     if isinstance(given, Plan):
         if settings.ratio is not None:
             raise BudgetError(

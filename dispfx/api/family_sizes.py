@@ -16,6 +16,7 @@ from dispfx.compiler.programs import lower, only_planned
 from dispfx.errors import BudgetError, DataError
 from dispfx.ir.program import Program
 from dispfx.plan.family import Family
+from dispfx.plan.plan import require_same_decoder
 from dispfx.quality.agreement import Comparison
 from dispfx.report import Observer
 from dispfx.report.size_curve import CurvePoint, SizeCurve, write_curve
@@ -66,7 +67,7 @@ def curve(model: Any, family: Any = None, *, observer: Observer | None = None, *
     if text.measure is None:
         raise DataError("text to measure on is needed", hint=f"name a text file with {option('eval_data')}")
     program = only_planned(analysed(source, stages, given.plan), given.plan)
-    given.at(program, given.smallest)  # the family belongs to this decoder
+    require_same_decoder(program, given.plan)
     require_tokens(source, text, program.text_tokens)
     context = asked.context or window_of(source, program, None)
     windows = settings.text.eval_windows
@@ -113,7 +114,7 @@ class _Measured:
         point = CurvePoint(
             ratio=round(ratio, 6),
             achieved=plan.achieved,
-            parameters=sum(one.numel() for one in _weights(decoder)),
+            parameters=sum(one.numel() for one in decoder.parameters()),
             bytes=_bytes(decoder),
             kl=found.agreement.kl_nats,
             top1=found.agreement.top1,
@@ -146,10 +147,5 @@ def _smallest_within(measured: _Measured, points: list[CurvePoint], limit: float
     return best
 
 
-def _weights(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a module, tied ones once."""
-    return list(module.parameters())
-
-
 def _bytes(module: nn.Module) -> int:
-    return sum(one.numel() * one.element_size() for one in _weights(module))
+    return sum(one.nbytes for one in module.parameters())

@@ -53,18 +53,15 @@ def _is_plan(word: str) -> bool:
 
 
 def _show_plan(word: str, screen: Screen) -> None:
-    from dispfx.plan.family import Family
-    from dispfx.plan.plan import Plan, is_family_file
+    from dispfx.plan.family import Family, stored_plans
     from dispfx.report.plans import family_lines, family_plain, plan_lines, plan_plain, plan_rows
     from dispfx.report.table import print_rows
 
-    path = Path(word).expanduser()
-    if is_family_file(path):
-        family = Family.load(path)
-        plan, plain, lines = family.plan, family_plain(family), family_lines(family)
+    found = stored_plans(Path(word).expanduser())
+    if isinstance(found, Family):
+        plan, plain, lines = found.plan, family_plain(found), family_lines(found)
     else:
-        plan = Plan.load(path)
-        plain, lines = plan_plain(plan), plan_lines(plan)
+        plan, plain, lines = found, plan_plain(found), plan_lines(found)
     screen.print_json(plain)
     for line in lines:
         screen.print_text(line)

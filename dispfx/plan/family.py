@@ -26,6 +26,7 @@ from dispfx.plan.plan import (
     FAMILY,
     Plan,
     StoredPlan,
+    is_family_file,
     read_plan_file,
     require_same_decoder,
     site_keys,
@@ -172,6 +173,15 @@ class Family:
         return read_plan_file(
             path, _family_of, "a family", "pass a file that `learn` wrote for a range of ratios"
         )
+
+
+def stored_plans(path: str | os.PathLike[str]) -> Plan | Family:
+    """Read a plan file or a family file.
+
+    Raises:
+        DataError: as `Plan.load` or `Family.load`.
+    """
+    return Family.load(path) if is_family_file(path) else Plan.load(path)
 
 
 def _family_of(plan: Plan, stored: StoredPlan) -> Family:

@@ -51,7 +51,7 @@ class LinearCount:
             parameters: all parameters by path.
         """
         gathered = [site for site in sites if site.is_gathered]
-        # Values are scattered behind their projection, and the next one gathers: an index for each.
+        # Values are scattered after their projection, and the next one gathers: an index for each.
         values = [cut for site in sites if site.kind == "values" for cut in site.slices]
         writes = sum(site.size for site in gathered if site.kind == "write")
         names = [*parameters, *(site.name for site in gathered), *(cut.parameter for cut in values)]

@@ -140,13 +140,9 @@ class WidthSearch:
         Moves of groups that cut one weight change less together than alone.  So where the cheapest moves come
         no closer, many sums, shorter moves, and at last pairs of steps are tried.
         """
-        groups_G = torch.arange(len(widths_G))
-        # One group stands for those that move with it.
-        first_G = torch.full_like(groups_G, len(groups_G))
-        first_G = first_G.scatter_reduce(0, self._class_G, groups_G, "amin")[self._class_G]
+        groups_G, first_G = torch.arange(len(widths_G)), self._first_G
         close, error = CLOSE * self.count.dense, self.error(widths_G)
         steps = max(_FEWEST, min(_MOST, _OF_ALL // len(widths_G)))
-        ways_OG = change_OG = torch.empty(0)
         while steps:
             ways_OG = self._ways(widths_G, steps)
             change_OG, margin_OG = self._effects(widths_G, ways_OG, threshold)
@@ -160,7 +156,20 @@ class WidthSearch:
             all_OG = torch.cat((widths_G[None], ways_OG))
             yield from (all_OG.gather(0, way_G[first_G][None])[0] for way_G in chosen)
             steps //= 2
-        groups = groups_G[self.free & (first_G == groups_G)].tolist()
+        yield from self._pairs(widths_G, error)
+
+    @cached_property
+    def _first_G(self) -> Tensor:
+        """For every group, the first of those that move with it, which stands for them."""
+        groups_G = torch.arange(len(self._class_G))
+        first_G = torch.full_like(groups_G, len(groups_G))
+        return first_G.scatter_reduce(0, self._class_G, groups_G, "amin")[self._class_G]
+
+    def _pairs(self, widths_G: Tensor, error: float) -> Iterator[Tensor]:
+        """Yield the widths after steps of two groups, first those whose changes bring the count closest."""
+        ways_OG = self._ways(widths_G, 1)
+        change_OG, _ = self._effects(widths_G, ways_OG, 0.0)
+        groups = [group for group in self._first_G.unique().tolist() if bool(self.free[group])]
         alone = [(float(change_OG[way, group]), way, group) for way in (0, 1) for group in groups]
         pairs = [(one, other) for one, other in combinations(alone, 2) if one[2] != other[2]]
         pairs.sort(key=lambda pair: abs(error + pair[0][0] + pair[1][0]))

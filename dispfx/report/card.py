@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from dispfx.report.numbers import shown_perplexity
-from dispfx.report.schema import Behaviour, Report, widths_of_attention
+from dispfx.report.schema import Behaviour, Report
 from dispfx.report.settings_table import settings_rows
 from dispfx.report.tuning_record import tuning_lines
 from dispfx.verification.equivalence import Verification
@@ -94,11 +94,7 @@ def _selected(report: Report) -> str:
 
 def _attention(report: Report) -> str:
     """Say what attention keeps, and what becomes of the KV cache."""
-    told = []
-    for kind, name in (("heads", "key/value heads"), ("values", "features of values")):
-        if any(site.kind == kind for site in report.sites):
-            size, kept = widths_of_attention(report.sites, kind)
-            told.append(f"{kept:,} of {size:,} {name}")
+    told = [f"{kept:,} of {size:,} {name}" for name, size, kept in report.attention_widths]
     if not told:
         return "Attention heads are not pruned, so the KV cache keeps its size."
     left = ""
@@ -115,12 +111,10 @@ def _figures(report: Report) -> str:
         f"| bytes | {report.bytes.dense:,} | {report.bytes.pruned:,} |",
     ]
     if report.cache is not None:
-        for of, kept in (("", report.cache.pruned), (", ONNX", report.cache.onnx)):
-            lines += (
-                []
-                if kept is None
-                else [f"| KV cache, bytes per token{of} | {report.cache.dense:,} | {kept:,} |"]
-            )
+        lines += [
+            f"| KV cache, bytes per token{of} | {report.cache.dense:,} | {kept:,} |"
+            for of, kept in report.cache.by_form
+        ]
     measured = report.perplexity
     lines += [_of_text(one) for one in report.behaviour[:1]]
     lines += [_of_text(one, f", {one.text}") for one in report.behaviour[1:]]

@@ -4,8 +4,8 @@ The field names are the file's names, which other programs rely on.  Counts and 
 written files, read back.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from dispfx.ir.lengths import Lengths
@@ -83,19 +83,15 @@ class CacheBytes:
     pruned: int
     onnx: int | None = None
 
+    @property
+    def by_form(self) -> list[tuple[str, int]]:
+        """What follows the name of the cache in a row, and the bytes, of every form that has its own."""
+        forms = (("", self.pruned), (", ONNX", self.onnx))
+        return [(name, kept) for name, kept in forms if kept is not None]
 
-def widths_of_attention(sites: "Sequence[SiteWidth]", kind: str) -> tuple[int, int]:
-    """Return how many heads, or features of values, all layers have and keep.
-
-    A head that goes takes its values with it, and all heads of a layer keep equally many.
-    """
-    heads = {site.name.rpartition(".")[0]: site for site in sites if site.kind == "heads"}
-    size, kept = 0, 0
-    for site in [one for one in sites if one.kind == kind]:
-        size += site.size
-        of_layer = heads.get(site.name.rpartition(".")[0]) if kind == "values" else None
-        kept += site.kept if of_layer is None else site.kept * of_layer.kept // of_layer.size
-    return size, kept
+    def with_onnx(self, kept: int | None) -> "CacheBytes":
+        """Return the same with the bytes of an ONNX model, if one was written and they differ."""
+        return replace(self, onnx=None if kept == self.pruned else kept)
 
 
 @dataclass(frozen=True)
@@ -364,6 +360,24 @@ class Report:
     kv_ratio: CacheRatio | None = None
     constraints: tuple[MetConstraint, ...] = ()
     quantized: tuple[Quantized, ...] = ()
+
+    @property
+    def attention_widths(self) -> list[tuple[str, int, int]]:
+        """Name, size and kept number of the key/value heads and of the features of values that are sites.
+
+        A head that goes takes its values with it, and all heads of a layer keep equally many.
+        """
+        heads = {one.name.rpartition(".")[0]: one for one in self.sites if one.kind == "heads"}
+        found = []
+        for kind, name in (("heads", "key/value heads"), ("values", "features of values")):
+            sites = [one for one in self.sites if one.kind == kind]
+            kept = 0
+            for one in sites:
+                of_layer = heads.get(one.name.rpartition(".")[0]) if kind == "values" else None
+                kept += one.kept if of_layer is None else one.kept * of_layer.kept // of_layer.size
+            if sites:
+                found.append((name, sum(one.size for one in sites), kept))
+        return found
 
     @property
     def comparisons(self) -> tuple[Verification, ...]:

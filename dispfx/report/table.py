@@ -13,7 +13,6 @@ from rich.table import Table
 from dispfx.ir.shown_tables import html_table
 from dispfx.report.numbers import shown_perplexity
 from dispfx.report.quantized import quantized_rows
-from dispfx.report.schema import widths_of_attention
 from dispfx.verification.equivalence import Verification
 from dispfx.words.constraint_text import in_unit
 
@@ -135,17 +134,16 @@ def _size_rows(report: Any) -> list[Row]:
 
 def _target_rows(report: Any) -> list[Row]:
     """Return rows for key/value heads, values, the KV cache and constraints, where there are any."""
-    rows: list[Row] = []
-    for kind, name in (("heads", "key/value heads"), ("values", "features of values")):
-        if any(site.kind == kind for site in report.sites):
-            dense, kept = widths_of_attention(report.sites, kind)
-            rows.append((name, f"{dense:,}", f"{kept:,}", _change(dense, kept)))
+    rows: list[Row] = [
+        (name, f"{dense:,}", f"{kept:,}", _change(dense, kept))
+        for name, dense, kept in report.attention_widths
+    ]
     if report.cache is not None:
         dense = report.cache.dense
-        for of, kept in (("", report.cache.pruned), (", ONNX", report.cache.onnx)):
-            if kept is not None:
-                cells = (f"{dense:,} bytes", f"{kept:,} bytes", _change(dense, kept))
-                rows.append((f"KV cache per token{of}", *cells))
+        rows += [
+            (f"KV cache per token{of}", f"{dense:,} bytes", f"{kept:,} bytes", _change(dense, kept))
+            for of, kept in report.cache.by_form
+        ]
     if report.kv_ratio is not None:
         asked, removed = report.kv_ratio.requested, report.kv_ratio.achieved
         rows.append(

@@ -11,8 +11,8 @@ from dispfx.deploy.checkpoint import PLAN_FILE
 from dispfx.distributed.ranks import ALONE, Ranks
 from dispfx.errors import OutputError
 from dispfx.files.disk import remove_abandoned
-from dispfx.plan.family import Family
-from dispfx.plan.plan import Plan, is_family_file
+from dispfx.plan.family import Family, stored_plans
+from dispfx.plan.plan import Plan
 from dispfx.report import Observer, Report, Tuning, load_report
 from dispfx.report.tuning_record import read_record
 from dispfx.run.folders import require_unchanged
@@ -74,12 +74,11 @@ def complete_plan(settings: RunSettings, stages: Stages, ranks: Ranks = ALONE) -
     path = settings.output.path
     if not (settings.output.resume and path.is_file()):
         return None
-    if is_family_file(path):
-        found = Family.load(path)
+    found = stored_plans(path)
+    if isinstance(found, Family):
         plan, ratios = found.plan, (found.smallest, found.largest)
     else:
-        found = plan = Plan.load(path)
-        ratios = (plan.budget.ratio, plan.budget.ratio)
+        plan, ratios = found, (found.budget.ratio, found.budget.ratio)
     asked, made = settings.budget, plan.budget
     # With constraints the ratio is what they needed.
     _require_same(

@@ -118,7 +118,7 @@ def cache_change(task: Task, reloaded: nn.Module, of_onnx: int | None = None) ->
     dense, pruned = cached_bytes(task.source.model), cached_bytes(reloaded)
     if dense is None or pruned is None:
         return None
-    return CacheBytes(dense, pruned, None if of_onnx == pruned else of_onnx)
+    return CacheBytes(dense, pruned).with_onnx(of_onnx)
 
 
 def left_dense(plan: Plan, sites: Sequence[Site]) -> list[Refused]:

@@ -226,10 +226,7 @@ class Writer:
         with self.stages("measure"):
             skills = self._skills(partial(module_logits, again.decoder))
         report = self._report(folder, told, tuple(lines), after, files)
-        cache = report.cache
-        if cache is not None:
-            of_onnx = written.cache_bytes
-            cache = replace(cache, onnx=None if of_onnx == cache.pruned else of_onnx)
+        cache = None if report.cache is None else report.cache.with_onnx(written.cache_bytes)
         report = replace(report, skills=skills, onnx_without_cache=written.no_cache, cache=cache)
         contents = FolderContents(
             self.job.path.name,

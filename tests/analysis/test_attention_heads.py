@@ -429,25 +429,28 @@ def test_heads_need_no_alignment():
     assert plan.sites == ("heads",)
 
 
+class Sharing(nn.Module):
+    """Two layers that read the same keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, WIDTH), nn.Linear(WIDTH, 31, bias=False)
+        self.key, self.value = nn.Linear(WIDTH, HEADS * SIZE), nn.Linear(WIDTH, HEADS * SIZE)
+        self.queries = nn.ModuleList(nn.Linear(WIDTH, HEADS * SIZE) for _ in range(2))
+        self.outs = nn.ModuleList(nn.Linear(HEADS * SIZE, WIDTH) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        k, v = (part(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for part in (self.key, self.value))
+        for query, out in zip(self.queries, self.outs, strict=True):
+            q = query(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + out(y.transpose(1, 2).flatten(2))
+        return self.head(x)
+
+
 def test_two_layers_that_share_keys_and_values_share_their_heads():
     """One selection for both, or the second would read heads that are gone."""
-
-    class Sharing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(31, WIDTH), nn.Linear(WIDTH, 31, bias=False)
-            self.key, self.value = nn.Linear(WIDTH, HEADS * SIZE), nn.Linear(WIDTH, HEADS * SIZE)
-            self.queries = nn.ModuleList(nn.Linear(WIDTH, HEADS * SIZE) for _ in range(2))
-            self.outs = nn.ModuleList(nn.Linear(HEADS * SIZE, WIDTH) for _ in range(2))
-
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.embedding(ids)
-            k, v = (part(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for part in (self.key, self.value))
-            for query, out in zip(self.queries, self.outs, strict=True):
-                q = query(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
-                y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-                x = x + out(y.transpose(1, 2).flatten(2))
-            return self.head(x)
 
     torch.manual_seed(0)
     model = perturb(Sharing())

@@ -16,7 +16,7 @@ from dispfx.passes.insert_gates import InsertGates
 from dispfx.plan.plan import Plan
 from dispfx.verification.graphs import zeroed_decoder
 from tests.analysis import test_attention_heads as heads
-from tests.analysis.test_attention_heads import HEADS, SIZE, WIDTH, Projections, decoder_of, fast
+from tests.analysis.test_attention_heads import HEADS, SIZE, WIDTH, Projections, Sharing, decoder_of, fast
 from tests.one_branch import ORDER_OF_SUMS, require_one_function
 from tests.plain_decoders import perturb
 from tests.programs import relative_error, token_ids
@@ -306,23 +306,6 @@ def test_a_second_attention_on_the_same_weights_is_refused_by_name():
 
 def test_two_layers_that_share_keys_and_values_share_their_features():
     """One selection for both, or the second would read features that are gone."""
-
-    class Sharing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(31, WIDTH), nn.Linear(WIDTH, 31, bias=False)
-            self.key, self.value = nn.Linear(WIDTH, HEADS * SIZE), nn.Linear(WIDTH, HEADS * SIZE)
-            self.queries = nn.ModuleList(nn.Linear(WIDTH, HEADS * SIZE) for _ in range(2))
-            self.outs = nn.ModuleList(nn.Linear(HEADS * SIZE, WIDTH) for _ in range(2))
-
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.embedding(ids)
-            k, v = (part(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for part in (self.key, self.value))
-            for query, out in zip(self.queries, self.outs, strict=True):
-                q = query(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
-                y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-                x = x + out(y.transpose(1, 2).flatten(2))
-            return self.head(x)
 
     torch.manual_seed(0)
     model = perturb(Sharing())

@@ -1,6 +1,7 @@
 """A pruned folder of a tiny decoder, made once for the tests of this folder."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dispfx.api import capture
+from dispfx.api import capture, export
 from dispfx.api.compilation import apply
 from dispfx.compiler.programs import lower_program
 from dispfx.deploy.checkpoint import StoredDecoder, underived_buffers, write_checkpoint
@@ -126,3 +127,21 @@ def write_narrower(name: str, path: Path, *, align: int = 8) -> Folder:
 def narrow_llama(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """A pruned llama with one selection for the whole stream; not to be changed."""
     return write_narrower("llama", tmp_path_factory.mktemp("narrow") / "out")
+
+
+def quantized_session(folder: Path, kind: Any) -> Any:
+    """Write a folder's ONNX model again, with rounded weights, and open it with its cache."""
+    from dispfx.deploy.onnx.session import CachedSession
+
+    shutil.rmtree(folder / "onnx")
+    export(folder, onnx=True, quantize=kind, data=torch.arange(VOCABULARY).repeat(4))
+    return CachedSession(folder / f"onnx-{kind}" / "model.onnx")
+
+
+def one_at_a_time(session: Any, ids_BT: Tensor) -> tuple[Any, Tensor]:
+    """Return the decoder of a session, with an empty cache, and its logits for one token after the other."""
+    decoder = session.decoder()
+    decoder.reset()
+    steps = torch.cat([decoder(ids_BT[:, t : t + 1]) for t in range(ids_BT.shape[1])], 1)
+    decoder.reset()
+    return decoder, steps

@@ -19,7 +19,6 @@ from transformers import (
 )
 
 import dispfx
-from dispfx.api.commands import export
 from dispfx.api.compilation import apply
 from dispfx.errors import OutputError
 from dispfx.huggingface.widths import counted_heads
@@ -27,7 +26,7 @@ from dispfx.ir.program import Program
 from dispfx.plan.plan import Plan
 from dispfx.report import Report, load_report
 from dispfx.verification.graphs import zeroed_tensors
-from tests.huggingface.conftest import Folder
+from tests.huggingface.conftest import Folder, one_at_a_time, quantized_session
 from tests.programs import relative_error, token_ids
 from tests.tiny_transformers import VOCABULARY, tiny_transformer
 
@@ -266,17 +265,10 @@ def test_adapters_on_fewer_heads_train_are_merged_and_read_again(pruned: Any, tm
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_a_quantized_onnx_model_caches_fewer_heads(fewer: Folder, kind: Any, tmp_path: Path) -> None:
     """One token at a time gives what the whole text at once gives; rounding is the quantizer's."""
-    from dispfx.deploy.onnx.session import CachedSession
-
     folder = Path(shutil.copytree(fewer.path, tmp_path / "out"))
-    shutil.rmtree(folder / "onnx")
-    export(folder, onnx=True, quantize=kind, data=torch.arange(VOCABULARY).repeat(4))
-    session = CachedSession(folder / f"onnx-{kind}" / "model.onnx")
+    session = quantized_session(folder, kind)
     assert [cache.heads for cache in session.caches] == [1, 1, 2, 2]
-    decoder = session.decoder()
-    decoder.reset()
-    steps = torch.cat([decoder(IDS[:, t : t + 1]) for t in range(IDS.shape[1])], 1)
-    decoder.reset()
+    decoder, steps = one_at_a_time(session, IDS)
     assert relative_error(steps, decoder(IDS)) < 1e-4
     with torch.no_grad():
         dense = AutoModelForCausalLM.from_pretrained(folder)(IDS).logits
